@@ -30,26 +30,18 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 class ArrayDataModule(LightningDataModule, ABC):
     """Data module with three data sets in memory (abstract: subclasses implement `load_split`).
 
-    Each split is read once, in `setup` for the first stage in need or on first use, and stays in memory. Splits and
-    subsets are pure functions of `seed`; the global generators are not used.
+    Each split is read once, in `setup` for the first stage in need or on first use. Splits and subsets are pure
+    functions of `seed`; the global generators are not used.
 
     Args:
         class_names: Class names.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch in validation, test and prediction; None means `batch_size`.
         num_workers: Worker processes per loader. The data are in memory, so 0 is usually fastest.
-        train_size: Size of a random training subset; None keeps all samples. A smaller subset is part of a larger one,
-            and samples stay in order.
+        train_size: Size of a random training subset; None keeps all samples. A smaller subset is part of a larger one.
         val_size: Size of a random validation subset.
         test_size: Size of a random test subset.
-        seed: Seed for the subsets, and for held-out samples in data sets without a validation split. Training has
-            another seed.
-
-    Attributes:
-        class_names: Class names.
-
-    Raises:
-        ValueError: If a number is outside the allowed range.
+        seed: Seed for the subsets, and for held-out samples. Training has another seed.
     """
 
     def __init__(
@@ -83,58 +75,38 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
         return len(self.class_names)
 
     @property
     def train_dataset(self) -> ArrayDataset:
-        """Training samples."""
         return self._dataset("train")
 
     @property
     def val_dataset(self) -> ArrayDataset:
-        """Validation samples."""
         return self._dataset("val")
 
     @property
     def test_dataset(self) -> ArrayDataset:
-        """Test samples."""
         return self._dataset("test")
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads a stage's splits, unless already read; `"predict"` needs test samples, None all splits."""
         for split in _NEEDED[stage]:
             self._dataset(split)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Builds a loader with shuffled training batches."""
         return self._loader(self.train_dataset, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Builds a loader with validation batches in order. Lightning skips an empty validation with a message."""
         return self._loader(self.val_dataset, self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Builds a loader with test batches in order."""
         return self._loader(self.test_dataset, self.eval_batch_size)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Builds a loader with test batches in order."""
         return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """Chooses `train_size`, `val_size` or `test_size` samples from a split.
-
-        Args:
-            split: The split.
-            candidates: Source positions for all samples in the split.
-
-        Returns:
-            The chosen positions, in the order of `candidates`.
-
-        Raises:
-            ValueError: If there are fewer candidates than requested samples.
-        """
+        """Chooses `train_size`, `val_size` or `test_size` of the source positions `candidates`, in the same order."""
         size = self._sizes[split]
         if size is None:
             return candidates
@@ -144,19 +116,9 @@ class ArrayDataModule(LightningDataModule, ABC):
         return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """Chooses the training or validation samples from a source without a validation split.
+        """Chooses training or validation positions from a source without a validation split, in order.
 
         `val_size` random training samples form the validation split; the other samples are for training.
-
-        Args:
-            split: `"train"` or `"val"`.
-            num_train: Number of training samples in the source.
-
-        Returns:
-            Positions in the source's training samples, in order.
-
-        Raises:
-            ValueError: If `val_size` and `train_size` exceed the number of samples.
         """
         all_positions = np.arange(num_train)
         validation = self.subset("val", all_positions)
@@ -184,13 +146,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 class FileDataModule(ArrayDataModule):
     """Data module for files (abstract: subclasses implement `load_split`).
 
-    Args:
-        data_dir: Folder with the files.
-        class_names: Class names.
-        normalize: Whether to subtract the training images' mean and divide by the standard deviation; otherwise images
-            range from 0 to 1.
-        **options: Arguments for `ArrayDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `train_size`,
-            `val_size`, `test_size` and `seed`.
+    With `normalize` images are standardised by the training images' mean and standard deviation, otherwise from 0 to 1.
     """
 
     augment = False
@@ -209,8 +165,7 @@ class FileDataModule(ArrayDataModule):
     ) -> ArrayDataset:
         """Builds a data set with the requested normalisation and, for training, augmentation.
 
-        Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups are natural clients, shape
-        (N,).
+        Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups are natural clients (N,).
         """
         return ArrayDataset(
             inputs,

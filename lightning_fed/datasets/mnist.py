@@ -21,14 +21,12 @@ class _IdxImages(TorchvisionImages):
     """Images and labels in idx files in `<data_dir>/<name of the data set>/raw/`, gzipped or unpacked."""
 
     def find_files(self, split: Split) -> list[Path]:
-        """Finds a split's files: images and labels."""
         prefix = "t10k" if split == "test" else "train"
         names = [f"{self._source}/raw/{prefix}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
         instructions = "Pass `download=True` to fetch it with torchvision, or `data_dir` as the folder that has it."
         return [find_file(self.data_dir, [name, f"{name}.gz"], instructions) for name in names]
 
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Reads the classes, and returns a function for chosen images."""
         images, labels = map(_read_idx, self.find_files(split))
         return labels, lambda chosen: images[torch.from_numpy(chosen)].unsqueeze(1)
 
@@ -59,11 +57,9 @@ def _read_idx(path: Path) -> Tensor:
 class MNIST(_IdxImages):
     """Handwritten digits: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes.
 
-    The arguments are the arguments of `TorchvisionImages`; `augment` takes a random crop and mirrors at random, like
-    FedFusion's program, also for digits. The files are
-    `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
-
-    Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
+    The arguments are the arguments of `TorchvisionImages`; `augment` takes a random crop and mirrors at random, as in
+    FedFusion's program. The files are `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or
+    not. Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
 
     Example:
         >>> data = MNIST("data", batch_size=20)
@@ -79,11 +75,8 @@ class MNIST(_IdxImages):
 class FashionMNIST(_IdxImages):
     """Zalando's articles: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes with equal sizes.
 
-    The arguments are the arguments of `TorchvisionImages`; `augment` takes a random crop and mirrors at random, like
-    FedFusion's program. The files are `<data_dir>/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`,
-    gzipped or not.
-
-    Source: H. Xiao, K. Rasul and R. Vollgraf, https://github.com/zalandoresearch/fashion-mnist (MIT licence).
+    Arguments and files are the same as for `MNIST`, in `<data_dir>/FashionMNIST/raw/`. Source: H. Xiao, K. Rasul and R.
+    Vollgraf, https://github.com/zalandoresearch/fashion-mnist (MIT licence).
 
     Example:
         >>> data = FashionMNIST("data", batch_size=20)

@@ -43,9 +43,9 @@ class Omniglot(FileDataModule):
     """Omniglot: 28 x 28 images of characters, white on black; many classes with few images each.
 
     The background set has 964 characters from 30 alphabets: the classes. Each alphabet was drawn by 20 people, with one
-    image per person and character. The images are split into training, validation and test by person, so every class is
-    in all three splits. The evaluation set has 659 characters from 20 other alphabets, classes 964 to 1622, which are
-    not for training: :meth:`retrieval_dataloader` returns these images, for a search among embeddings.
+    image per person and character. The images are split by person, so every class is in all three splits. The
+    evaluation set has 659 characters from 20 other alphabets, classes 964 to 1622, which are not for training:
+    :meth:`retrieval_dataloader` returns these images, for a search among embeddings.
 
     The first file or folder found under `data_dir` is read:
 
@@ -55,9 +55,8 @@ class Omniglot(FileDataModule):
     - `omniglot-py/`, torchvision's folders. The images, 105 x 105, are averaged over areas and inverted.
 
     A natural client (`groups`) is one person with one alphabet: 420 clients in the training split by default, with 14
-    to 55 images each, one per class. Drawers with equal numbers in different alphabets are different people.
-    ``LabelsPerClient(num_clients=49, labels_per_client=20, assignment="even")`` gives clients with whole classes, about
-    20 out of 964.
+    to 55 images each, one per class. ``LabelsPerClient(num_clients=49, labels_per_client=20, assignment="even")`` gives
+    clients with whole classes, about 20 out of 964.
 
     Source: B. Lake, R. Salakhutdinov and J. Tenenbaum, "Human-level concept learning through probabilistic program
     induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).
@@ -69,15 +68,8 @@ class Omniglot(FileDataModule):
         test_drawers: Number of test drawers per alphabet: the last among the 20.
         group_by: Natural clients: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
         batch_size: Images per training batch.
-        **options: `normalize`, and `eval_batch_size` (also for retrieval), `num_workers`, `train_size` (a small subset
-            loses classes), `val_size`, `test_size` and `seed` for `ArrayDataModule`.
-
-    Attributes:
-        retrieval_class_names: Class names in the evaluation set.
-
-    Raises:
-        FileNotFoundError: In `setup`, if no file or folder is found, or a character's folder is missing.
-        ValueError: If a number is outside the allowed range, or an array is missing from the file.
+        **options: `normalize`, `eval_batch_size` (also for retrieval), `num_workers`, `train_size` (a small subset
+            loses classes), `val_size`, `test_size` and `seed`.
 
     Example:
         >>> data = Omniglot("data", val_drawers=2, test_drawers=4)
@@ -115,7 +107,6 @@ class Omniglot(FileDataModule):
         self._retrieval: ArrayDataset | None = None
 
     def prepare_data(self) -> None:
-        """Downloads missing folders, if `download` is set."""
         if not self.download:
             return
         for is_background in (True, False):
@@ -127,10 +118,7 @@ class Omniglot(FileDataModule):
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split from the background set: images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups.
-
-        Groups are names such as `"Greek/07"` or `"Greek"`.
-        """
+        """Reads one split from the background set; groups are names such as `"Greek/07"` or `"Greek"`."""
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)
         splits = np.digitize(drawings.drawers, [first_val, first_test])
@@ -145,11 +133,7 @@ class Omniglot(FileDataModule):
         return self._retrieval
 
     def retrieval_dataloader(self) -> DataLoader[Any]:
-        """Builds a loader over the evaluation set in order, for ``trainer.test(model, data.retrieval_dataloader())``.
-
-        Returns:
-            Batches with images (B, 1, 28, 28) and classes (B,) from 964 to 1622.
-        """
+        """Builds a loader over the evaluation set, for ``trainer.test(model, data.retrieval_dataloader())``."""
         return self._loader(self.retrieval_dataset, self.eval_batch_size)
 
     def _dataset_of(self, drawings: _Drawings, chosen: np.ndarray) -> ArrayDataset:

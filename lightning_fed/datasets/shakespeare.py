@@ -46,8 +46,9 @@ class Shakespeare(FederatedDataModule):
 
     FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition.
 
-    Source: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated
-    Learning with Matched Averaging", ICLR 2020.
+    FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition. Source: S.
+    Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated Learning
+    with Matched Averaging", ICLR 2020.
 
     Args:
         data_dir: Folder with the file, or the file; None for generated text.
@@ -63,11 +64,6 @@ class Shakespeare(FederatedDataModule):
         eval_batch_size: Windows per validation batch; None means `batch_size`.
         num_workers: Worker processes per loader.
         seed: Seed for generated text. Training has another seed.
-
-    Raises:
-        FileNotFoundError: In `setup`, if no file is found.
-        ValueError: If a number is outside the allowed range or, in `setup`, the file has another format or no role with
-            enough samples.
 
     Example:
         >>> data = Shakespeare(max_clients=3, stride=4)
@@ -118,7 +114,6 @@ class Shakespeare(FederatedDataModule):
         self._vocabulary = LEAF_VOCABULARY if vocabulary == "leaf" else ""
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the text, once. All stages need the same data."""
         if self.clients:
             return
         if self.data_dir is None:
@@ -148,7 +143,6 @@ class Shakespeare(FederatedDataModule):
 
     @property
     def num_classes(self) -> int:
-        """Number of characters in the vocabulary."""
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
@@ -160,17 +154,14 @@ class Shakespeare(FederatedDataModule):
         return decode_text(codes, self.vocabulary)
 
     def population(self) -> Population:
-        """Returns the clients as a source of batches for the rounds."""
         self.setup()
         return super().population()
 
     def train_dataloader(self) -> Iterable[Any]:
-        """Pools the windows over all roles, for a plain `L.Trainer`."""
         self.setup()
         return super().train_dataloader()
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """Builds the loader for one role's validation windows."""
         return DataLoader(dataset, self.eval_batch_size, num_workers=self.loader_options["num_workers"])
 
     def _split(self, codes: Tensor) -> tuple[ArrayDataset, ArrayDataset]:

@@ -19,8 +19,7 @@ class Synthetic(FederatedDataModule):
     The clients are 0, 1, ..., each with at least 50 examples and a separate linear model behind the labels
     (:func:`~lightning_fed.datasets.synthetic_clients`). The last share `test_fraction` of every client's examples is
     for the test, as in the paper; the last share `val_fraction` of the remaining examples is for validation. Both are
-    rounded down, but to at least one. Examples are independent, so the order does not matter. No file is read, and the
-    data are a pure function of the arguments.
+    rounded down, but to at least one. The data are a pure function of the arguments.
 
     Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 
@@ -32,13 +31,6 @@ class Synthetic(FederatedDataModule):
         test_fraction: Share of a client's examples for the test, in (0, 1).
         batch_size: Examples per batch.
         seed: Seed for the data. Training has another seed.
-
-    Attributes:
-        num_features: Length of an input, 60.
-        num_classes: Number of classes, 10.
-
-    Raises:
-        ValueError: If a number is outside the allowed range.
 
     Example:
         >>> data = Synthetic(alpha=1.0, beta=1.0, num_clients=3)

@@ -23,7 +23,7 @@ def synthetic_clients(
     num_features: int = 60,
     num_classes: int = 10,
 ) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]:
-    r"""Draws the data of every client.
+    r"""Draws the data of every client: inputs, shape ``(n_k, num_features)``, and labels, shape ``(n_k,)``.
 
     .. math::
         u_k \sim \mathcal N(0, \alpha^2), \quad B_k \sim \mathcal N(0, \beta^2), \quad
@@ -34,8 +34,8 @@ def synthetic_clients(
         n_k = \lfloor s_k \rfloor + 50, \ \log s_k \sim \mathcal N(4, 2^2)
 
     ``alpha`` sets the difference between the models, ``beta`` the difference between the inputs. As in the authors'
-    program both are standard deviations; Synthetic(1, 1) is equal under both readings. Samples are independent, so the
-    first 90 % of a client's samples are its training set, as in the paper.
+    program both are standard deviations; Synthetic(1, 1) is equal under both readings. In the paper the first 90 % of a
+    client's samples are for training.
 
     A client's data depend on the seed and the client alone, not on the number of clients.
 
@@ -46,12 +46,6 @@ def synthetic_clients(
         seed: Seed, not negative.
         num_features: Length of an input, at least 1.
         num_classes: Number of classes, at least 2.
-
-    Returns:
-        Inputs of shape ``(n_k, num_features)`` and labels of shape ``(n_k,)``, per client.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> inputs, labels = synthetic_clients(1.0, 1.0, num_clients=3)[0]

@@ -24,22 +24,7 @@ _MARKS = ",.;!?"
 
 
 def encode_text(text: str, vocabulary: str) -> Tensor:
-    """Encodes a text as character positions in a vocabulary; other characters become spaces.
-
-    Args:
-        text: The text.
-        vocabulary: The characters, without repetition.
-
-    Returns:
-        Codes, int64, shape ``(len(text),)``.
-
-    Raises:
-        ValueError: If a character is unknown, and the vocabulary has no space.
-
-    Example:
-        >>> encode_text("ab$a", " ab")
-        tensor([1, 2, 0, 1])
-    """
+    """Encodes a text as character positions in a vocabulary, int64; other characters become spaces."""
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:
@@ -48,35 +33,15 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
 
 
 def decode_text(codes: Tensor, vocabulary: str) -> str:
-    """Decodes codes with shape ``(length,)`` to text.
-
-    Example:
-        >>> decode_text(torch.tensor([1, 2, 0]), " ab")
-        'ab '
-    """
+    """Decodes codes with shape ``(length,)`` to text."""
     return "".join(vocabulary[code] for code in codes.tolist())
 
 
 def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
     """Cuts a text into windows with the next characters, without copying.
 
-    Args:
-        codes: The text, int64, shape ``(T,)``.
-        length: Characters per window.
-        first: Position of the first window.
-        end: End of the range of positions (exclusive), at most ``T - length``.
-        stride: Distance in characters between window starts.
-        every_step: Whether the targets are the next characters for every character in the window, or for the last one.
-
-    Returns:
-        Inputs, shape ``(N, length)``, and targets, shape ``(N,)`` or, with ``every_step``, ``(N, length)``; int64.
-
-    Example:
-        >>> windows = text_windows(torch.arange(10), 4, 1, 6, 2, every_step=False)
-        >>> windows.inputs, windows.targets
-        (tensor([[1, 2, 3, 4],
-                [3, 4, 5, 6],
-                [5, 6, 7, 8]]), tensor([5, 7, 9]))
+    Windows start at positions from ``first`` to ``end`` (exclusive, at most ``T - length``). Inputs have shape ``(N,
+    length)``, targets ``(N,)`` or, with ``every_step``, ``(N, length)``.
     """
     text = codes[first : end + length]
     inputs, following = (characters.unfold(0, length, stride) for characters in (text[:-1], text[1:]))
@@ -86,12 +51,8 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
 def read_roles(path: Path) -> dict[str, str]:
     """Reads every speaking role's text: the speeches, joined by line breaks.
 
-    Args:
-        path: Gzipped JSON with ``roles``, a list with names, and ``speeches``, a list with a role's index and a text
-            each; or a text file with blocks separated by empty lines, with ``ROLE:`` as first line.
-
-    Raises:
-        ValueError: If the file has another format.
+    The file is gzipped JSON with ``roles``, a list with names, and ``speeches``, a list with a role's index and a text
+    each; or a text file with blocks separated by empty lines, with ``ROLE:`` as first line.
     """
     speeches: dict[str, list[str]] = {}
     if path.name.endswith(".json.gz"):

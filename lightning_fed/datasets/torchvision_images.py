@@ -19,21 +19,15 @@ class TorchvisionImages(FileDataModule):
     """Images with classes in torchvision's format (abstract: see `MNIST`, `FashionMNIST` and `CIFAR10`).
 
     Files are only read, so the folder may be read-only. There is no validation split: `val_size` random training images
-    are held out for validation, and test images are only for the test.
+    are held out for validation.
 
     Args:
         data_dir: Folder that contains the data set's folder.
         download: Whether to download missing files into `data_dir` with torchvision (needs a network).
         val_size: Number of training images held out for validation; 0 trains on all images without validation.
-        augment: Whether to change training images at random, before a partition's own changes (for example a
-            permutation of the pixels).
-        **options: `normalize`, and `batch_size`, `eval_batch_size`, `num_workers`, `train_size` (None keeps all images
-            except held-out ones), `test_size` and `seed` for `ArrayDataModule`.
-
-    Raises:
-        FileNotFoundError: In `setup`, if a file is missing.
-        ValueError: If a number is outside the allowed range, or a file has another format.
-        RuntimeError: If torchvision finds changed CIFAR batches.
+        augment: Whether to change training images at random, before a partition's own changes.
+        **options: `normalize`, `batch_size`, `eval_batch_size`, `num_workers`, `train_size` (None keeps all images
+            except held-out ones), `test_size` and `seed`.
     """
 
     _source: ClassVar[str]
@@ -54,18 +48,13 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """Finds a split's files, or the folder with the files.
-
-        Raises:
-            FileNotFoundError: If a file is missing.
-        """
+        """Finds a split's files, or the folder with the files."""
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
         """Reads the classes (N,), and returns a function from positions to images (n, C, H, W)."""
 
     def prepare_data(self) -> None:
-        """Downloads missing files, if `download` is set."""
         if not self.download:
             return
         try:
@@ -76,7 +65,6 @@ class TorchvisionImages(FileDataModule):
             getattr(datasets, self._source)(str(self.data_dir), download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads images (N, C, H, W) and classes (N,) in one split."""
         labels, images_of = self.read_files(split)
         count = len(labels)
         chosen = self.subset("test", np.arange(count)) if split == "test" else self.held_out(split, count)

@@ -22,7 +22,7 @@ _LEAST_GAIN = 1e-6  # relative to the networks' inner product within a group; sm
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""Order of neurons with the largest inner product with a reference, and hence the smallest distance.
+    r"""Order of neurons (int64) with the largest inner product with a reference, and hence the smallest distance.
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
@@ -33,12 +33,6 @@ def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor
         reference: Reference neurons, shape ``(L, D)``.
         neurons: Neurons to order, shape ``(L, D)``.
         blocks: Number of consecutive blocks with equal size.
-
-    Returns:
-        Index of the neuron for each position, int64, shape ``(L,)``.
-
-    Raises:
-        ValueError: If shapes differ, values are not finite, or ``blocks`` does not divide the number of neurons.
 
     Example:
         >>> reference = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -77,30 +71,22 @@ def align_networks(
     generator: np.random.Generator,
     sweeps: int = 30,
 ) -> list[list[Tensor]]:
-    r"""Permutes the neurons in all groups to bring networks closer to their mean.
+    r"""Permutes the neurons in all groups to bring networks closer to their mean; returns the final orders.
 
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
     Coordinate descent: for one network and one group at a time, in random order, :func:`align_neurons` finds the
     closest order to the mean of the other networks, by all incoming and outgoing weights. The order is accepted only if
-    the sum decreases. The descent ends in a local optimum, which depends on the random order.
+    the sum decreases, so the descent ends in a local optimum.
 
-    Running statistics are excluded, as in :func:`~lightning_fed.matching.neuron_features`. Hidden-to-hidden weights of
-    an LSTM count in the sum, but not in the search for an order.
+    Running statistics are excluded. Hidden-to-hidden weights of an LSTM count in the sum, but not in the search.
 
     Args:
         states: One state per network, with equal entries and widths.
         groups: Permutation groups.
-        orders: Initial order for each network and group: index of the neuron for each position, int64, shape
-            ``(neurons,)``.
+        orders: Initial order for each network and group: index of the neuron for each position, int64.
         generator: Draws the order of networks and groups.
         sweeps: Maximum number of sweeps over the networks.
-
-    Returns:
-        Final orders, in the same format as ``orders``.
-
-    Raises:
-        ValueError: Same errors as :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
 
     Example:
         >>> first = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[9.0, 5.0, 7.0]])}

@@ -26,24 +26,18 @@ def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -
     """Loads a checkpoint with other layer widths, for example after matched averaging.
 
     ``load_from_checkpoint`` creates the module with the widths in the code and fails for other shapes. This function
-    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). With equal widths the function equals
-    ``load_state_dict``. Files are loaded with ``weights_only=True``, so no code is executed.
+    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). Files are loaded with
+    ``weights_only=True``, so no code is executed.
 
-    The number of classes is also a width. Layers must be compatible: attributes are compared, and the module is run on
-    an example if available.
+    The number of classes is also a width.
 
     Args:
-        module: Module with the same architecture, changed in place. For a LightningModule ``on_load_checkpoint`` is
-            called, as in ``load_from_checkpoint``.
+        module: Module with the same architecture, changed in place and returned.
         checkpoint: Path, content of a checkpoint, or state.
         example_input: Input for one ``forward`` call if widths differ: a tensor, a tuple of positional inputs, or a
             dictionary of named inputs. By default a LightningModule's ``example_input_array``.
 
-    Returns:
-        The same module.
-
     Raises:
-        FileNotFoundError: If the file does not exist.
         ValueError: If the file is not a checkpoint, entries are missing or unexpected, numbers of axes differ, or
             layers are incompatible. Then the module stays unchanged.
 
@@ -102,12 +96,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Reads a checkpoint to the CPU. The result is a copy except for the tensors.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: If the path is a folder, or the file contains more than tensors and primitives.
-    """
+    """Reads a checkpoint to the CPU. The result is a copy except for the tensors."""
     if isinstance(checkpoint, Mapping):
         content, label = dict(checkpoint), "the checkpoint"
     else:

@@ -28,7 +28,7 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""Averages matched clients: each neuron is the mean over its owners.
+    r"""Averages matched clients: each neuron is the mean over its owners; returns the wide network's state.
 
     With assignments :math:`S_k` and the state :math:`\tilde w_k` of client *k* in the wide network (zeros for missing
     neurons), row *i* of an entry is
@@ -43,17 +43,9 @@ def matched_mean(
         groups: All permutation groups of the network, equal for all clients.
         assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
         sizes: Global number of neurons in each group.
-        weights: Client weights, greater than 0, such as numbers of examples. Integer entries come from the client with
-            the largest weight.
+        weights: Client weights, greater than 0. Integer entries come from the client with the largest weight.
         prior_weight: Weight *b* of a prior with mean 0, in clients, at least 0. With 1 and equal weights the mean over
             *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
-
-    Returns:
-        State of the wide network.
-
-    Raises:
-        ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
-            for errors in :func:`grow_neurons`.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
@@ -105,28 +97,10 @@ def agreement(
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
     The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons. A low
-    share means small mean weights, and small outputs unless a normalization follows.
+    share means small mean weights.
 
     Biases and normalization parameters are excluded (unless a group has no others), as are running statistics, complex
-    entries, and weights within a group, such as recurrent weights.
-
-    Args:
-        mean: Result of :func:`matched_mean`.
-        states: One state per client, with equal names.
-        groups: All permutation groups of the network, equal for all clients.
-        assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
-        sizes: Global number of neurons in each group.
-        weights: Client weights.
-
-    Returns:
-        Shares from 0 to 1; NaN without comparable weights.
-
-    Example:
-        >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([7.0, 2.0])}]
-        >>> group = PermutationGroup.over(states[0], {("bias", 0): "vec"}, 2)
-        >>> places = [[torch.tensor([0, 1])], [torch.tensor([0, 1])]]
-        >>> round(agreement({"bias": torch.tensor([4.5, 4.5])}, states, [group], places, [2], [1, 1])[0], 3)
-        0.764
+    entries, and weights within a group, such as recurrent weights. NaN without comparable weights.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

@@ -70,10 +70,9 @@ class MatchedAverage:
 
     Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
     over its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Networks with
-    a common initialization or permuted copies merge well. Networks with different initializations lose much accuracy,
-    in particular deep networks.
+    different initializations lose much accuracy, in particular deep networks.
 
-    BatchNorm's running statistics are measured with the merged network, because averaged statistics would not fit.
+    BatchNorm's running statistics are measured with the merged network.
 
     Args:
         mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 times the width); ``"permute"``
@@ -83,14 +82,10 @@ class MatchedAverage:
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Larger values add more neurons; ``None`` for the score's default.
         passes: Maximum number of matching passes over the networks per group.
-        sweeps: Maximum number of alignment sweeps over all networks and groups; sweeps end without a change. With
-            ``"grow"`` sweeps precede the matching. With 0 each group is ordered once.
+        sweeps: Maximum number of alignment sweeps over all networks and groups; with ``"grow"`` before the matching.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average.
         inputs: Index, key or function for the inputs in a batch; ``None`` for the usual inputs.
         seed: Seed for the network order.
-
-    Raises:
-        ValueError: If an option is unknown or outside its range.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -145,24 +140,20 @@ class MatchedAverage:
         """Merges networks.
 
         Args:
-            networks: Checkpoint paths, checkpoint contents, states or modules. All networks need equal architecture and
-                equal widths, but the widths may differ from ``module``.
+            networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and equal
+                widths, possibly different from the widths in ``module``.
             module: Module for the merged state, changed in place; ``None`` for a copy of the first module in
                 ``networks``.
-            example_input: Input for ``forward`` to trace neurons, see
-                :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default two inputs from
-                ``data``, or a LightningModule's ``example_input_array``.
+            example_input: Input for ``forward`` to trace neurons, see :meth:`PermutationGroups.of
+                <lightning_fed.matching.PermutationGroups.of>`. By default two inputs from ``data``, or a
+                LightningModule's ``example_input_array``.
             data: Batches to measure BatchNorm's running statistics, such as a ``DataLoader``; used once.
-            weights: Weight of each network, greater than 0, such as numbers of examples; equal by default.
-
-        Returns:
-            The merged network.
+            weights: Weight of each network, greater than 0; equal by default.
 
         Raises:
-            FileNotFoundError: If a file does not exist.
-            ValueError: If networks contain low-rank adapters, entries or widths differ, widths are incompatible, values
-                are not finite, the number of weights is wrong, no input is available, no neurons can be permuted, or
-                data are missing for BatchNorm.
+            ValueError: If networks contain low-rank adapters, entries or widths differ, values are not finite, the
+                number of weights is wrong, no input is available, no neurons can be permuted, or data are missing for
+                BatchNorm.
         """
         module = _module(networks) if module is None else module
         if self.batch_norm == "recalibrate" and batch_norm_layers(module) and data is None:

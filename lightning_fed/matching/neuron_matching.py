@@ -90,14 +90,11 @@ def match_neurons(
         \sum_d \Big( \frac{(p_{0d} \mu_d + u_d)^2}{p_{0d} + p_{jd}} - p_{0d} \mu_d^2
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
-    The score is twice a log-probability, up to a constant per client neuron.
-
     - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in brackets, with :math:`c = 1`,
       :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, weights hardly influence
       the result for short neurons. If all clients have equally many neurons with norms well below 1, each client after
-      the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights. With
-      :math:`\gamma = 7` each adds three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47, and none for
-      more clients. Weights matter more for integers near the limit and for longer neurons.
+      the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights: with
+      :math:`\gamma = 7` three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47.
     - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances the
       score recovers shared neurons and creates separate neurons for the rest.
 
@@ -111,26 +108,19 @@ def match_neurons(
     variance of the values. Matching and estimation alternate until the matching is stable, at most three times.
 
     Args:
-        clients: Neurons of each client, shape ``(L_j, D)``, floating point. Computed on the client's device, at least
-            in float32.
+        clients: Neurons of each client, shape ``(L_j, D)``, floating point; computed at least in float32.
         generator: Draws the client order.
         score: ``"published"`` or ``"marginal"``.
         gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1.
-        variance: :math:`\sigma_j^2`, greater than 0: a number, or a tensor that broadcasts to ``(J, D)``. Values with
-            infinite variance are ignored. By default 1 (published), or estimated.
-        prior_variance: :math:`\sigma_0^2`, greater than 0: a number, or a tensor that broadcasts to ``(D,)``. By
-            default 1 (published), or estimated.
-        prior_mean: :math:`\mu`: a number, or a tensor that broadcasts to ``(D,)``. The authors use 0.1 for biases.
+        variance: :math:`\sigma_j^2`, greater than 0, broadcast to ``(J, D)``. Values with infinite variance are
+            ignored. By default 1 (published), or estimated.
+        prior_variance: :math:`\sigma_0^2`, greater than 0, broadcast to ``(D,)``. By default 1 (published), or
+            estimated.
+        prior_mean: :math:`\mu`, broadcast to ``(D,)``. The authors use 0.1 for biases.
         blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
             Blocks with constant values are ignored.
         passes: Maximum number of passes over the clients; 0 matches each client once.
         max_width: Maximum number of global neurons, at least the width of each client.
-
-    Returns:
-        Assignments, means and counts.
-
-    Raises:
-        ValueError: If shapes are wrong, values are not finite, or an option is outside its range.
 
     Example:
         >>> ann = torch.tensor([[4.0, 0.0], [0.0, 4.0], [-5.0, -5.0]])
@@ -424,15 +414,9 @@ def _maximise_likelihood(
 ) -> tuple[Tensor, Tensor]:
     """Estimates the variances of one block by expectation maximization over the global neurons.
 
-    Args:
-        products: Inner products of client neurons minus the prior mean, for each global neuron: shape ``(L, J, J)``; 0
-            for clients without the neuron.
-        owned: 1 for owners of a global neuron, else 0: shape ``(L, J)``.
-        size: Size of the block.
-        noise: Initial client variances, shape ``(J,)``.
-        prior: Initial prior variance, shape ``()``.
-        is_noise_known: Whether client variances are fixed.
-        is_prior_known: Whether the prior variance is fixed.
+    ``products`` are inner products of client neurons minus the prior mean for each global neuron, shape ``(L, J, J)``,
+    with 0 for missing neurons; ``owned`` has shape ``(L, J)``, ``noise`` ``(J,)``, ``prior`` ``()``. Known variances
+    are fixed.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

@@ -47,8 +47,7 @@ class StateMatch(NamedTuple):
         state: Merged state, with each neuron averaged over its owners.
         groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets the widths.
         assignments: Merged index of each neuron, for each network and group: int64, shape ``(neurons,)``.
-        agreement: Share of neurons preserved by averaging, for each group, see
-            :func:`~lightning_fed.matching.matched_mean.agreement`.
+        agreement: Share of the squared neuron norms preserved by averaging, for each group.
         seconds: Matching time for each group in seconds, without sweeps.
     """
 
@@ -89,20 +88,19 @@ def match_states(
 ) -> StateMatch:
     """Matches the neurons of several networks group by group, and averages.
 
-    Groups are compared by weights to already matched neurons, inputs and outputs. ``"fedma"`` runs from the first to
-    the last group and compares incoming weights, biases and normalization. ``"pfnm"`` runs from the last to the first
-    group and compares outgoing weights and biases; the first layer also compares incoming weights. Groups that cannot
-    grow are only permuted, to match the earlier networks.
+    ``"fedma"`` runs from the first to the last group and compares incoming weights, biases and normalization.
+    ``"pfnm"`` runs from the last to the first group and compares outgoing weights and biases; the first layer also
+    compares incoming weights. Groups that cannot grow are only permuted.
 
     A single pass matches each network to the earlier networks, by some weights only. ``sweeps`` then align the networks
     jointly over all groups until nothing changes (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` the
     sweeps come first. All neurons then have a common order, so groups are compared by all incoming weights (``"pfnm"``:
-    by all weights). For a chain of layers with ``"fedma"`` the compared weights are the same as without sweeps.
+    by all weights).
 
     Prior means are 0 and all networks have equal variances, unless ``options`` override both. The programs for PFNM and
     FedMA use 0.1 for biases, and PFNM one variance per class in the last layer's columns.
 
-    BatchNorm's running statistics are also averaged. Recalibrate the statistics with the merged network.
+    BatchNorm's running statistics are also averaged: recalibrate the statistics with the merged network.
 
     Args:
         states: One state per network, with equal entries.
@@ -110,20 +108,13 @@ def match_states(
         generator: Draws the order of networks, and of groups in sweeps.
         order: ``"fedma"`` or ``"pfnm"``.
         mode: ``"grow"`` adds neurons, ``"permute"`` only permutes, ``"none"`` averages without matching.
-        weights: Network weights, greater than 0, such as numbers of examples; equal by default.
+        weights: Network weights, greater than 0; equal by default.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         max_growth: Maximum width of a group relative to a single network; ``None`` for no limit; ``"auto"`` for 1.25
             with the marginal score, and no limit with the published score.
         sweeps: Maximum number of alignment sweeps over all networks and groups.
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
-
-    Returns:
-        The merged network.
-
-    Raises:
-        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or for errors
-            in the functions above.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))

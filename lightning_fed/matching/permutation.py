@@ -1,12 +1,9 @@
 r"""Permutes, slices and grows neurons in a state.
 
-A network computes the same function if a layer's neurons are permuted with all dependent values: rows in
-incoming weights, biases, normalization, and columns of outgoing weights.
+A network computes the same function if a layer's neurons are permuted with all dependent values: rows in incoming
+weights, biases, normalization, and columns of outgoing weights.
 
 .. math:: W_2 \, \sigma(W_1 x + b_1) = (W_2 \Pi^\top) \, \sigma(\Pi W_1 x + \Pi b_1)
-
-A :class:`PermutationGroup` lists the positions for any layer: a flattened channel has one column per pixel, an LSTM
-neuron one row in each of four gates, a channel in a residual stage one row per block.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020; Ainsworth, Hayase and Srinivasa, "Git
 Re-Basin", ICLR 2023 (permutations specified as data).
@@ -65,19 +62,12 @@ class PermutationGroup:
 
     @classmethod
     def over(cls, state: Mapping[str, Tensor], axes: Mapping[Axis, Role], size: int) -> PermutationGroup:
-        """Creates a group manually, from whole axes of entries.
+        """Creates a group manually, from whole axes of entries; the name is the first entry's layer.
 
         Args:
             state: Entries.
-            axes: Axes and roles. On an axis longer than ``size`` each neuron has several adjacent positions (pixels of
-                a flattened channel).
+            axes: Axes and roles. On an axis longer than ``size`` each neuron has several adjacent positions.
             size: Number of neurons.
-
-        Returns:
-            The group, named after the first entry's layer.
-
-        Raises:
-            ValueError: If an entry, axis or role is unknown, or ``size`` does not divide an axis length.
 
         Example:
             >>> state = {"a.weight": torch.zeros(3, 2), "a.bias": torch.zeros(3), "b.weight": torch.zeros(5, 12)}
@@ -102,19 +92,10 @@ class PermutationGroup:
 
 
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
-    """Changes the number of neurons in each group.
+    """Changes the number of neurons in each of a network's groups. Groups with a new size have no blocks.
 
-    New neurons follow the existing neurons of the group. Groups later on the same axis (a concatenation) are shifted.
-
-    Args:
-        groups: All groups in the network.
-        sizes: New number of neurons for each group.
-
-    Returns:
-        Groups in the same order. Only groups with unchanged size have blocks.
-
-    Raises:
-        ValueError: If a group that cannot grow gets a new size, or the number of sizes is wrong.
+    New neurons follow the existing neurons of the group. Groups later on the same axis (a concatenation) are shifted. A
+    group that cannot grow must keep the size.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
@@ -165,15 +146,9 @@ def permute_neurons(
     """Permutes the neurons in a state.
 
     Args:
-        state: Any network entries. Entries outside the groups are unchanged.
+        state: Any network entries. Entries outside the groups stay the same tensors.
         groups: Groups to permute.
         orders: Index of the neuron for each position, for each group: int64, shape ``(neurons,)``.
-
-    Returns:
-        The same entries. Entries outside the groups are the same tensors.
-
-    Raises:
-        ValueError: If an order is not a permutation, splits a block, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -195,16 +170,9 @@ def slice_neurons(
     """Selects neurons from a state.
 
     Args:
-        state: Any network entries.
+        state: Any network entries. Entries outside the groups stay the same tensors.
         groups: All groups in the network.
         kept: Indices of the kept neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
-
-    Returns:
-        The same entries. Entries outside the groups are the same tensors.
-
-    Raises:
-        ValueError: If indices are outside the range or repeated, a group that cannot change its size loses neurons, or
-            a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -227,17 +195,10 @@ def grow_neurons(
     same indices is the inverse.
 
     Args:
-        state: Any network entries.
+        state: Any network entries. Entries outside the groups stay the same tensors.
         groups: All groups in the network.
         assignments: New index of each neuron, for each group: distinct, int64, shape ``(neurons,)``.
         sizes: Number of neurons in the wider network for each group.
-
-    Returns:
-        The same entries. Entries outside the groups are the same tensors.
-
-    Raises:
-        ValueError: If indices are outside the range or repeated, a group that cannot grow gets more neurons, or a shape
-            is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}
@@ -262,23 +223,16 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Feature vectors to match the neurons of a group.
+    """Feature vectors by entry and axis, shape ``(neurons, numbers)``, to match the neurons of a group.
 
     Entries with the group on two axes (an LSTM's hidden-to-hidden weights) are excluded, because the values depend on
-    the order of neurons. Integer entries and running statistics are also excluded.
+    the order of neurons. Integer entries and running statistics are also excluded. Concatenate the values as input for
+    :func:`~lightning_fed.matching.match_neurons`, with the widths as blocks.
 
     Args:
         state: Network entries, with all other groups in a common order across clients.
         group: Permutation group.
-        roles: Roles to include: incoming weights and vectors (as in FedMA), with ``"in"`` also outgoing weights (as in
-            PFNM).
-
-    Returns:
-        Values by entry and axis, shape ``(neurons, numbers)``. Concatenate the values as input for
-        :func:`~lightning_fed.matching.match_neurons`, with the widths as blocks.
-
-    Raises:
-        ValueError: If a role is unknown or a shape is wrong.
+        roles: Roles to include: incoming weights and vectors (FedMA), with ``"in"`` also outgoing weights (PFNM).
 
     Example:
         >>> state = {"a.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([5.0, 6.0])}

@@ -20,10 +20,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the larg
 
 
 class PermutationCheck:
-    """Runs a module in evaluation mode with perturbed values.
+    """Runs a module in evaluation mode with perturbed values, within :func:`restored_afterwards`.
 
     All values in the state and inputs are perturbed, because initial zeros and ones or dead channels would hide
-    dependencies. Runs in float64, or in float32 if float64 fails. Use within :func:`restored_afterwards`.
+    dependencies. Runs in float64, or in float32 if float64 fails.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Permutation groups for any module: finds, checks, permutes, slices and grows neurons.
 
-FedMA's matching needs all values that belong to a neuron. Wang et al., "Federated Learning with Matched Averaging",
-ICLR 2020, specify these values for chains of convolutions and linear layers, and for an LSTM. Here the values are
-derived from the module's operations, without a table per architecture.
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, specify the values that belong to a neuron
+for chains of layers and for an LSTM. Here the values are derived from the module's operations.
 """
 
 from __future__ import annotations
@@ -75,33 +74,19 @@ class PermutationGroups:
         fixed if the module fails or changes its outputs with additional neurons (zero outgoing weights), for example
         because of a fixed width in the code.
 
-        The module is restored. The check takes a few passes over the example, or some seconds for a large module: two
-        small images suffice.
-
         Args:
-            module: LightningModule or any other module. ``forward`` must be deterministic in structure. Layers unused
-                in evaluation are traced in training mode. Unused children raise a warning, because ``training_step``
-                may use them.
+            module: Any module; restored afterwards. ``forward`` must be deterministic in structure. Unused children
+                raise a warning, because ``training_step`` may use them.
             example_input: A tensor, a tuple of positional inputs, or a dictionary of named inputs, with at least two
-                examples.
+                examples; two small images suffice.
             pin: Patterns for entry names (``"decoder.*"``) with fixed neurons.
             extra_groups: Manual groups, checked as well. These replace found groups with common positions.
-
-        Returns:
-            The permutation groups.
-
-        Raises:
-            ValueError: If a pattern in ``pin`` matches no entry, or an extra group contains an unknown entry.
 
         Example:
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))
             >>> groups = PermutationGroups.of(net, torch.zeros(2, 1, 5, 5))
             >>> groups.names, list(groups["0"].entries)[:3]
             (['0'], [('0.weight', 0), ('0.bias', 0), ('1.weight', 0)])
-            >>> order = torch.tensor([2, 0, 3, 1])
-            >>> permuted = groups.permute(net.state_dict(), {"0": order})
-            >>> torch.equal(permuted["0.bias"], net[0].bias[order])
-            True
         """
         tensors = entry_tensors(module)
         first: dict[int, str] = {}
@@ -151,36 +136,16 @@ class PermutationGroups:
         return {group.name: group.size for group in self.groups}
 
     def resized(self, sizes: Mapping[str, int]) -> PermutationGroups:
-        """Changes the number of neurons in some groups.
-
-        Raises:
-            ValueError: If a group is unknown or cannot grow.
-        """
+        """Changes the number of neurons in some groups, see :func:`~lightning_fed.matching.resize_groups`."""
         return replace(self, groups=tuple(resize_groups(self.groups, self._sizes(sizes))))
 
     def permute(self, state: Mapping[str, Tensor], orders: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Permutes neurons, see :func:`~lightning_fed.matching.permute_neurons`.
-
-        Args:
-            state: Entries of the module.
-            orders: Index of the neuron for each position, int64, shape ``(neurons,)``.
-
-        Raises:
-            ValueError: If a group is unknown or an order is invalid.
-        """
+        """Permutes neurons, see :func:`~lightning_fed.matching.permute_neurons`."""
         groups = [self[name] for name in orders]
         return self.tie(permute_neurons(state, groups, list(orders.values())))
 
     def slice(self, state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Selects neurons, see :func:`~lightning_fed.matching.slice_neurons`.
-
-        Args:
-            state: Entries of the module.
-            kept: Indices of the kept neurons in their new order, int64, shape ``(kept,)``.
-
-        Raises:
-            ValueError: If a group is unknown or cannot change its size, or an index is invalid.
-        """
+        """Selects neurons, see :func:`~lightning_fed.matching.slice_neurons`."""
         indices = [torch.arange(group.size) for group in self.groups]
         for name, group_indices in kept.items():
             indices[self._index(name)] = group_indices
@@ -191,13 +156,7 @@ class PermutationGroups:
     ) -> dict[str, Tensor]:
         """Adds neurons with value 0, see :func:`~lightning_fed.matching.grow_neurons`.
 
-        Args:
-            state: Entries of the module.
-            sizes: New numbers of neurons.
-            assignments: New index of each neuron, int64, shape ``(neurons,)``; by default neurons keep their index.
-
-        Raises:
-            ValueError: If a group is unknown or cannot grow, or assignments are invalid.
+        By default neurons keep their index.
         """
         indices = [torch.arange(group.size) for group in self.groups]
         for name, assignment in (assignments or {}).items():
@@ -207,13 +166,7 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """Feature vectors to match neurons, see :func:`~lightning_fed.matching.neuron_features`.
-
-        Args:
-            state: Entries of the module.
-            name: Group name.
-            roles: Roles to include.
-        """
+        """Feature vectors to match neurons, see :func:`~lightning_fed.matching.neuron_features`."""
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,26 +33,17 @@ class Stage:
 
 
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
-    """Splits a network into stages, first to last.
+    """Splits a network into stages, first to last. Each entry belongs to one stage.
 
-    A stage contains all layers producing the neurons in one group: one layer in a chain (as in the paper), or all
-    blocks of a residual stage. Layers with fixed outputs join the next stage. The last layers, such as the output
-    layer, form the last stage.
-
-    Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1, uses one stage per layer.
+    A stage contains all layers producing the neurons in one group: one layer in a chain (as in FedMA, ICLR 2020,
+    Algorithm 1), or all blocks of a residual stage. Layers with fixed outputs join the next stage. The last layers,
+    such as the output layer, form the last stage.
 
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged, the output layer last); or
-            patterns for entry names by stage (the first match counts).
-
-    Returns:
-        Stages. Each entry belongs to one stage.
-
-    Raises:
-        ValueError: If there are no stages, an entry matches no stage, a stage has no entries, or the neurons of a group
-            are produced in several stages or read before.
+        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged); or patterns for entry names by
+            stage (the first match counts).
 
     Example:
         >>> import torch
@@ -103,13 +94,6 @@ def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[
 
     A layer with fixed neurons may precede the output layer. Running statistics and integers are excluded. ``names`` are
     the entries in the last stage, ``form`` all exchanged entries.
-
-    Example:
-        >>> import torch
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
-        >>> groups, state = PermutationGroups.of(net, torch.zeros(2, 2)), net.state_dict()
-        >>> find_outputs(groups, list(state), state)
-        ['2.weight', '2.bias']
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

@@ -29,14 +29,8 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 class Call:
     """One operation, with traced activations in place of tensors.
 
-    Attributes:
-        name: Operation name, such as ``"conv2d"``.
-        target: The operation itself.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        arguments: All arguments by name, including defaults.
-        shapes: Shape per result; ``None`` for other objects.
-        has_many: Whether the operation returns several results.
+    ``arguments`` contains all arguments by name, including defaults. ``shapes`` has the shape per result, ``None`` for
+    other objects.
     """
 
     name: str
@@ -73,13 +67,8 @@ class Call:
 class Tracer:
     """Unites and pins ids of parameter axes along a network's operations.
 
-    Attributes:
-        union_find: Id sets.
-        axes: Ids for used axes, in network order.
-        roles: Roles for used axes.
-        elements: Ids for entries traced per element.
-        unknown: Call counts for operations without a rule. All inputs are pinned.
-        constant_id: Id for constants with a single value.
+    ``axes`` and ``roles`` follow the network order. ``elements`` contains ids for entries traced per element.
+    ``unknown`` counts calls for operations without a rule; all inputs of such operations are pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -92,13 +81,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces a network.
-
-        Args:
-            program: Exported network.
-            names: State entry for each parameter and buffer in the program.
-            constants: Buffers outside the state, by name in the program.
-        """
+        """Traces an exported network; ``names`` are entries and ``constants`` other buffers, by name in the program."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -165,7 +148,6 @@ class Tracer:
         return TracedActivation(self.elements[value.name].permute(value.axes), value.shape)
 
     def pin(self, value: Any) -> None:
-        """Pins all neurons in a tensor."""
         if isinstance(value, TracedActivation):
             self.union_find.pin(value.ids)
         elif isinstance(value, ParameterView):
@@ -184,7 +166,6 @@ class Tracer:
         return self.coupled(activation, remaining_dims).ids.reshape(-1).expand(activation.shape[dim])
 
     def coupled(self, activation: TracedActivation, dims: Iterable[int]) -> TracedActivation:
-        """Unites ids along some dimensions."""
         ids = activation.ids
         for dim in dims:
             if ids.shape[dim] > 1:

@@ -24,14 +24,12 @@ class MaximumMeanDiscrepancy(PooledSamples):
 
     See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and the bandwidth are
     reconstructions. All features are stored until :meth:`compute`, in the metric's type (float32 by default, see
-    ``set_dtype``): 20,000 vectors with length 512 take 41 MB per set. Features are gathered over processes.
-
-    ``forward`` also computes the discrepancy for the batch. :meth:`update` is faster, and accepts batches with one
-    sample.
+    ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``, which also computes the
+    discrepancy for the batch.
 
     Args:
-        num_classes: Number of classes, for the mean over class-wise discrepancies (classes in both sets; :meth:`update`
-            then needs labels); ``None`` for the discrepancy over all samples.
+        num_classes: Number of classes, for the mean over class-wise discrepancies (classes in both sets); ``None`` for
+            the discrepancy over all samples.
         bandwidth: :math:`\sigma`; "median" for the median distance between two reference samples, "pooled" for the
             median over all samples, or a number.
         estimator: With or without kernels between a sample and itself.
@@ -39,9 +37,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: If an argument is unknown or outside the allowed range.
 
     Example:
         >>> import torch
@@ -95,10 +90,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
             reference: Reference features, shape ``(n, d)``, usually for the same samples.
             labels: Classes, shape ``(m,)``; needed if ``num_classes`` is given, otherwise ignored.
             reference_labels: Reference classes, shape ``(n,)``; by default ``labels``.
-
-        Raises:
-            ValueError: If shapes are inconsistent, labels are missing, or the metric's type cannot represent all
-                classes.
         """
         for name, values in (("features", features), ("reference", reference)):
             self.check_vectors(name, values, features.shape[-1])

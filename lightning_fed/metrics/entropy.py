@@ -19,19 +19,14 @@ class MeanEntropy(Float64Mean):
     """Mean entropy over all pixels, for class probabilities or features.
 
     See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low for a confident model) and
-    :func:`~lightning_fed.metrics.functional.feature_entropy` (high with many active channels). Sums and counts are
-    added over processes.
+    :func:`~lightning_fed.metrics.functional.feature_entropy` (high with many active channels).
 
     Args:
         level: Kind of the values: ``"softmax"`` for logits, ``"feature"`` for features.
         activation: Function for non-negative features.
         normalize: Whether to divide by the logarithm of the number of channels, for a result in 0 to 1.
-        ignore_index: Label of void pixels, skipped if labels are given; ``None`` without void pixels, ``"auto"`` for
-            255 unless the logits have such a class.
+        ignore_index: Label of void pixels; ``None`` without void pixels, ``"auto"`` for 255 unless 255 is a class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: If ``level`` or ``activation`` is unknown.
 
     Example:
         >>> import torch
@@ -62,15 +57,7 @@ class MeanEntropy(Float64Mean):
 
     @torch.no_grad()
     def update(self, values: Tensor, labels: Tensor | None = None) -> None:
-        """Adds a batch.
-
-        Args:
-            values: Logits or features, shape ``(N, C, *size)``.
-            labels: Classes, shape ``(N, *label_size)``, resized to the values' size; only used to skip void pixels.
-
-        Raises:
-            ValueError: If the shapes are inconsistent, or there are fewer than two channels.
-        """
+        """Adds values with shape ``(N, C, *size)``. Labels, shape ``(N, *label_size)``, only mark void pixels."""
         if self.level == "softmax":
             entropies = softmax_entropy(values, normalize=self.normalize)
         else:

@@ -11,15 +11,10 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PooledSamples(Metric):
-    """Metric over all added vectors and labels, in the metric's type, gathered over processes.
+    """Metric over all added vectors (with a common length) and labels, in the metric's type, gathered over processes.
 
     States are flat, and labels are floats. A process without data then has an empty state with the same type and
     dimensions.
-
-    Args:
-        vectors: State names for vectors with a common length.
-        labels: State names for labels.
-        **kwargs: Arguments for ``torchmetrics.Metric``.
     """
 
     is_differentiable = False
@@ -33,11 +28,7 @@ class PooledSamples(Metric):
         self.add_state("num_features", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
     def check_vectors(self, name: str, values: Tensor, width: int) -> None:
-        """Checks the vectors' length against earlier vectors, or against ``width``.
-
-        Raises:
-            ValueError: If the lengths differ.
-        """
+        """Checks the vectors' length against earlier vectors, or against ``width``."""
         width = int(self.num_features) or width
         if values.ndim != 2 or values.shape[1] != width:
             raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
@@ -50,5 +41,4 @@ class PooledSamples(Metric):
                 self.num_features = torch.full_like(self.num_features, value.shape[1])
 
     def gathered(self, name: str) -> Tensor:
-        """Concatenates all values in a state."""
         return dim_zero_cat(getattr(self, name))

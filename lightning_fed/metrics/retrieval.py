@@ -20,18 +20,14 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
     See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). Test classes may
     differ from training classes. All embeddings are stored until :meth:`compute`, in the metric's type (float32 by
-    default, see ``set_dtype``): 60,000 vectors with length 64 take 15 MB. Embeddings are gathered over processes.
-
-    ``forward`` also searches within the batch. :meth:`update` is faster.
+    default, see ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``, which also
+    searches within the batch.
 
     Args:
         r: R, equal for all images; "relevant" for the number of other images in the same class.
         metric: Neighbours by angle, or by Euclidean distance.
         chunk_size: Number of images per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: If an argument is unknown or outside the allowed range.
 
     Example:
         >>> import torch
@@ -61,15 +57,9 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, labels: Tensor) -> None:
-        """Adds a batch.
+        """Adds embeddings, shape ``(n, d)``, and labels, shape ``(n,)``, integers.
 
-        Args:
-            embeddings: Embeddings, shape ``(n, d)``.
-            labels: Classes, shape ``(n,)``, integers with an exact form in the metric's type (float32: up to
-                16,777,216).
-
-        Raises:
-            ValueError: If shapes are inconsistent, or a label has no exact form.
+        The metric's type must represent each label exactly (float32: up to 16,777,216).
         """
         self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
         if labels.shape != embeddings.shape[:1]:

@@ -26,15 +26,11 @@ class SegmentationScores(Metric):
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
-        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for a single class, ``"multilabel"`` for any
-            number.
+        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for one class, ``"multilabel"`` for any number.
         ignore_index: Label of ignored pixels; ``None`` without such pixels.
         class_names: Class names; ``None`` for numbers.
         per_class: Whether the result contains scores per class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: If an option is unknown, a number is outside the allowed range, or two classes have the same name.
 
     Example:
         >>> scores = SegmentationScores(3, class_names=["sky", "road", "car"])
@@ -76,9 +72,6 @@ class SegmentationScores(Metric):
             logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.
             target: Class indices ``(N, H, W)``; in the other modes 0 and 1 with the logits' shape, or ``(N, H, W)`` for
                 one class.
-
-        Raises:
-            ValueError: If a binary or multilabel target is neither 0 nor 1 nor ignored.
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":

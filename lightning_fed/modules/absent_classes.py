@@ -24,20 +24,17 @@ def absent_class_loss(
     .. math:: \ell = - \frac{1}{|P|} \Bigl( \sum_{x \in P,\, y_x \in C} \log p_{y_x}(x)
         + \sum_{x \in P,\, y_x \notin C} \log \sum_{c \notin C} p_c(x) \Bigr)
 
-    :math:`C` are the client's labelled classes. If clients label different classes, one client's foreground is
-    another client's background. With plain cross-entropy, every client either pulls unlabelled pixels to its own
-    background or ignores these pixels. This loss only states that the pixel belongs to none of the client's
-    classes. If all classes are labelled, unlabelled pixels are skipped, and the loss is the plain cross-entropy.
-    Reference: Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
+    :math:`C` are the client's labelled classes. If clients label different classes, one client's foreground is another
+    client's background. With plain cross-entropy, every client either pulls unlabelled pixels to its own background or
+    ignores these pixels. This loss only states that the pixel belongs to none of the client's classes. If all classes
+    are labelled, unlabelled pixels are skipped. The result is the mean over valid pixels, at least float32; 0 without
+    valid pixels. Reference: Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
 
     Args:
         logits: Shape ``(N, num_classes, *size)``.
         target: Classes from 0 on, or ``unlabelled``; integers, shape ``(N, *size)``.
         unlabelled: Target for unlabelled pixels.
         classes: :math:`C`; ``None`` for the classes in ``target``, as in the authors' program.
-
-    Returns:
-        The mean over valid pixels, shape ``()``, at least float32; 0 without valid pixels.
 
     Raises:
         ValueError: If ``target`` has a class outside ``classes`` or the logits.

@@ -25,7 +25,7 @@ _BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.Sy
 
 
 def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
-    r"""Replaces every batch normalisation in a model by group normalisation, in place.
+    r"""Replaces every batch normalisation in a model by group normalisation, in place; returns the model.
 
     BatchNorm computes :math:`y = \gamma (x - \mu_c) / \sqrt{\sigma_c^2 + \epsilon} + \beta` with :math:`\mu_c,
     \sigma_c` for channel c over the batch in training, and running averages in evaluation. Clients with different data
@@ -34,25 +34,21 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
 
     Unchanged: :math:`\gamma` and :math:`\beta` (the same `Parameter` objects, with device, dtype, ``requires_grad``,
     ties and existing optimizers), :math:`\epsilon`, training mode, weight names, and sharing: a shared layer remains
-    one layer. timm's fused norm and activation (``BatchNormAct2d``) becomes ``GroupNormAct`` with the same activation
-    and drop layer.
+    one layer.
 
     Lost: ``running_mean``, ``running_var`` and ``num_batches_tracked`` (three state entries per layer), and with these
     entries the function computed by a trained or pretrained model: fine-tune after the conversion. Hooks on the old
     layers are lost. Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) stay unchanged.
 
     Args:
-        model: Any module, for example from smp, timm or torchvision.
+        model: Any module, for example from smp, timm or torchvision. For a batch normalisation the new layer is
+            returned.
         num_groups: Maximum number of groups per layer. A layer with C channels gets the largest divisor of C up to this
             number, and `torch.nn.BatchNorm1d`, possibly with vectors as input, at most C / 16 groups (below 32
             channels: one group). A layer with a one-pixel input (global pooling) needs several channels per group:
             choose fewer groups if such a layer has at most ``num_groups`` channels.
 
-    Returns:
-        The same model, or the new layer if ``model`` itself is a batch normalisation.
-
     Raises:
-        ValueError: If ``num_groups`` is below 1.
         TypeError: If a layer is not initialised yet (`torch.nn.LazyBatchNorm2d`), or is a subclass with a custom
             ``forward``, which has no known replacement.
 

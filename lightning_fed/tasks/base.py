@@ -29,8 +29,8 @@ class Task(L.LightningModule, ABC):
 
     Logged values are ``train_loss`` (mean over an epoch's examples) and, for ``val`` and ``test``, the loss and every
     metric in `configure_metrics` (``val_loss``, ``val_acc``, ...). With several validation loaders each loader has
-    separate metrics, with Lightning's suffix (``val_acc/dataloader_idx_1``). Training batches only log the loss, to
-    keep the loop fast. Metrics and class weights are not in the state dict, which contains only the network's entries.
+    separate metrics, with Lightning's suffix (``val_acc/dataloader_idx_1``). The state dict contains only the network's
+    entries.
 
     Args:
         optimizer: Class name in `torch.optim`.
@@ -41,9 +41,6 @@ class Task(L.LightningModule, ABC):
         scheduler: Class name in `torch.optim.lr_scheduler`, stepped per epoch (per round in federated training). A
             ``ReduceLROnPlateau`` monitors ``val_loss``. None for a constant rate.
         scheduler_kwargs: Arguments for the scheduler.
-
-    Raises:
-        ValueError: If the optimizer or the scheduler is unknown, or refuses an argument.
     """
 
     input_key: ClassVar[str] = "image"
@@ -89,10 +86,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Builds the metrics for validation and test; keys become ``val_<key>`` and ``test_<key>``.
-
-        Metrics are updated with (logits, target).
-        """
+        """Builds the metrics, updated with (logits, target); keys become ``val_<key>`` and ``test_<key>``."""
 
     @abstractmethod
     def example_input(self) -> Tensor:
@@ -129,7 +123,6 @@ class Task(L.LightningModule, ABC):
         self.test_metrics = nn.ModuleList([metrics.clone(prefix="test_")])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Builds the optimizer over all parameters, and the scheduler if any."""
         optimizer, scheduler = self._build_optimizer(self.parameters())
         if scheduler is None:
             return optimizer
@@ -147,34 +140,27 @@ class Task(L.LightningModule, ABC):
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Computes and logs a batch's loss."""
         x, target = self.split_batch(batch)
         loss = self.compute_loss(self(x), target)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Resets the metrics."""
         _reset(self.val_metrics)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs the batch's loss, and updates the metrics."""
         self._evaluate("val", self.val_metrics, batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the metrics for each loader."""
         self._log_metrics(self.val_metrics, len(self.trainer.num_val_batches))
 
     def on_test_epoch_start(self) -> None:
-        """Resets the metrics."""
         _reset(self.test_metrics)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs the batch's loss, and updates the metrics."""
         self._evaluate("test", self.test_metrics, batch, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Logs the metrics for each loader."""
         self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
@@ -183,11 +169,7 @@ class Task(L.LightningModule, ABC):
         return logits.softmax(dim=1)
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Splits a batch into inputs and targets: a pair ``(x, y)``, or a dict with both keys.
-
-        Raises:
-            TypeError: If the batch has another form.
-        """
+        """Splits a batch into inputs and targets: a pair ``(x, y)``, or a dict with both keys."""
         if isinstance(batch, Mapping) and self.input_key in batch and self.target_key in batch:
             return batch[self.input_key], batch[self.target_key]
         if isinstance(batch, list | tuple) and len(batch) == 2:

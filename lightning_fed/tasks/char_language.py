@@ -31,12 +31,9 @@ class CharLSTM(nn.Module):
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
         hidden_size: Neurons per layer.
-        num_layers: Number of layers, at least 1.
+        num_layers: Number of layers.
         dropout: Dropout between layers, as a share.
         every_step: Whether to predict the next character at every step, not only at the last step.
-
-    Raises:
-        ValueError: If a number is outside the allowed range.
 
     Example:
         >>> network = CharLSTM()
@@ -67,11 +64,7 @@ class CharLSTM(nn.Module):
         self.decoder = nn.Linear(hidden_size, num_classes)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Computes logits, shape ``(N, num_classes)``, or ``(N, num_classes, T)`` for every step.
-
-        Args:
-            text: Character codes, shape ``(N, T)``.
-        """
+        """Computes logits from codes ``(N, T)``: ``(N, num_classes)``, or ``(N, num_classes, T)`` for every step."""
         features: Tensor = self.embedding(text)
         for number, layer in enumerate(self.lstm):
             features, _ = layer(self.dropout(features) if number else features)
@@ -88,8 +81,6 @@ class CharLanguageTask(Task):
     exponential of the mean cross-entropy over all characters. Prediction returns probabilities with the logits' shape:
     ``(N, num_classes)``, or ``(N, num_classes, T)``.
 
-    The defaults are FedMA's network and learning rate.
-
     Args:
         model: ``"lstm"`` for a `CharLSTM`, or a module from codes to logits. A module is not a saved hyperparameter:
             pass the module to ``load_from_checkpoint(path, model=...)``.
@@ -98,14 +89,9 @@ class CharLanguageTask(Task):
         hidden_size: Neurons per LSTM layer.
         num_layers: Number of LSTM layers.
         dropout: Dropout between LSTM layers.
-        every_step: Whether to predict the next character at every step in a window, not only at the last step as in
-            LEAF.
+        every_step: Whether to predict the next character at every step, not only at the last step as in LEAF.
         lr: Learning rate.
-        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
-
-    Raises:
-        ValueError: If a choice is unknown, a number is outside the allowed range, or an argument does not fit the
-            optimizer.
+        **options: Optimizer and schedule, see `Task`.
 
     Example:
         >>> task = CharLanguageTask(hidden_size=32, num_layers=2, every_step=True)
@@ -141,17 +127,14 @@ class CharLanguageTask(Task):
         self.configure_task(model, "batch", None, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        """Builds the named network."""
         check_option("model", name, ("lstm",))
         return CharLSTM(self.num_classes, **self._network_options)  # type: ignore[arg-type]
 
     def configure_metrics(self) -> MetricCollection:
-        """Builds ``acc`` and ``perplexity``."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy, "perplexity": _Perplexity()}, compute_groups=False)
 
     def example_input(self) -> Tensor:
-        """Builds two short texts."""
         return torch.zeros(2, 4, dtype=torch.int64)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -172,9 +155,7 @@ class _Perplexity(Float64Mean):
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor) -> None:
-        """Adds a batch: logits ``(N, C, ...)`` and targets ``(N, ...)``."""
         self.add(F.cross_entropy(logits, target.long(), reduction="none"))
 
     def compute(self) -> Tensor:
-        """Returns the perplexity; NaN without a target."""
         return (self.total / self.count).exp().to(self.dtype).to(self.device)

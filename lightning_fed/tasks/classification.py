@@ -26,24 +26,20 @@ class ClassificationTask(Task):
     ``test_acc``. Prediction returns class probabilities, shape ``(N, num_classes)``.
 
     Args:
-        model: Name of a network (see `build_network`: the papers' ``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``,
-            ``lenet``, ``niid_cnn``, ``vgg9``, or any `timm` model), or a module from images to logits. A module is not
-            a saved hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
+        model: Name of a network (see `build_network`), or a module from images to logits. A module is not a saved
+            hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes.
         in_channels: Image channels.
         input_size: Side of the square images, in pixels; not needed for `timm` models.
         pretrained: Whether to load `timm`'s published weights (a download).
         model_kwargs: Further arguments for the named network.
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
-        head: ``"sampled_softmax"`` replaces the last layer, a linear layer, by a head with a few classes per client
-            (see `to_sampled_softmax` and `SampledSoftmax`), for very many classes.
+        head: ``"sampled_softmax"`` replaces the last linear layer by a head with a few classes per client (see
+            `to_sampled_softmax` and `SampledSoftmax`), for very many classes.
         head_kwargs: ``scale`` and ``normalize`` for ``head="sampled_softmax"``.
-        class_weights: Class weights in the loss; not with ``head="sampled_softmax"``, because labels are columns there.
+        class_weights: Class weights in the loss; not with ``head="sampled_softmax"``.
         label_smoothing: Share of the target distributed over all classes, between 0 and 1.
-        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
-
-    Raises:
-        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
+        **options: Optimizer and schedule, see `Task`.
 
     Example:
         >>> task = ClassificationTask("mcmahan_cnn", num_classes=10, lr=0.1, scheduler="ExponentialLR",
@@ -91,7 +87,6 @@ class ClassificationTask(Task):
             self.model = to_sampled_softmax(self.model, **(head_kwargs or {}))
 
     def configure_network(self, name: str) -> nn.Module:
-        """Builds the named network (see `build_network`)."""
         return build_network(
             name,
             self.num_classes,
@@ -102,12 +97,10 @@ class ClassificationTask(Task):
         )
 
     def configure_metrics(self) -> MetricCollection:
-        """Builds ``acc``: the share of examples with the largest logit at the true class."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy}, compute_groups=False)
 
     def example_input(self) -> Tensor:
-        """Builds two images with zeros."""
         return torch.zeros(2, self._in_channels, self._input_size, self._input_size)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -18,12 +18,7 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def is_weight_file(weights: str) -> bool:
-    """Distinguishes a file path from the name of published weights.
-
-    Example:
-        >>> is_weight_file("weights/resnet18.safetensors"), is_weight_file("imagenet")
-        (True, False)
-    """
+    """Distinguishes a file path from the name of published weights."""
     return weights.endswith(_ENDINGS) or os.sep in weights
 
 
@@ -33,23 +28,6 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     The file contains safetensors, or a state dict or checkpoint from ``torch.save``. Entry names may come from a timm
     model, an smp encoder, or a whole network or task with such an encoder (``model.encoder...``). Additional entries (a
     classifier) are skipped, and named in the log.
-
-    Args:
-        encoder: The encoder, changed in place.
-        path: The file.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: If an encoder entry is missing, or has another shape.
-
-    Example:
-        >>> import tempfile
-        >>> network, path = nn.Sequential(nn.Linear(1, 1)), tempfile.mkdtemp() + "/weights.pt"
-        >>> state = {"model.encoder.0.weight": torch.ones(1, 1), "model.encoder.0.bias": torch.ones(1)}
-        >>> torch.save({"state_dict": state}, path)
-        >>> load_encoder_weights(network, path)
-        >>> network[0].bias.item()
-        1.0
     """
     path = Path(path)
     if not path.is_file():

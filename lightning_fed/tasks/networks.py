@@ -34,25 +34,21 @@ def build_network(
     pretrained: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """Builds a classification network by name.
+    """Builds a classification network by name, from images (side ``input_size``) to logits, shape ``(N, num_classes)``.
 
     Args:
         name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``),
             or any name for `timm.create_model`, optionally with a tag (``resnet18.a1_in1k``) or a source
             (``hf-hub:...``).
-        num_classes: Number of classes: length of the output.
+        num_classes: Number of classes.
         in_channels: Image channels.
-        input_size: Side of the square images, in pixels. `timm` models ignore this argument: most take any size, and
-            others have an argument (``img_size=...`` in ``kwargs``).
+        input_size: Side of the square images, in pixels. `timm` models ignore this argument; some have an argument
+            ``img_size``.
         pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
         **kwargs: Arguments for the builder, or for the `timm` model.
 
-    Returns:
-        A module from images, shape ``(N, in_channels, input_size, input_size)``, to logits, shape ``(N, num_classes)``.
-
     Raises:
-        ValueError: If the name is unknown, a size is below 1 or too small for the network, or there are no published
-            weights.
+        ValueError: If the name is unknown, a size is too small, or there are no published weights.
 
     Example:
         >>> network = build_network("mcmahan_cnn", num_classes=10)
@@ -85,17 +81,7 @@ def mlp(
 ) -> nn.Sequential:
     """Fully connected network: flatten, a linear layer with ReLU per hidden width, and the output layer.
 
-    Args:
-        num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels.
-        hidden: Widths of the hidden layers. ``()`` gives softmax regression.
-
-    Returns:
-        Network with 50,890 parameters by default (784-64-10).
-
-    Raises:
-        ValueError: If a width is below 1.
+    50,890 parameters by default (784-64-10). ``hidden=()`` gives softmax regression.
     """
     if any(width < 1 for width in hidden):
         raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
@@ -114,21 +100,8 @@ def mcmahan_cnn(
 ) -> nn.Sequential:
     """McMahan et al.'s CNN: two 5x5 convolutions (32, 64), each with ReLU and 2x2 max-pooling, then 512 units.
 
-    The convolutions have padding 2, because only then the number of parameters equals the paper's number.
-
-    Args:
-        num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels, at least 4.
-        dropout: Dropout probability after the hidden layer. The paper has none; FedFusion's version has 0.2.
-        channels: Channels in the two convolutions.
-        hidden: Width of the hidden layer.
-
-    Returns:
-        Network with 1,663,370 parameters for 28x28 grey images and 10 classes.
-
-    Raises:
-        ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
+    1,663,370 parameters for 28x28 grey images and 10 classes, the paper's number because of padding 2. Images have at
+    least 4 pixels per side. The paper has no dropout; FedFusion's version has 0.2 after the hidden layer.
     """
     _check_widths(channels, hidden)
     side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
@@ -147,22 +120,8 @@ def fedfusion_cifar_cnn(
 ) -> nn.Sequential:
     """FedFusion's CNN for CIFAR-10: two 5x5 convolutions (64, 64) with overlapping pools, then 384 and 192 units.
 
-    Convolutions have padding 2; the 3x3 max-pools have stride 2 and padding 1. As in the authors' code, weights start
-    Xavier-uniform, biases start at zero, and dropout is 0.2.
-
-    Args:
-        num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels.
-        dropout: Dropout probability after each hidden layer.
-        channels: Channels in the two convolutions.
-        hidden: Widths of the two hidden layers.
-
-    Returns:
-        Network with 1,756,426 parameters for 32x32 colour images and 10 classes.
-
-    Raises:
-        ValueError: If ``channels`` or ``hidden`` has not two entries, or an entry is below 1.
+    1,756,426 parameters for 32x32 colour images and 10 classes. Convolutions have padding 2; the 3x3 max-pools have
+    stride 2 and padding 1. As in the authors' code, weights start Xavier-uniform, and biases start at zero.
     """
     if len(hidden) != 2:
         raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
@@ -188,20 +147,8 @@ def lenet(
 ) -> nn.Sequential:
     """FedMA's LeNet: 5x5 convolutions (20, 50) without padding, each with 2x2 max-pooling, then 500 units.
 
-    As in the authors' code, there is no activation between the two linear layers.
-
-    Args:
-        num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels, at least 16.
-        channels: Channels in the two convolutions.
-        hidden: Width of the hidden layer.
-
-    Returns:
-        Network with 431,080 parameters for 28x28 grey images and 10 classes.
-
-    Raises:
-        ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
+    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. As in the authors' code, there is no
+    activation between the two linear layers.
     """
     _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -219,21 +166,8 @@ def niid_cnn(
 ) -> nn.Sequential:
     """NIID-Bench's CNN: 5x5 convolutions (6, 16) without padding, each with ReLU and 2x2 max-pooling.
 
-    Linear layers with 120 and 84 units and ReLU follow. With 32 and 64 channels and one layer with 512 units, the
-    network equals PFLlib's CNN.
-
-    Args:
-        num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels, at least 16.
-        channels: Channels in the two convolutions.
-        hidden: Widths of the hidden layers.
-
-    Returns:
-        Network with 62,006 parameters for 32x32 colour images and 10 classes.
-
-    Raises:
-        ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
+    62,006 parameters for 32x32 colour images (at least 16x16) and 10 classes. Linear layers with 120 and 84 units and
+    ReLU follow. With 32 and 64 channels and one layer with 512 units, the network equals PFLlib's CNN.
     """
     _check_widths(channels, *hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -250,22 +184,10 @@ def vgg9(
 ) -> nn.Sequential:
     """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
 
-    There are no normalisation layers. Whole channels are dropped (0.05) after the second pool, and units (0.1) before
-    the first and the last linear layer.
-
-    Args:
-        num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels, at least 8.
-        width: Factor for channels and units, for a narrower network.
-        init: Initial weights: PyTorch's default, with activations shrinking from layer to layer, or normal weights with
-            constant activation scale under ReLU (He et al. 2015) and zero biases.
-
-    Returns:
-        Network with 3,491,530 parameters for 32x32 colour images and 10 classes.
-
-    Raises:
-        ValueError: If the images are too small, a layer would have no channels, or ``init`` is unknown.
+    3,491,530 parameters for 32x32 colour images (at least 8x8) and 10 classes, without normalisation layers. Whole
+    channels are dropped (0.05) after the second pool, and units (0.1) before the first and the last linear layer.
+    ``width`` scales channels and units. ``init="kaiming"`` keeps the activation scale constant under ReLU (He et al.
+    2015), with zero biases.
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)

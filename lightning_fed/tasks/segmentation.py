@@ -44,13 +44,13 @@ class SegmentationTask(Task):
     batch's pixels, and 0 for a class without true pixels. A batch with only ignored pixels has loss 0 and no gradient.
 
     Args:
-        model: Name of a `segmentation_models_pytorch` architecture (``"DeepLabV3Plus"``, ``"Unet"``, ...), or a module
-            from images to logits with shape ``(N, num_classes, H, W)``. A module is not a saved hyperparameter: pass
-            the module to ``load_from_checkpoint(path, model=...)``.
+        model: Name of a `segmentation_models_pytorch` architecture (``"Unet"``, ...), or a module from images to logits
+            with shape ``(N, num_classes, H, W)``. A module is not a saved hyperparameter: pass the module to
+            ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
         encoder_name: The architecture's encoder, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
         encoder_weights: Pretrained encoder weights: ``"imagenet"``, a download, or a file path (``.safetensors``, or
-            from ``torch.save``) with smp's or timm's names. None starts from scratch. To load a task's checkpoint
+            from ``torch.save``) with smp's or timm's names; None starts from scratch. To load a task's checkpoint
             without this file, pass None to ``load_from_checkpoint``.
         in_channels: Image channels.
         model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
@@ -61,28 +61,20 @@ class SegmentationTask(Task):
             (:func:`~lightning_fed.modules.absent_class_loss`), and in evaluation the pixel is ignored; or a function of
             logits and target. A function must handle ignored pixels itself, and is not a saved hyperparameter.
         ignore_index: Class index for pixels without a label; None without such pixels.
-        class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned; a batch with only such
-            pixels has loss 0.
-        mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one class or none: one logit), ``"multilabel"`` (any
-            number of classes, with independent logits).
+        class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned.
+        mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one logit), ``"multilabel"`` (independent logits).
         per_class: Whether to log scores per class.
         class_names: Class names in the log; None for numbers.
         tile: Height and width of prediction tiles; None for whole images.
         tile_overlap: Minimum share of a tile in common with the next tile, in [0, 1).
         per_image: Whether to average losses over images instead of pixels. :class:`~lightning_fed.privacy.DPSGD` needs
             this option with ignored pixels, and with losses other than cross-entropy.
-        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
-
-    Raises:
-        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
+        **options: Optimizer and schedule, see `Task`.
 
     Example:
         >>> task = SegmentationTask("Unet", num_classes=3, encoder_name="resnet18", loss="ce+dice", lr=0.05)
         >>> task(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 3, 32, 32])
-
-    References:
-        https://smp.readthedocs.io
     """
 
     target_key: ClassVar[str] = "mask"
@@ -139,7 +131,6 @@ class SegmentationTask(Task):
         self.configure_task(model, norm, class_weights, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        """Builds the `segmentation_models_pytorch` architecture ``name``."""
         import segmentation_models_pytorch as smp  # slow to import, so only on use
 
         if self._model_kwargs.get("aux_params") is not None:
@@ -172,17 +163,14 @@ class SegmentationTask(Task):
         return network
 
     def configure_metrics(self) -> MetricCollection:
-        """Builds ``miou``, ``mdice`` and ``pixel_acc``, and optionally scores per class."""
         scores = SegmentationScores(self.num_classes, self._mode, self.ignore_index, self._class_names, self._per_class)
         return MetricCollection({"scores": scores}, compute_groups=False)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs the batch's loss, and updates the metrics; warns about binary masks with an ignored class."""
         self._check_binary(batch)
         super().validation_step(batch, batch_idx, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Computes a batch's loss; checks binary masks in the first batch."""
         if batch_idx == 0:
             self._check_binary(batch)
         return super().training_step(batch, batch_idx)
@@ -211,11 +199,9 @@ class SegmentationTask(Task):
             )
 
     def example_input(self) -> Tensor:
-        """Builds two images with zeros."""
         return torch.zeros(2, self._in_channels, 64, 64)  # encoders want multiples of 32
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Computes the loss for logits ``(N, num_classes, H, W)`` and masks."""
         if not self._per_image:
             return self._loss_of(logits, target)
         images = ((logits[row : row + 1], target[row : row + 1]) for row in range(len(logits)))
@@ -228,11 +214,7 @@ class SegmentationTask(Task):
         return self._loss(logits, target)
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Splits a batch into images ``(N, C, H, W)`` and masks ``(N, H, W)``, or ``(N, num_classes, H, W)``.
-
-        Raises:
-            ValueError: If ``mode="multilabel"`` has another number of masks than classes.
-        """
+        """Splits a batch into images ``(N, C, H, W)`` and masks ``(N, H, W)``, or ``(N, num_classes, H, W)``."""
         x, mask = super().split_batch(batch)
         if self._mode == "multilabel":
             if mask.ndim != 4 or mask.shape[1] != self.num_classes:

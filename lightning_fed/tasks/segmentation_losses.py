@@ -22,26 +22,15 @@ class NamedLoss(nn.Module):
     """Sum over named losses, without pixels labelled ``ignore_index``.
 
     ``"ce"`` is the cross-entropy, after a sigmoid in the modes ``"binary"`` and ``"multilabel"``; ``"dice"``,
-    ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` come from smp. Options follow a name as in
-    ``"tversky:alpha=0.3:beta=0.7"``; ``+`` adds losses. A batch with only ignored pixels has loss 0 and no gradient.
-    ``"fedseg"`` is :func:`~lightning_fed.modules.absent_class_loss` in training, and the cross-entropy in evaluation.
-
-    Args:
-        text: The names.
-        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for a single class, ``"multilabel"`` for any
-            number.
-        ignore_index: Label of ignored pixels; ``None`` without such pixels.
-
-    Raises:
-        ValueError: If a name is unknown, or a loss refuses the options.
+    ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` come from smp
+    (https://smp.readthedocs.io/en/latest/losses.html). Options follow a name as in ``"tversky:alpha=0.3:beta=0.7"``;
+    ``+`` adds losses. A batch with only ignored pixels has loss 0 and no gradient. ``"fedseg"`` is
+    :func:`~lightning_fed.modules.absent_class_loss` in training, and the cross-entropy in evaluation.
 
     Example:
         >>> loss = NamedLoss("ce+tversky:alpha=0.3:beta=0.7")
         >>> bool(loss(torch.zeros(1, 2, 1, 2), torch.tensor([[[1, 255]]])) > 0.69)
         True
-
-    References:
-        https://smp.readthedocs.io/en/latest/losses.html
     """
 
     def __init__(self, text: str, mode: Mode = "multiclass", ignore_index: int | None = 255) -> None:
@@ -69,14 +58,7 @@ class NamedLoss(nn.Module):
             self.terms.append((name, None if is_ours else self._build(name, options)))
 
     def forward(self, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Computes the loss, a scalar.
-
-        Args:
-            logits: Shape ``(N, C, H, W)``, with C = 1 for ``"binary"``.
-            target: Class indices ``(N, H, W)``; 0 and 1 with shape ``(N, H, W)`` or ``(N, C, H, W)`` in the other
-                modes.
-            weight: Class weights in the cross-entropy, shape ``(C,)``.
-        """
+        """Computes the loss for logits ``(N, C, H, W)``, with class weights ``(C,)`` in the cross-entropy."""
         terms = [
             self._term(name, loss, logits, target) if loss is not None else self._ours(name, logits, target, weight)
             for name, loss in self.terms

@@ -17,23 +17,12 @@ from lightning_fed.argument_checks import check_share
 def tiled_logits(
     network: Callable[[Tensor], Tensor], images: Tensor, tile: tuple[int, int], overlap: float = 0.25
 ) -> Tensor:
-    """Runs a network on overlapping tiles, and joins the logits.
+    """Runs a network on overlapping tiles, and joins the logits, shape ``(N, K, H, W)``.
 
     In overlaps, logits are averaged with weights falling linearly towards a tile's edges, because the network sees less
     context there. This avoids seams. Tiles are evenly spaced, and outer tiles end at the image border. Images smaller
-    than a tile are padded with the last pixels, and the logits are cropped.
-
-    Args:
-        network: Function from images ``(N, C, h, w)`` with the tile's size to logits ``(N, K, h, w)``.
-        images: Shape ``(N, C, H, W)``.
-        tile: Height and width of the tiles in pixels.
-        overlap: Minimum share of a tile in common with the next tile, in [0, 1).
-
-    Returns:
-        Logits, shape ``(N, K, H, W)``.
-
-    Raises:
-        ValueError: If the overlap is outside the allowed range, or the network's outputs and inputs differ in size.
+    than a tile are padded with the last pixels. ``overlap`` is the minimum common share of neighbouring tiles, in [0,
+    1).
 
     Example:
         >>> images = torch.arange(60.0).reshape(1, 1, 6, 10)

@@ -38,7 +38,7 @@ def maximum_mean_discrepancy(
     squared: bool = False,
     chunk_size: int = 1024,
 ) -> Tensor:
-    r"""Computes the maximum mean discrepancy with a Gaussian kernel.
+    r"""Computes the maximum mean discrepancy with a Gaussian kernel, a float64 scalar.
 
     .. math:: k(a, b) = \sum_s e^{-\lVert a - b \rVert^2 / (2 (s \sigma)^2)}
 
@@ -48,8 +48,7 @@ def maximum_mean_discrepancy(
     .. math:: \text{unbiased: } \mathrm{MMD}^2 = \frac{1}{m (m - 1)} \sum_{i \ne j} k(x_i, x_j)
         + \frac{1}{n (n - 1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
 
-    The kernel and the bandwidth are reconstructions: FedMargin's text names the discrepancy and cites the definition.
-    Time grows with :math:`(m + n)^2 d`; memory does not.
+    The kernel and the bandwidth are reconstructions. Time grows with :math:`(m + n)^2 d`; memory does not.
 
     Args:
         features: Samples :math:`x`, shape ``(m, d)``; any floating-point type.
@@ -57,17 +56,9 @@ def maximum_mean_discrepancy(
         bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two reference samples, equal
             for all compared models, or "pooled" for the median over all samples. See :func:`median_distance`.
         estimator: With or without kernels between a sample and itself. The unbiased estimate can be negative.
-        scales: Factors for the bandwidth, with a sum over kernels. Several scales are less sensitive to the bandwidth:
-            ``(0.25, 0.5, 1, 2, 4)``.
+        scales: Factors for the bandwidth, with a sum over kernels, such as ``(0.25, 0.5, 1, 2, 4)``.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block.
-
-    Returns:
-        The discrepancy, a float64 scalar.
-
-    Raises:
-        ValueError: If the shapes are inconsistent, there are too few samples, an option is unknown or outside the
-            allowed range, or the median distance is 0.
 
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -110,10 +101,10 @@ def classwise_maximum_mean_discrepancy(
     chunk_size: int = 1024,
     **options: Any,
 ) -> Tensor:
-    """Computes the maximum mean discrepancy within every class.
+    """Computes the maximum mean discrepancy within every class, shape ``(C,)``, float64.
 
-    The bandwidth comes from all samples, and is equal for every class. The accessible text reports no values per class,
-    so this function is a reconstruction.
+    The bandwidth comes from all samples, and is equal for every class. The result is NaN for a class with too few
+    samples in a set (none, or fewer than two with the unbiased estimator).
 
     Args:
         features: Samples, shape ``(m, d)``.
@@ -125,13 +116,6 @@ def classwise_maximum_mean_discrepancy(
         estimator: As in :func:`maximum_mean_discrepancy`.
         chunk_size: As in :func:`maximum_mean_discrepancy`.
         **options: `scales` and `squared`, as in :func:`maximum_mean_discrepancy`.
-
-    Returns:
-        Discrepancies, shape ``(C,)``, float64; NaN for a class with too few samples in a set (none, or fewer than two
-        with the unbiased estimator).
-
-    Raises:
-        ValueError: As in :func:`maximum_mean_discrepancy`, or if the numbers of labels and samples differ.
 
     Example:
         >>> x, y = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([[0.0], [2.0], [7.0]])
@@ -165,18 +149,11 @@ def classwise_maximum_mean_discrepancy(
 def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
     """Computes the median Euclidean distance between two different samples, over all pairs.
 
-    The result is exact up to float32 precision for any number of pairs: distances are computed twice, and counted by
-    the leading and then by the trailing half of the bits.
+    The result is exact up to float32 precision for any number of pairs.
 
     Args:
         samples: Samples, shape ``(n, d)``, at least two.
         chunk_size: Number of samples per block.
-
-    Returns:
-        The median; for an even number of distances the mean of the middle two.
-
-    Raises:
-        ValueError: If there are fewer than two samples, or a sample is not finite.
 
     Example:
         >>> median_distance(torch.tensor([[0.0], [1.0], [3.0], [7.0]]))
@@ -206,16 +183,7 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
 
 
 def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_size: int) -> None:
-    """Checks the options for the kernel.
-
-    Args:
-        bandwidth: A number, or the name of a rule.
-        scales: Factors for the bandwidth.
-        chunk_size: Number of samples per block.
-
-    Raises:
-        ValueError: If an option is unknown or outside the allowed range.
-    """
+    """Checks the options for the kernel."""
     if isinstance(bandwidth, str):
         if bandwidth not in get_args(Bandwidth):
             raise ValueError(

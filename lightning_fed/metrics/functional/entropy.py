@@ -30,11 +30,7 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
     Args:
         probabilities: Numbers with sum 1 along ``dim``.
         dim: Dimension with the outcomes.
-        normalize: Whether to divide by the logarithm of the number of outcomes, for a result in 0 to 1; 0 for a single
-            outcome.
-
-    Returns:
-        Entropies, without the dimension ``dim``; float32 for smaller types.
+        normalize: Whether to divide by the logarithm of the number of outcomes, for a result in 0 to 1.
 
     Example:
         >>> shannon_entropy(torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]))
@@ -45,21 +41,13 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
 
 
 def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
-    r"""Computes the entropy of the class probabilities at every pixel: low for a confident model.
+    r"""Computes the entropy of the class probabilities at every pixel, shape ``(N, *size)``: low for a confident model.
 
     .. math:: H(u) = -\sum_c \pi_c(u) \ln \pi_c(u), \qquad \pi(u) = \mathrm{softmax}(\text{logits at } u)
-
-    Large inputs are processed piece by piece. The function is differentiable.
 
     Args:
         logits: Logits, shape ``(N, C, *size)``; ``size`` may be empty.
         normalize: Whether to divide by :math:`\ln C`.
-
-    Returns:
-        Entropies, shape ``(N, *size)``; float32 for smaller types.
-
-    Raises:
-        ValueError: If there are fewer than two classes.
 
     Example:
         >>> softmax_entropy(torch.tensor([[0.7, 0.2, 0.1]]).log(), normalize=True)
@@ -72,28 +60,19 @@ def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
 def feature_entropy(
     features: Tensor, *, activation: Activation = "relu", normalize: bool = False, size: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Computes the entropy over channels at every pixel: high with many active channels.
+    r"""Computes the entropy over channels at every pixel, shape ``(N, *size)``: high with many active channels.
 
     Features count as shares of the sum over channels:
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
     A pixel with only zeros counts as uniform: :math:`\ln d`. A pixel with an infinite or NaN feature has entropy NaN.
-    Large inputs are processed piece by piece. The function is differentiable.
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.
         activation: Function for non-negative features; "relu" does not change features after a ReLU.
         normalize: Whether to divide by :math:`\ln d`.
-        size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned), for
-            example the input's size.
-
-    Returns:
-        Entropies, shape ``(N, *size)``; float32 for smaller types.
-
-    Raises:
-        ValueError: If ``activation`` is unknown, there are fewer than two channels, or features for resizing are not
-            maps.
+        size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned).
 
     Example:
         >>> feature_entropy(torch.tensor([[2.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), normalize=True)

@@ -47,7 +47,8 @@ def mean_average_precision_at_r(
     than R images: with five images per class MAP@10 is at most 0.4.
 
     Among equally near images, other classes come first. The result then does not depend on the order of the images, and
-    a model with a constant output gets no credit. Distances with seven equal digits count as equal.
+    a model with a constant output gets no credit. Distances with seven equal digits count as equal. The result is a
+    float64 scalar; NaN if an embedding is not finite, or every query is skipped.
 
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
@@ -58,13 +59,6 @@ def mean_average_precision_at_r(
         gallery: Embeddings of the searched images, shape ``(m, d)``; ``None`` for all other queries.
         gallery_labels: Classes of the searched images, shape ``(m,)``.
         chunk_size: Number of queries, and of images, per block.
-
-    Returns:
-        MAP@R, a float64 scalar from 0 to 1. NaN if an embedding is not finite, or every query is skipped.
-
-    Raises:
-        ValueError: If shapes are inconsistent, there is no query, labels are fractions, or an option is unknown or
-            outside the allowed range.
 
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
@@ -91,7 +85,7 @@ def mean_average_precision_at_r(
 
 @torch.no_grad()
 def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: Any) -> Tensor:
-    """Marks neighbours from the query's class among the k nearest.
+    """Marks neighbours from the query's class among the k nearest: bool, shape ``(n, k)``, nearest first.
 
     The first column's mean is the precision at 1; the mean of ``any(1)`` is the recall at k.
 
@@ -99,13 +93,7 @@ def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: An
         embeddings: As in :func:`mean_average_precision_at_r`, with the same rule for equally near neighbours.
         labels: As in :func:`mean_average_precision_at_r`.
         k: Number of neighbours, at least 1; missing neighbours count as misses.
-        **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`, as in :func:`mean_average_precision_at_r`.
-
-    Returns:
-        Shape ``(n, k)``, bool, nearest first.
-
-    Raises:
-        ValueError: As in :func:`mean_average_precision_at_r`, or if an embedding is not finite.
+        **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`.
 
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.5], [0.1, 1.0]])
@@ -121,11 +109,7 @@ def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: An
 
 
 def check_r(r: int | Literal["relevant"]) -> None:
-    """Checks that R is a positive integer or "relevant".
-
-    Raises:
-        ValueError: If R is neither.
-    """
+    """Checks that R is a positive integer or "relevant"."""
     if isinstance(r, str):
         if r != "relevant":
             raise ValueError(f"Expected `r` to be a whole number or 'relevant', but got {r!r}.")
