@@ -13,9 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Finds the first candidate path under `data_dir`, or `data_dir` if this is the file; the error ends with
-    instructions.
-    """
+    """Returns ``data_dir`` for a file, else the first candidate path in the folder, or raises with ``instructions``."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root
