@@ -209,11 +209,7 @@ def list_options(method: type | Callback) -> dict[str, Any]:
     """Defaults by option for a method or callback; ``inspect.Parameter.empty`` for a required option."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
-    return {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
-    }
+    return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}
 
 
 def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:

@@ -113,10 +113,7 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
     schedules = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulationScheduler)]
-    windows = [
-        trainer.accumulate_grad_batches,
-        *(window for schedule in schedules for window in schedule.scheduling.values()),
-    ]
+    windows = [trainer.accumulate_grad_batches, *(size for rule in schedules for size in rule.scheduling.values())]
     for window in windows:
         for planned in visits:
             lengths = planned.pass_batches or (planned.epoch_batches or 0,)

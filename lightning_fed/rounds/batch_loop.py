@@ -64,9 +64,7 @@ class BatchLoop:
             hook: [callback for callback in callbacks_of(trainer) if _implements(callback, hook, L.Callback)]
             for hook in BATCH_HOOKS
         }
-        implemented = self._module_hooks = {
-            hook for hook in _MODULE_HOOKS if _implements(module, hook, L.LightningModule)
-        }
+        hooks = self._module_hooks = {hook for hook in _MODULE_HOOKS if _implements(module, hook, L.LightningModule)}
         owners = (datamodule_of(trainer), module)
         has_data_hooks = any(
             owner is not None and is_overridden(hook, owner) for owner in owners for hook in TRANSFER_HOOKS
@@ -79,13 +77,13 @@ class BatchLoop:
         self._is_plain = (
             module.automatic_optimization
             and trainer.accumulate_grad_batches == 1
-            and "optimizer_step" not in implemented
+            and "optimizer_step" not in hooks
             and kind in _PLAIN_PRECISIONS
             and getattr(plugin, "scaler", None) is None
             and trainer.strategy.model is module
             and not isinstance(trainer.optimizers[0], LightningOptimizer)  # calls the hooks a second time
         )
-        self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in implemented
+        self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
         """Counts and logs a batch after the last hook."""

@@ -267,11 +267,7 @@ def _find_shift(
     by_layer = {
         name: [shift_between(reports, name, rule.tolerated(len(reports))) for reports in groups] for name in layers
     }
-    shifts = {
-        name: max(known)
-        for name, layer_shifts in by_layer.items()
-        if (known := [x for x in layer_shifts if x is not None])
-    }
+    shifts = {name: max(known) for name, row in by_layer.items() if (known := [x for x in row if x is not None])}
     largest = max(shifts, key=lambda name: shifts[name], default="")
     return largest, shifts.get(largest)
 

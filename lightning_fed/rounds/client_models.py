@@ -196,13 +196,13 @@ class ClientModels:
                             return callback.on_client_question(trainer, module, visit.client, question)
 
                     try:
-                        self._ask_here(trainer, visits, answer_here, answers)
+                        self._ask_here(visits, answer_here, answers)
                     finally:
                         local.load_global(state)
                         notify_model_loaded(trainer, module, None)
         if self._remote is None:
             answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
-            self._store_measurements(trainer, local, measured, state)
+            self._store_measurements(local, measured, state)
         for client, reason in answers.failed.items():
             _log.warning("Client %r does not answer: %s.", client, reason)
         return answers
@@ -237,27 +237,23 @@ class ClientModels:
         finally:
             local.load_global(state)
             notify_model_loaded(trainer, module, None)
-        self._store_measurements(trainer, local, measured, state)
+        self._store_measurements(local, measured, state)
 
     def _load(self, local: LocalModel, client: Client, state: State) -> None:
         # With several processes, a single process stores no measurement.
         fit = self._fit
         statistics = load_own_model(fit, local, client, self._shared(client, state), fit.statistics_round)
         if statistics is not None and process_group_of(fit.trainer).size == 1:
-            self._store_measurements(fit.trainer, local, {client: statistics}, state)
+            self._store_measurements(local, {client: statistics}, state)
 
-    def _store_measurements(
-        self, trainer: L.Trainer, local: LocalModel, measured: Mapping[Client, State], state: State
-    ) -> None:
-        for part in process_group_of(trainer).gather(measured):
+    def _store_measurements(self, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
+        for part in process_group_of(self._fit.trainer).gather(measured):
             for client, statistics in part.items():
                 local.store_statistics(client, self._fit.rounds - 1, statistics, self._shared(client, state))
 
-    def _ask_here(
-        self, trainer: L.Trainer, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers
-    ) -> None:
+    def _ask_here(self, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers) -> None:
         """Asks this process's clients."""
-        ranks = process_group_of(trainer)
+        ranks = process_group_of(self._fit.trainer)
         with ranks.independent():
             for visit in itertools.islice(visits, ranks.rank, None, ranks.size):
                 try:

@@ -271,9 +271,8 @@ def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None
     try:
         event = flow.send(reply)
         while not isinstance(event, Step):
-            event = flow.send(
-                ask_server(fit, event.request) if isinstance(event, Ask) else answer_server(fit, event.update)
-            )
+            answer = ask_server(fit, event.request) if isinstance(event, Ask) else answer_server(fit, event.update)
+            event = flow.send(answer)
         return event
     except StopIteration:
         return None
