@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -62,14 +64,14 @@ class CarriedAttributes:
     generators, optimizers, iterators, containers, functions with variables in a closure, and objects with such
     attributes. A callback may count: the numbers are included if a hook writes to parameters, gradients or options for
     an optimizer. A metric is found after a call of ``compute`` in a visit with updates from an earlier visit. Class
-    attributes and variables in the closures of methods are found after changes in two visits.
+    attributes, variables in the closures of methods, and global numbers are found after changes in two visits.
 
     An optimizer in an attribute begins every visit without state. With several clients, attributes in optimizers,
     schedulers, and callbacks with an effect on training are an error after changes in two visits.
 
     Excluded are layers from this package, the ``state_dict`` in optimizers and schedulers, memory with parameters
-    and buffers, and tensors with a gradient history. The search cannot find globals, and objects behind more than five
-    levels.
+    and buffers, and tensors with a gradient history. The search cannot find other globals, and objects behind more
+    than five levels.
 
     Args:
         module: The module.
@@ -475,15 +477,17 @@ def _listed(names: list[str]) -> str:
 
 
 def _class_values(owner_type: type) -> dict[str, Any]:
-    """Returns the values of a user's class, and of its bases: attributes, and variables in closures of methods."""
+    """Returns class attributes, variables in closures of methods, and global numbers named in methods."""
     values: dict[str, Any] = {}
     for base in reversed(owner_type.__mro__):
         if base.__module__.partition(".")[0] in (*LIBRARIES, "torch", "builtins", "abc"):
             continue
         for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and value.__closure__:
-                cells = zip(value.__code__.co_freevars, value.__closure__, strict=True)
-                values |= {f"{name}.{variable}": cell for variable, cell in cells}
+            if isinstance(value, FunctionType):
+                with suppress(ValueError):  # a variable without a value yet
+                    outside = inspect.getclosurevars(value)
+                    numbers = {key: part for key, part in outside.globals.items() if isinstance(part, VALUES)}
+                    values |= {f"{name}.{key}": part for key, part in {**numbers, **outside.nonlocals}.items()}
             elif not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
                 values[name] = value
     return values

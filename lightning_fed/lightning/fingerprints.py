@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from functools import partial
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -88,8 +88,6 @@ def _parts(value: Any) -> Any:
         return [list(value.state.values()), groups]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
-    if isinstance(value, CellType):
-        return [value.cell_contents]
     if isinstance(value, FunctionType):
         return [cell.cell_contents for cell in value.__closure__ or ()]
     if isinstance(value, itertools.count):

@@ -664,7 +664,10 @@ def test_values_of_a_class_are_named(write, total, federated_trainer, caplog):
     assert Counted.total not in (0, [1])
 
 
-def test_variables_in_closures_are_named(federated_trainer, caplog):
+_total = 0
+
+
+def test_variables_in_closures_and_globals_are_named(federated_trainer, caplog):
     mean, options, seen = 0.0, {"mean": 0.0}, itertools.count()
 
     def make_loss():
@@ -678,7 +681,9 @@ def test_variables_in_closures_are_named(federated_trainer, caplog):
 
     class Closed(models.Module):
         def training_step(self, batch, batch_idx):
+            global _total
             nonlocal mean
+            _total += 1
             mean = 0.9 * mean + float(batch[0].mean())
             options["mean"] = mean
             next(seen)
@@ -687,7 +692,7 @@ def test_variables_in_closures_are_named(federated_trainer, caplog):
     module = Closed(models.mlp(), loss=make_loss())
     federated_trainer(max_rounds=2).fit(module, models.as_datasets(models.vectors()))
     (message,) = carried(caplog)
-    names = ["loss", *(f"training_step.{name}" for name in ("mean", "options", "seen"))]
+    names = ["loss", *(f"training_step.{name}" for name in ("_total", "mean", "options", "seen"))]
     assert f"changed in the visits: {', '.join(f'`{name}`' for name in names)}." in message
 
 
