@@ -268,7 +268,6 @@ class ChannelRule(AveragingAggregator):
         return state
 
     def share(self, part: Part) -> float:
-        """Returns the participants' share among all clients."""
         return part.running.count / (len(self._info.clients) or part.running.count)
 
     def state_dict(self) -> dict[str, Any]:

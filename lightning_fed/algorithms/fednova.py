@@ -124,7 +124,6 @@ class FedNova(ChannelRule):
                 visit.up["length"][name] = lengths[-1 if visit.row is None else visit.steps - 1]
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds the change, divided by the length."""
         lengths = up["length"]
         if not any(lengths.values()):
             raise BadUpdate("all its step lengths are 0: no step was made")

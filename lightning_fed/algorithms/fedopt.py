@@ -79,7 +79,6 @@ class AdaptiveOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs one step; ``closure`` computes the loss and the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -162,7 +162,6 @@ class FedRep(Method):
 
 
 def _divide_epochs(head: int | None, body: int | None, total: int | None) -> tuple[int, int]:
-    """Returns the epochs for the head and for the body."""
     if body is None:
         body = 1 if head is None or total is None else total - head
     if head is None:

@@ -33,7 +33,6 @@ class GradientTerm(FederatedCallback):
         """Computes the term for a parameter's gradient; ``None`` for a parameter without a term."""
 
     def use_broadcast(self, module: nn.Module, broadcast: Broadcast) -> None:
-        """Sets :attr:`tensors` to the broadcast's entries."""
         self.tensors = {
             parameter: broadcast.state[name].to(parameter.device)
             for parameter, name in parameter_entries(module).items()

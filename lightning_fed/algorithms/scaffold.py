@@ -72,7 +72,6 @@ class SCAFFOLD(ChannelRule):
         self.weighting = weighting
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Computes the correction :math:`c - c_i`."""
         server, client = visit.down["control"], visit.memory["control"]
         zeros = {name: torch.zeros_like(value) for name, value in {**server, **client}.items()}
         return {name: server.get(name, zero) - client.get(name, zero) for name, zero in zeros.items()}

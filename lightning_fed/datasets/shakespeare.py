@@ -150,7 +150,6 @@ class Shakespeare(FederatedDataModule):
         return encode_text(text, self.vocabulary)
 
     def decode(self, codes: Tensor) -> str:
-        """Decodes codes with shape ``(length,)`` to text."""
         return decode_text(codes, self.vocabulary)
 
     def population(self) -> Population:
@@ -165,7 +164,6 @@ class Shakespeare(FederatedDataModule):
         return DataLoader(dataset, self.eval_batch_size, num_workers=self.loader_options["num_workers"])
 
     def _split(self, codes: Tensor) -> tuple[ArrayDataset, ArrayDataset]:
-        """Splits a role into training samples and non-overlapping validation samples."""
         count = len(codes) - self.seq_length
         train = int((1 - self.val_fraction) * count)
         parts = [(0, train), (train + self.seq_length - 1, count)]

@@ -200,7 +200,6 @@ class MatchedAverage:
         return groups
 
     def _example(self, module: nn.Module, example: Any, data: Iterable[Any] | None) -> tuple[Any, Iterable[Any] | None]:
-        """Returns an example input, and the data for later use."""
         if self.mode == "none":
             return None, data
         if example is None and data is not None:

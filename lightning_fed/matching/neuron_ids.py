@@ -39,7 +39,6 @@ class UnionFind:
         return torch.arange(first, first + count)
 
     def find(self, neuron_id: int) -> int:
-        """Returns the smallest id in the set."""
         parents = self._parents
         while parents[neuron_id] != neuron_id:
             parents[neuron_id] = parents[parents[neuron_id]]
@@ -71,7 +70,6 @@ class UnionFind:
                 self._constraints[neuron_id].add((kind, self._num_constraints))
 
     def constraints(self) -> dict[int, frozenset[Constraint]]:
-        """Returns all constraints by root id."""
         united: dict[int, set[Constraint]] = defaultdict(set)
         for neuron_id, constraints in self._constraints.items():
             united[self.find(neuron_id)] |= constraints
@@ -87,7 +85,6 @@ class TracedActivation:
 
     @classmethod
     def of(cls, ids: Tensor) -> TracedActivation:
-        """Creates an activation from one id per element."""
         shape = tuple(ids.shape)
         for dim, length in enumerate(shape):
             if length > 1 and (ids.stride(dim) == 0 or bool((ids == ids.narrow(dim, 0, 1)).all())):

@@ -67,7 +67,6 @@ class StateMatch(NamedTuple):
 
     @property
     def matched(self) -> dict[str, float]:
-        """Share of neurons matched with another network, by group."""
         return {name: float(owners[owners > 1].sum() / owners.sum()) for name, owners in self.owners.items()}
 
 

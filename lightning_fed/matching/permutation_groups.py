@@ -170,7 +170,6 @@ class PermutationGroups:
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sets tied entries to the value of the earlier entry."""
         return {
             name: state[self.tied[name]] if self.tied.get(name) in state else value for name, value in state.items()
         }
@@ -264,7 +263,6 @@ def _checked(
 
 
 def _all_names(group: PermutationGroup, names: Mapping[str, str]) -> list[str]:
-    """Entry names in a group, including tied names."""
     group_names = {name for name, _ in group.entries}
     return [name for name, first in names.items() if first in group_names]
 

@@ -124,7 +124,6 @@ def _makers(groups: PermutationGroups, name: str, known: set[str]) -> list[str]:
 
 
 def _cut(groups: PermutationGroups, known: set[str], layers: dict[str, int]) -> dict[str, int]:
-    """Assigns a stage to each layer."""
     spans = []
     for group in groups:
         makers = [layers[_layer(name)] for name in _makers(groups, group.name, known)]

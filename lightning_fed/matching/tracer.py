@@ -128,7 +128,6 @@ class Tracer:
         return self.axes[key]
 
     def activation(self, value: TracedActivation | ParameterView) -> TracedActivation:
-        """Returns the traced activation. Parameters are converted."""
         if isinstance(value, TracedActivation):
             return value
         long = [dim for dim, length in enumerate(value.shape) if length > 1]
@@ -187,7 +186,6 @@ class Tracer:
                 self.union_find.unite(vector.ids.reshape(-1), torch.where(ids == NEUTRAL, PINNED, ids))
 
     def pointwise(self, values: Sequence[TracedActivation | ParameterView], shape: Sequence[int]) -> TracedActivation:
-        """Result of an elementwise operation: couples the operands' neurons."""
         rank = len(shape)
         result, result_broad = TracedActivation.filled(NEUTRAL, shape), set(range(rank))
         for value in values:
@@ -225,7 +223,6 @@ class Tracer:
         return bool((self.union_find.find_all(activation.ids) == PINNED).all())
 
     def unknown_result(self, call: Call) -> Any:
-        """Pins all inputs and results of an operation."""
         self.unknown[call.name] += 1
         for value in call.tensors:
             self.pin(value)

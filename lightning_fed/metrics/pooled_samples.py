@@ -28,7 +28,6 @@ class PooledSamples(Metric):
         self.add_state("num_features", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
     def check_vectors(self, name: str, values: Tensor, width: int) -> None:
-        """Checks the vectors' length against earlier vectors, or against ``width``."""
         width = int(self.num_features) or width
         if values.ndim != 2 or values.shape[1] != width:
             raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")

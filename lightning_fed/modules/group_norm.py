@@ -77,7 +77,6 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
 
 
 def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupNorm:
-    """Builds the replacement for one batch normalisation."""
     name = f"'{path}' ({type(batch_norm).__name__})" if path else type(batch_norm).__name__
     if isinstance(batch_norm, _Lazy):
         raise TypeError(f"Expected initialised layers, but {name} is lazy: run one batch through the model first.")

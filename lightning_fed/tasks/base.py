@@ -164,7 +164,6 @@ class Task(L.LightningModule, ABC):
         self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Computes class probabilities, with the logits' shape."""
         logits: Tensor = self(self.inputs_of(batch))
         return logits.softmax(dim=1)
 

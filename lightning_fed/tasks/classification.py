@@ -104,5 +104,4 @@ class ClassificationTask(Task):
         return torch.zeros(2, self._in_channels, self._input_size, self._input_size)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Computes the cross-entropy between logits ``(N, num_classes)`` and class indices ``(N,)``."""
         return F.cross_entropy(logits, target.long(), weight=self.class_weights, label_smoothing=self._label_smoothing)

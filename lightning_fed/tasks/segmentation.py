@@ -237,7 +237,6 @@ class SegmentationTask(Task):
 
 
 def _is_of_download(error: Exception) -> bool:
-    """Recognises network errors by the library."""
     is_known = type(error).__module__.partition(".")[0] in (
         "httpx",
         "httpcore",

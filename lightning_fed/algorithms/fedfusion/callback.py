@@ -370,7 +370,6 @@ class FeatureFusion(FederatedCallback):
         return fusion
 
     def _fuse_by_batch(self, trainer: L.Trainer, module: L.LightningModule) -> FusionLayer:
-        """Adds fusion with sizes from a training batch."""
         trace = trace_training(trainer, module)
         if trace is not None or not has_forward(module):
             return self._fuse(trainer, module, trace)

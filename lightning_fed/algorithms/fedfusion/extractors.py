@@ -177,7 +177,6 @@ def _find_extractor_module(layers: Mapping[str, nn.Module], classifier: str | No
 
 
 def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], classifier: str | None) -> FeatureLayer:
-    """Finds the layer with the features as input."""
     head = require_classifier(module) if classifier is None else classifier
     for layer in layers.values():
         get_classifier: Any = getattr(layer, "get_classifier", None)

@@ -83,7 +83,6 @@ class FrozenExtractor:
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
     def follow(self, network: nn.Module) -> None:
-        """Moves to the network's device, and converts to the network's dtypes."""
         source, copied = (next(module.parameters(), None) for module in (network, self.network))
         if source is None or copied is None or (source.device, source.dtype) == (copied.device, copied.dtype):
             return

@@ -106,7 +106,6 @@ class FusionLayer(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The network with fused features."""
         return self._network[0]
 
     @property
@@ -141,7 +140,6 @@ class FusionLayer(nn.Module):
         self._handles.append(owner.register_load_state_dict_post_hook(self._keep_operators))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
-        """Removes the hooks from the network."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -207,7 +205,6 @@ class FusionLayer(nn.Module):
         channel_axis: int | None,
         example: Example | None,
     ) -> dict[str, tuple[int, int | None]]:
-        """Returns channels and channel axis by level."""
         if channels != "infer":
             counts = [channels] if isinstance(channels, int) else list(channels)
             names = [str(level) for level in (range(len(counts)) if levels == "all" else levels)]
@@ -252,7 +249,6 @@ def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
 def _select_levels(
     features: dict[str, Tensor], levels: Sequence[int | str] | Literal["all"], inputs: Any
 ) -> dict[str, Tensor]:
-    """Selects the fused features by name."""
     data = [value for _, value in named_features(inputs)]
     if levels == "all":
         computed = {

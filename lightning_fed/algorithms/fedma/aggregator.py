@@ -187,7 +187,6 @@ class FedMA(Aggregator):
 
     @property
     def clients_with_models(self) -> frozenset[Client]:
-        """Clients with a stored model needed in later rounds."""
         passes = (self._last_pass, self._open_pass)
         return frozenset().union(*(matching_pass.assignments for matching_pass in passes if matching_pass is not None))
 
@@ -343,7 +342,6 @@ class FedMA(Aggregator):
     def _output_means(
         self, updates: Sequence[ClientUpdate], groups: Sequence[PermutationGroup], match: StateMatch
     ) -> State:
-        """Averages output layers by class shares."""
         if self.last_layer != "class" or not all(COUNTS in update.extras for update in updates):
             return {}
         counts = [update.extras[COUNTS] for update in updates]

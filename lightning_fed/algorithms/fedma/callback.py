@@ -223,7 +223,6 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Reports the pass and stage of the client's stored model."""
         memory = find_federation(trainer).client_memory
         if STEP in memory:
             request.extras[STEP] = memory[STEP]
@@ -231,7 +230,6 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Builds the client's model from stored and received entries."""
         federation = find_federation(trainer)
         memory = federation.client_memory
         broadcast.state = self._client_model(federation, client, broadcast, memory)
@@ -239,7 +237,6 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Freezes matched stages."""
         federation = find_federation(trainer)
         stage = int(broadcast.extras[STEP][1])
         self._freeze(module, stage)
@@ -387,7 +384,6 @@ class LayerwiseTraining(FederatedCallback):
             yield example if self.example_input is None else move_tensors(self.example_input, module.device)
 
     def _example(self, federation: Federation, module: L.LightningModule) -> Any:
-        """Arguments for ``forward``."""
         example = self.example_input if self.example_input is not None else module.example_input_array
         if example is None:
             try:

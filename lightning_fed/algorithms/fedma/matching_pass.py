@@ -56,7 +56,6 @@ class MatchingPass:
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
-        """Adds a matched stage for the remaining clients."""
         return replace(
             self,
             round=round,
@@ -76,7 +75,6 @@ class MatchingPass:
         return replace(self, matched_state={}, hashes=hashes)
 
     def extras(self, client: Client, stage: Stage) -> State:
-        """Extras for a broadcast with the last matched stage."""
         assignment = {ASSIGNMENT + name: self.assignments[client][name] for name in stage.groups}
         widths = {WIDTH + name: torch.tensor(self.sizes[name]) for name in stage.groups}
         return {STEP: self.step, REQUIRED_STEP: self.step_before, **assignment, **widths}

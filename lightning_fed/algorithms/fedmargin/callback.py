@@ -159,7 +159,6 @@ class ClassPrototypes(FederatedCallback):
             self._find_roles(trainer, pl_module)
 
     def _find_roles(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds feature layer, classes and labels."""
         self.prototypes = None
         classifier, classes, void, target = None, self.num_classes, self.ignore_index, self.target
         excluded = set(self.exclude_classes)
@@ -205,7 +204,6 @@ class ClassPrototypes(FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Records the batch for features in the training pass."""
         if self._training_sums is not None and batch is not None:
             self._training_sums.start_batch(batch)
 
@@ -226,7 +224,6 @@ class ClassPrototypes(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Measures prototypes with the downloaded weights."""
         self._prototypes_before, self._aggregate = None, unpack_prototypes(broadcast.extras, self._options.num_classes)
         planned = find_federation(trainer).visit
         if self.passes == "online":
@@ -239,7 +236,6 @@ class ClassPrototypes(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Measures prototypes with the trained weights, and adds prototypes to the update."""
         federation = find_federation(trainer)
         if self.passes == "online":
             self._prototypes_before, after = self._end_training_sums(trainer, module)
@@ -292,7 +288,6 @@ class ClassPrototypes(FederatedCallback):
     # A plain Trainer
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measures prototypes at the start of the epoch."""
         if federation_of(trainer):
             return
         if self.passes == "online":
@@ -306,7 +301,6 @@ class ClassPrototypes(FederatedCallback):
             self._prototypes_before = self._measure_epoch(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measures prototypes at the end of the epoch, and logs margins."""
         if federation_of(trainer):
             return
         if self.passes == "online":

@@ -59,7 +59,6 @@ class FeatureSums:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def gather(self, trainer: L.Trainer) -> None:
-        """Sums over all processes."""
         if trainer.world_size == 1:
             return
         strategy, options = trainer.strategy, self._options
@@ -73,7 +72,6 @@ class FeatureSums:
         self._counts = strategy.reduce(self._counts, reduce_op="sum")
 
     def prototypes(self) -> Prototypes | None:
-        """Class means, or ``None`` without batches."""
         if self._sums is None or self._counts is None:
             return None
         return class_prototypes(self._sums.cpu(), self._counts.cpu())
@@ -130,7 +128,6 @@ class TrainingFeatureSums:
         self._num_started = self._num_seen = self._num_skipped = 0
 
     def start_batch(self, batch: Any) -> None:
-        """Records the batch for features in the training pass."""
         self._batch = batch
         self._num_started += 1
 

@@ -173,7 +173,6 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
 
 
 def _over_classes(margins: Tensor, counts: Tensor, reduction: ClassReduction) -> Tensor:
-    """Reduces the margins over all classes with a margin."""
     check_option("class_reduction", reduction, ClassReduction)
     defined = ~margins.isnan()
     margins, counts = margins[defined], counts[defined]

@@ -114,7 +114,6 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     # A federation
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Removes the prototypes from a failed round."""
         self._sent = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
@@ -196,7 +195,6 @@ def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:
-    """Draws prototypes in the plane, with class names and colours."""
     from matplotlib.figure import Figure  # the extra `demo`
 
     points = view.project(means)

@@ -185,7 +185,6 @@ class SampledSoftmax(FederatedCallback):
         return head
 
     def _entries(self, module: L.LightningModule) -> list[str]:
-        """Entry names for the head's parameters."""
         head = self._head(module)
         parameters = {id(parameter) for parameter in head.parameters()}
         for name, layer in module.named_modules():

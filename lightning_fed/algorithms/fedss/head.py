@@ -126,7 +126,6 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held, self._batch = held, _Batch(held)
 
     def release(self) -> None:
-        """Assigns the parameters' rows to all classes."""
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:

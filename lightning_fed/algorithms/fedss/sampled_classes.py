@@ -65,7 +65,6 @@ class SampledClasses:
             )
 
     def correction(self, num_classes: int) -> float:
-        """Computes the correction for negatives, see :func:`~lightning_fed.algorithms.fedss.log_correction`."""
         num_positives = int(self.is_positive.sum())
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 

@@ -29,7 +29,6 @@ class CenterEvaluation(L.Callback):
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Moves behind the federation, before monitoring callbacks."""
         move_behind_federation(self, trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -159,7 +159,6 @@ class RobustAggregator(Aggregator):
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:
-        """Reason for a failed round, or ``None``."""
         for client in self.always:
             if client not in self.updates:
                 return f"the trusted client {client!r} sent no good update"

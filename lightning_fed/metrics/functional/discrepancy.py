@@ -239,7 +239,6 @@ def _mean(samples: Tensor, chunk_size: int) -> Tensor:
 
 
 def _sigma(features: Tensor, reference: Tensor, bandwidth: float | Bandwidth, chunk_size: int) -> float:
-    """The bandwidth as a number."""
     if isinstance(bandwidth, str):
         samples = reference if bandwidth == "median" else torch.cat([features, reference])
         sigma = median_distance(samples, chunk_size=chunk_size)

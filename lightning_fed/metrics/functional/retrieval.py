@@ -154,7 +154,6 @@ class _Search:
                 self._shift += to_float64(chunk).sum(0) / len(gallery)
 
     def relevant(self) -> Tensor:
-        """Counts the searched images in each query's class."""
         classes, counts = torch.unique(self.image_labels, return_counts=True)
         indices = torch.searchsorted(classes, self.labels).clamp_max(len(classes) - 1)
         same_class: Tensor = counts[indices] * (classes[indices] == self.labels)
