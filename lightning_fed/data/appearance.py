@@ -1,7 +1,4 @@
-"""Partitions with a different image appearance per client: contrast, colour, blur, noise or polarity.
-
-The split comes from another partition. The images look as if every client had a different camera or laboratory.
-"""
+"""Partitions with a different image appearance per client: contrast, colour, blur, noise or polarity."""
 
 from __future__ import annotations
 
@@ -29,35 +26,25 @@ _TOLERANCE = 1e-3
 class Look(PartitionOfPartition):
     """Adds a different image appearance for each client to another partition.
 
-    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key. The look applies to all
-    training samples, and with :class:`~lightning_fed.data.PartitionedData` to validation and test samples. Targets do
-    not change.
+    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key, for training samples and,
+    with :class:`~lightning_fed.data.PartitionedData`, for validation and test samples. Targets do not change.
 
     Args:
         partition: Partition for the data set.
-        contrast: Strength :math:`s`. Contrasts are drawn from :math:`1 / (1 + s)` to :math:`1 + s`, uniformly in the
-            logarithm, around middle grey.
-        colour: Strength :math:`s` for the gains of red, green and blue, drawn like the contrast (for grey images,
-            brightness).
-        blur: Largest standard deviation of a Gaussian blur in pixels; drawn from 0 to this value.
-        noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1; drawn from 0 to this value.
-        polarity: Share of clients with negative images, in [0, 1]. With clients 0, 1, ... the negatives are evenly
-            spread (0.5: every second client); other clients are drawn one by one.
+        contrast: Strength :math:`s`; contrasts are log-uniform from :math:`1 / (1 + s)` to :math:`1 + s`.
+        colour: Strength :math:`s` for the gains of red, green and blue, drawn like the contrast.
+        blur: Largest standard deviation of a Gaussian blur in pixels.
+        noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1.
+        polarity: Share of clients with negative images, in [0, 1] (0.5: every second client among 0, 1, ...).
         mean: Mean subtracted by the data set (one number, or one per channel).
-        std: Standard deviation used as divisor by the data set. Without mean and std, images range from 0 to 1, or are
-            8-bit integers.
+        std: Standard deviation used as divisor by the data set. Without mean and std, images range from 0 to 1.
         seed: Seed for the looks; ``None`` for the federation's seed.
-
-    Raises:
-        ValueError: If a strength is negative or not finite, or a share is outside [0, 1]; while reading, if an image is
-            outside 0 to 1.
 
     Example:
         >>> from lightning_fed.data import IID
         >>> looks = Look(IID(num_clients=4), polarity=0.5)
         >>> [looks.transform(client, seed=0)((torch.tensor([[[0.2]]]), 7))[0].item() < 0.5 for client in range(4)]
         [True, False, True, False]
-
     """
 
     def __init__(
@@ -83,7 +70,6 @@ class Look(PartitionOfPartition):
         self.mean, self.std = mean, std
 
     def change(self, client: Client, seed: int) -> ImageLook:
-        """The client's look."""
         seed = self.seed_of(seed)
         rng = generator_for("look", seed, client_key(client))
         contrast = rng.uniform(-1, 1, 4).tolist()[
@@ -144,13 +130,6 @@ class ImageLook:
     seed: int = 0
 
     def __call__(self, sample: Any) -> Any:
-        """Changes the image in a sample.
-
-        Raises:
-            TypeError: If the image is not a tensor.
-            ValueError: If the image is outside 0 to 1.
-
-        """
         return change_input(sample, self._changed)
 
     def _changed(self, image: Tensor) -> Tensor:

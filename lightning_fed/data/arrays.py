@@ -16,11 +16,10 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     """Samples in two tensors. Images stay uint8 in memory, and become normalised float32 when fetched.
 
-    A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit like torchvision's `ToTensor` and
-    `Normalize`. Floating-point inputs are only normalised. Other integer inputs (token ids) are returned unchanged.
+    A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit like torchvision's transforms.
+    Floating-point inputs are only normalised. Other integer inputs (token ids) are returned unchanged.
 
-    All ways to fetch give the same bits: `dataset[i]` for one sample, `__getitems__` for a list of samples, and
-    `get_batch` for the collated batch, which is the fastest.
+    `dataset[i]`, `__getitems__` (a list of samples) and `get_batch` (the collated batch, fastest) give the same bits.
 
     Args:
         inputs: All inputs, shape (N, C, H, W) or (N, ...).
@@ -29,29 +28,17 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         groups: Natural client of each sample (writer, video, ...), shape (N,), with any comparable type.
         mean: Mean per channel, subtracted, on the scale [0, 1] for uint8 inputs: one number, or C numbers.
         std: Standard deviation per channel, used as divisor: one number, or C numbers.
-        augment: Function `augment(input, target)` from a sample to a changed sample, applied to the floating-point
-            input before normalisation. Any transform in `torchvision.transforms.v2` works; masks
-            (`torchvision.tv_tensors.Mask`) follow the image. Random draws should come from torch's global generator.
-
-    Attributes:
-        inputs: The inputs, unchanged.
-        targets: The targets, used as labels by partitions: classes as int64, masks in the original type.
-        groups: The natural clients, or None.
-        augment: The augmentation, or None.
-
-    Raises:
-        ValueError: If lengths differ, `mean` or `std` does not fit the channels or the type, or `std` contains zero.
+        augment: Function `augment(input, target)` before normalisation, such as a transform in
+            `torchvision.transforms.v2` (with `torchvision.tv_tensors.Mask` for masks). Random draws should come from
+            torch's global generator.
 
     Example:
         >>> import torch
         >>> images = torch.tensor([[[[0, 255]]], [[[255, 51]]]], dtype=torch.uint8)
         >>> dataset = ArrayDataset(images, torch.tensor([3, 7]), mean=0.5, std=0.5)
-        >>> dataset[0]
-        (tensor([[[-1.,  1.]]]), tensor(3))
         >>> inputs, targets = dataset.get_batch([1, 0])
         >>> inputs.shape, targets
         (torch.Size([2, 1, 1, 2]), tensor([7, 3]))
-
     """
 
     def __init__(
@@ -81,27 +68,16 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns one sample: input and target."""
         image, target = self._to_float(self.inputs[index]), self._to_target(self.targets[index])
         image, target = self._changed(image, target)
         return self._normalise(image), target
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Returns the samples (input, target) for one batch, before collation by a `DataLoader`."""
+        """Returns the samples for one batch, before collation by a `DataLoader`."""
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:
-        """Returns a collated batch, bit for bit `default_collate([dataset[i] for i in indices])`, in one operation.
-
-        With `augment` the samples are changed one by one, in the order of the indices, like `dataset[i]`.
-
-        Args:
-            indices: Indices of the samples, not negative. May be empty without `augment`.
-
-        Returns:
-            The inputs (B, ...) and the targets (B, ...).
-
-        """
+        """Returns a collated batch, bit for bit `default_collate([dataset[i] for i in indices])`, in one operation."""
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         images = self._to_float(self.inputs.index_select(0, chosen))
         targets = self._to_target(self.targets.index_select(0, chosen))
@@ -111,15 +87,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return [self._normalise(images), targets]
 
     def subset(self, indices: Sequence[int] | np.ndarray | Tensor) -> ArrayDataset:
-        """Copies some samples to a smaller data set with the same normalisation and augmentation.
-
-        Args:
-            indices: Indices of the samples, not negative, in the order of the result.
-
-        Returns:
-            The smaller data set.
-
-        """
+        """Copies the samples at `indices` to a smaller data set with the same normalisation and augmentation."""
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         return ArrayDataset(
             self.inputs.index_select(0, chosen),

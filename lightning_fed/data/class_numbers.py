@@ -14,18 +14,6 @@ class ClassNumbers:
     """Classes by ``class_to_idx``, the attribute of torchvision's image folders.
 
     An image folder numbers only existing classes. Two sites with different folders may give one number two meanings.
-
-    Example:
-        >>> class Folder(list):
-        ...     class_to_idx = {"cat": 0, "dog": 1}
-        >>> numbers = ClassNumbers()
-        >>> numbers.check("a", Folder())
-        >>> Folder.class_to_idx = {"dog": 0}
-        >>> numbers.check("b", Folder())
-        Traceback (most recent call last):
-            ...
-        ValueError: Expected one number for each class, but class 'dog' has 1 at client 'a' and 0 at client 'b': ...
-
     """
 
     def __init__(self) -> None:
@@ -33,16 +21,9 @@ class ClassNumbers:
         self._names: dict[int, tuple[str, str]] = {}
 
     def check(self, client: Client | None, data: Any, stage: str = "training") -> None:
-        """Adds a client's classes.
+        """Adds a client's classes (all clients' for `None`).
 
-        Args:
-            client: The client's key; ``None`` for data of all clients.
-            data: The data set or loader.
-            stage: Use of the data: training, validation or test.
-
-        Raises:
-            ValueError: If a class has another number at another client, or a number another class.
-
+        Raises for a class with two numbers, or a number with two classes.
         """
         place = f"the {stage} data" if client is None else f"client {client!r}"
         if client is not None and stage != "training":

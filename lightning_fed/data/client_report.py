@@ -33,16 +33,13 @@ class ClientSummary:
     Args:
         client: The client's key.
         num_examples: Number of examples.
-        counts: Pixels per class, or examples per class for label targets; shape ``(classes,)``, int64. Empty without
-            classes.
+        counts: Pixels (or examples) per class, shape ``(classes,)``, int64. Empty without classes.
         num_ignored: Pixels (or examples) without a class.
         brightness: Mean over images and channels; NaN if inputs are not images.
         contrast: Standard deviation over pixels, averaged over images and channels.
         sharpness: Mean absolute difference between neighbouring pixels, divided by ``contrast``.
-        distance: Total variation distance between the client's classes and all clients' classes, from 0 to 1; NaN
-            without classes.
+        distance: Total variation distance between the client's classes and all clients' classes, from 0 to 1.
         images: The first images, each with shape ``(C, H, W)``.
-
     """
 
     client: Client
@@ -57,26 +54,18 @@ class ClientSummary:
 
     @property
     def present(self) -> list[int]:
-        """Classes in the client's data."""
         return torch.nonzero(self.counts).flatten().tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class ClientReport:
-    """Report on all clients, from :func:`report_clients`. The text form is a Markdown table.
-
-    Args:
-        clients: The clients' summaries.
-        class_names: Class names; further classes are shown by number.
-
-    """
+    """Report on all clients, from :func:`report_clients`. The text form is a Markdown table."""
 
     clients: tuple[ClientSummary, ...]
     class_names: tuple[str, ...] = field(default=())
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
         return max((len(summary.counts) for summary in self.clients), default=0)
 
     def __str__(self) -> str:
@@ -109,15 +98,7 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws a row per client: the first images next to the shares per class.
-
-        Args:
-            path: The file, in a format known to matplotlib (``.png``, ``.svg``, ...).
-
-        Raises:
-            ModuleNotFoundError: If matplotlib is not installed.
-
-        """
+        """Draws a row per client, the first images next to the shares per class, in a format known to matplotlib."""
         try:
             from matplotlib.figure import Figure  # the extra `demo`
         except ModuleNotFoundError as error:
@@ -164,20 +145,7 @@ def report_partition(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Reports every client's data in a partition: examples, pixels per class, distance to the whole, appearance.
-
-    Args:
-        partition: Partition for the data set.
-        dataset: A data set with ``__len__`` and ``__getitem__``; samples are pairs with an image and a mask or label.
-        seed: The federation's seed.
-        num_classes: Number of classes; ``None`` for the largest label plus one.
-        class_names: Class names.
-        ignore_index: Label without a class.
-
-    Returns:
-        The report, for ``print`` or :meth:`ClientReport.save_picture`.
-
-    """
+    """Reports every client's data in a partition of a data set, as :func:`report_clients` does for a population."""
     indices = partition.split(dataset, seed)
     parts = client_subsets(dataset, indices, partial(partition.transform, seed=seed))  # type: ignore[arg-type]
     population = DatasetClients(ClientSource(parts), batch_size=32, shuffle=False)
@@ -192,17 +160,14 @@ def report_clients(
 ) -> ClientReport:
     """Reads every client's training data once, and summarises the data.
 
-    The data are the training data, with client transforms and random augmentation. The global generators are restored.
-    Targets are labels, shape ``(N,)``, masks ``(N, H, W)``, or one mask with 0 and 1 per class, ``(N, classes, H, W)``.
+    Training data include client transforms and random augmentation. The global generators are restored. Targets are
+    labels, shape ``(N,)``, masks ``(N, H, W)``, or one mask with 0 and 1 per class, ``(N, classes, H, W)``.
 
     Args:
         population: The clients.
         num_classes: Number of classes; ``None`` for the largest label plus one.
         class_names: Class names.
         ignore_index: Label without a class. Negative labels have no class either.
-
-    Raises:
-        ValueError: If a batch has no inputs, a class is not below ``num_classes``, or a client's data have no length.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -213,7 +178,6 @@ def report_clients(
         >>> report = report_clients(data.population())
         >>> [(summary.client, summary.counts.tolist(), round(summary.distance, 3)) for summary in report.clients]
         [('a', [1, 2], 0.381), ('b', [4, 0], 0.286)]
-
     """
     with seeded_generators(0):
         summaries = [_summarize(population, client, ignore_index) for client in population.clients]

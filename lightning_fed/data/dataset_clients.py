@@ -39,20 +39,15 @@ class DatasetClients(Population):
     """Clients with one map-style data set each, or with parts from one map-style data set.
 
     One ``DataLoader`` serves every round: the workers persist and fetch the next client's batches while the current
-    client trains. Batches never mix examples from two clients. A trailing batch with a single example joins the
-    previous batch, because BatchNorm cannot train on one example.
+    client trains. A trailing batch with a single example joins the previous batch, for BatchNorm.
 
     Args:
         source: The clients' examples.
         batch_size: Examples per batch.
-        shuffle: Whether to draw a new order for every epoch in every visit, from the visit's seed.
+        shuffle: Whether every epoch in every visit has a new order.
         drop_last: Whether to skip a short trailing batch.
-        loader_options: Further arguments for the ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
+        loader_options: Further arguments for the ``DataLoader``.
         draws: Passes of a sampler, instead of passes over all examples.
-
-    Raises:
-        ValueError: If ``batch_size`` is below 1.
-
     """
 
     def __init__(
@@ -78,7 +73,6 @@ class DatasetClients(Population):
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of the loader."""
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
@@ -88,16 +82,9 @@ class DatasetClients(Population):
         return len(self._draw(client, self.round, 0)[0])
 
     def gives_all(self, client: Client) -> bool:
-        """True unless a sampler skips examples."""
         return self.draws is None or len(set(self._draw(client, self.round, 0)[0])) == self.source.num_samples(client)
 
     def examples_per_batch(self, client: Client) -> int:
-        """The batch size.
-
-        Raises:
-            OptionError: If a sampler draws the examples.
-
-        """
         if self.draws is not None:
             raise OptionError(
                 "Expected a DataLoader without a custom sampler, because examples are drawn independently, but got"
@@ -106,7 +93,6 @@ class DatasetClients(Population):
         return self.batch_size
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
-        """Batches in one pass over the client's data."""
         if self.draws is None:
             count = count_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated)
         else:
@@ -114,7 +100,6 @@ class DatasetClients(Population):
         return count if isolated else self.batches_to_overfit(count) or 0
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Batches per pass with a sampler."""
         if self.draws is None or self.overfit_batches:
             return ()
         lengths: list[int] = []
@@ -127,15 +112,7 @@ class DatasetClients(Population):
         return tuple(lengths)
 
     def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
-        """Positions among the client's examples by batch, for one sampler pass.
-
-        Args:
-            client: The client's key.
-            round: Round index.
-            number: Pass index in the round.
-            drop_last: Whether to skip a short trailing batch.
-
-        """
+        """Positions among the client's examples by batch, for one sampler pass (`number`) in a round."""
         positions, batches = self._draw(client, round, number)
         assert self.draws is not None
         if self.draws.batch_size is None:
@@ -151,7 +128,6 @@ class DatasetClients(Population):
         return self.draws.part(client, round, number, round * self.local_epochs + number)
 
     def close(self) -> None:
-        """Replaces the loader, and so ends the workers."""
         self._loader = self._make_loader()
 
     def _make_loader(self) -> DataLoader[Any]:
@@ -166,7 +142,7 @@ class DatasetClients(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """The batches of all visits in order; an isolated pass is fetched in this process, without ``drop_last``."""
+        """Yields the visits' batches; an isolated pass is fetched in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader equals this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
@@ -188,12 +164,7 @@ class DatasetClients(Population):
 class ClientSource(Dataset[Any]):
     """Data set for :class:`DatasetClients`, indexed by requests for one client's batch.
 
-    Args:
-        datasets: Map-style data set by client; a lookup may build the data set. The last two data sets are cached, so a
-            visit builds a data set once.
-        collate: Function from a list of samples to a batch.
-        class_numbers: Known class numbers, shared with other data.
-
+    A lookup in ``datasets`` may build the data set. The last two are cached, so a visit builds a data set once.
     """
 
     def __init__(
@@ -209,7 +180,6 @@ class ClientSource(Dataset[Any]):
         self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
 
     def num_samples(self, client: Client) -> int:
-        """The client's local examples."""
         return len(self._dataset(client))  # type: ignore[arg-type]
 
     def __getitems__(self, request: BatchRequest) -> Any:
@@ -241,14 +211,7 @@ class ClientSource(Dataset[Any]):
 
 
 class ClientSubset(Subset[Any]):
-    """A client's part of a data set.
-
-    Args:
-        dataset: The data set.
-        indices: Indices of the client's examples, shape (n,).
-        transform: Transform for each sample.
-
-    """
+    """A client's part of a data set: the samples at `indices`, shape (n,), with a transform."""
 
     indices: np.ndarray  # type: ignore[assignment]
 
@@ -269,19 +232,7 @@ def client_subsets(
     indices: Mapping[Client, np.ndarray],
     transform: Callable[[Client], SampleTransform | None] | None = None,
 ) -> Mapping[Client, ClientSubset]:
-    """Splits a data set into clients.
-
-    Args:
-        dataset: The data set.
-        indices: Example indices by client.
-        transform: Function from a client's key to a transform for the client's samples, or ``None``.
-
-    Example:
-        >>> clients = client_subsets(TensorDataset(torch.arange(4)), {"a": np.array([2, 0])})
-        >>> list(clients["a"])
-        [(tensor(2),), (tensor(0),)]
-
-    """
+    """Splits a data set into clients by example indices, with a transform for each client's samples."""
     while (
         isinstance(dataset, Subset) and type(dataset) is Subset
     ):  # batches then come directly from the underlying data set
@@ -302,14 +253,7 @@ def _read_samples(dataset: Dataset[Any], indices: np.ndarray) -> list[Any]:
 
 
 class BatchRequest(NamedTuple):
-    """Request for one batch of a client's examples.
-
-    Args:
-        client: The client's key.
-        positions: Positions among the client's examples, shape (batch,), or the reason for missing positions.
-        seed: Seed of random augmentation in a worker process.
-
-    """
+    """Request for a batch: positions among the client's examples (or an error), and a seed for random augmentation."""
 
     client: Client
     positions: np.ndarray | Exception
@@ -317,25 +261,13 @@ class BatchRequest(NamedTuple):
 
 
 def count_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> int:
-    """Number of batches in one pass; a single trailing example joins the previous batch.
-
-    Example:
-        >>> count_batches(9, 4), count_batches(10, 4), count_batches(10, 4, drop_last=True)
-        (2, 3, 2)
-
-    """
+    """Number of batches in one pass; a single trailing example joins the previous batch."""
     full, rest = divmod(num_samples, batch_size)
     return full if drop_last or not rest or (rest == 1 and full) else full + 1
 
 
 def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> Iterator[tuple[int, int]]:
-    """First and last position (exclusive) of every batch, one after another.
-
-    Example:
-        >>> list(cut_batches(9, 4)), list(cut_batches(10, 4))
-        ([(0, 4), (4, 9)], [(0, 4), (4, 8), (8, 10)])
-
-    """
+    """First and last position (exclusive) of every batch."""
     count = count_batches(num_samples, batch_size, drop_last)
     for number in range(count):
         start = number * batch_size

@@ -58,12 +58,10 @@ class EvaluationData(L.LightningDataModule):
     """Validation and test data, for all clients together or by client.
 
     Args:
-        val: Validation data for the global model: loaders as in ``Trainer.fit``, or a data set. A mapping by client is
-            validated as a whole and by client; a client may have a list of loaders.
+        val: Validation data: loaders as in ``Trainer.fit``, a data set, or either by client; a client may have a list
+            of loaders.
         test: Test data, in the same forms.
-        known_clients: Function that returns the clients. A mapping without any known client then counts as several
-            named loaders. Without this function, every mapping is a mapping by client.
-
+        known_clients: Function that returns the clients; mappings without a known client are several named loaders.
     """
 
     def __init__(
@@ -84,11 +82,9 @@ class EvaluationData(L.LightningDataModule):
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
-        """Returns the test data; a mapping by client is chained."""
         return self._evaluation_loader(self.test)
 
     def has_clients(self, stage: Literal["validation", "test"]) -> bool:
-        """Returns whether validation or test data are separated by client."""
         hook, data = ("val_clients", self.val) if stage == "validation" else ("test_clients", self.test)
         if getattr(type(self), hook) is not getattr(EvaluationData, hook):
             return bool(getattr(self, hook)())
@@ -99,11 +95,9 @@ class EvaluationData(L.LightningDataModule):
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
     def test_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Returns each client's test loader, made at lookup; empty unless ``test`` is a mapping by client."""
         return self._loaders(self.test) if self._is_of_clients(self.test) else {}
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """Builds the loader for validation or test data given as a data set."""
         return DataLoader(dataset, batch_size=32)
 
     def _evaluation_loader(self, data: Any) -> Any:
@@ -150,22 +144,7 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule for loaders.
-
-    Args:
-        train: The training loader, split by a partition.
-        val: Validation data: loaders as in ``Trainer.fit``, or a mapping by client.
-        known_clients: Function that returns the clients, for mappings with named loaders; see
-            :class:`~lightning_fed.data.federated.EvaluationData`.
-
-    Example:
-        >>> import torch
-        >>> from torch.utils.data import TensorDataset
-        >>> loader = DataLoader(TensorDataset(torch.zeros(8, 3), torch.zeros(8)), batch_size=4)
-        >>> LoaderDataModule(loader, val=loader).train_dataloader() is loader
-        True
-
-    """
+    """Datamodule for loaders: a training loader for a partition, and validation data as for :class:`EvaluationData`."""
 
     def __init__(
         self, train: Any, val: Any = None, known_clients: Callable[[], Sequence[Client]] | None = None
@@ -176,7 +155,6 @@ class LoaderDataModule(EvaluationData):
         self._check_classes()
 
     def train_dataloader(self) -> Any:
-        """The training loader."""
         return self.train
 
 
@@ -187,23 +165,17 @@ class FederatedDataModule(EvaluationData):
     the data are pooled over all clients, as a centralised baseline.
 
     Args:
-        clients: Training data by client, or a sequence (clients 0, 1, ...). Values are map-style data sets, or
-            ``DataLoader`` s with their own batch size and order. The order of the mapping does not matter.
-            :class:`~lightning_fed.data.LazyClients` builds values at lookup.
-        val: Validation data for the global model: loaders as in ``Trainer.fit``, or a data set. A mapping by client is
-            validated as a whole, and by client with the personal entries.
+        clients: Training data by client, or a sequence (clients 0, 1, ...): map-style data sets, or ``DataLoader`` s
+            with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds values at lookup.
+        val: Validation data: loaders as in ``Trainer.fit``, a data set, or either by client, with personal entries.
         test: Test data, in the same forms.
         batch_size: Examples per batch, for clients given as data sets.
         shuffle: Whether every epoch in a visit has a new order.
         drop_last: Whether to skip a short trailing batch.
         num_workers: Worker processes for the loaders.
-        pin_memory: Whether to put batches in page-locked memory.
+        pin_memory: As for a ``DataLoader``.
         persistent_workers: Whether workers survive between rounds.
         collate_fn: Function from a list of samples to a batch.
-
-    Raises:
-        TypeError: If ``clients`` is neither a mapping nor a sequence, or mixes data sets and loaders.
-        ValueError: If ``clients`` is empty.
 
     Example:
         >>> import torch
@@ -212,7 +184,6 @@ class FederatedDataModule(EvaluationData):
         >>> data = FederatedDataModule(hospitals, batch_size=4)
         >>> data.population().clients, len(data.train_dataloader())
         (['a', 'b'], 4)
-
     """
 
     def __init__(
@@ -244,7 +215,6 @@ class FederatedDataModule(EvaluationData):
         }
 
     def population(self) -> Population:
-        """Returns the clients as a source of batches for the rounds."""
         keys = client_keys(self.clients)
         if not isinstance(self._first_data(keys), Dataset):
             return LoaderClients(self.clients, class_numbers=self.class_numbers)
@@ -265,7 +235,6 @@ class FederatedDataModule(EvaluationData):
         return ChainedLoaders(clients)
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """Builds the loader for validation or test data given as a data set."""
         return self._loader(dataset)
 
     def _first_data(self, keys: Sequence[Client]) -> Any:
@@ -294,16 +263,8 @@ def datamodule_of_handed(
 ) -> EvaluationData:
     """Builds the datamodule for data given to ``fit``.
 
-    Args:
-        train: One ``DataLoader`` or map-style data set, for a split; or a mapping or sequence with clients. With a
-            one-client partition, anything accepted by a plain Trainer.
-        val: Validation data, see :class:`EvaluationData`.
-        partition: Partition for the training data; ``None`` without a partition.
-        known_clients: Function that returns the clients.
-
-    Raises:
-        OptionError: If both clients and a partition are given.
-
+    Training data are a ``DataLoader`` or map-style data set, for a partition, or clients. With a one-client partition,
+    anything accepted by a plain Trainer is allowed. Clients and a partition together are an error.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
@@ -320,20 +281,14 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Chains several loaders into one. After an exception a client's later batches are skipped.
+    """Chains several loaders into one, with the client of the newest batch as `client` (``None`` without clients).
 
-    Args:
-        loaders: The loaders.
-        clients: The loaders' clients, in the same order; empty without clients.
-
-    Attributes:
-        client: Client with the newest batch; ``None`` outside an iteration, and without clients.
+    After an exception a client's later batches are skipped.
 
     Example:
         >>> loader = ChainedLoaders([[1, 2], [3]])
         >>> len(loader), list(loader)
         (3, [1, 2, 3])
-
     """
 
     def __init__(self, loaders: Sequence[Any], clients: Sequence[Client] = ()) -> None:
@@ -369,14 +324,7 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copies a loader if a second iteration would end a first one, because the worker processes are shared.
-
-    Example:
-        >>> loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
-        >>> copy_loader(loader).persistent_workers, loader.persistent_workers
-        (False, True)
-
-    """
+    """Copies a loader if a second iteration would end a first one, because the worker processes are shared."""
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
@@ -387,13 +335,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Lists the loaders in a client's evaluation data: one loader, or a list.
-
-    Example:
-        >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
-        ([2], 1)
-
-    """
+    """Lists the loaders in a client's evaluation data: one loader, or a list."""
     return data if _is_several(data) else [data]
 
 
@@ -405,12 +347,7 @@ def _is_several(data: Any) -> bool:
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
-    """Converts clients to a mapping; clients in a sequence are named 0, 1, ...
-
-    Raises:
-        TypeError: If the clients are neither a mapping nor a sequence.
-
-    """
+    """Converts clients to a mapping; clients in a sequence are named 0, 1, ..."""
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):
@@ -444,21 +381,9 @@ def _check_kinds(clients: Any, numbers: ClassNumbers) -> None:
 
 
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
-    """Splits a ``train_dataloader``'s result into clients.
+    """Splits a ``train_dataloader``'s result into clients: a loader, or several loaders with one batch each per step.
 
-    Args:
-        data: A loader, see :func:`split_loader`; or several loaders with one batch each per step (as in
-            ``CombinedLoader``), split loader by loader. A one-client partition takes anything accepted by a plain
-            Trainer.
-        partition: Partition for the data sets.
-        seed: Seed for the split, unless the partition has a seed.
-
-    Raises:
-        TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and there are
-            several clients.
-        OptionError: If a loader's class changes how batches are made, a sampler cannot be divided, or several loaders
-            are split into different clients.
-
+    A one-client partition takes anything accepted by a plain Trainer.
     """
     is_ordinary = type(data) is DataLoader and not changed_methods(data)
     is_ordinary = is_ordinary and data.batch_size is not None and _is_whole(data)
@@ -477,16 +402,8 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
     """Splits the data set in a user's ``DataLoader`` into clients, with the same batch size, collation and workers.
 
-    Args:
-        loader: The loader. ``shuffle=True`` means shuffling within each client. Any other sampler's passes are divided
-            by :class:`~lightning_fed.data.sampler_stream.SamplerStream`.
-        partition: Partition for the data set.
-        seed: Seed for the split, unless the partition has a seed.
-
-    Raises:
-        TypeError: If ``loader`` is not a ``DataLoader`` over a map-style data set.
-        OptionError: If the loader's class changes how batches are made, or the sampler cannot be divided.
-
+    ``shuffle=True`` means shuffling within each client; :class:`~lightning_fed.data.sampler_stream.SamplerStream`
+    divides any other sampler's passes.
     """
     _check_splittable(loader)
     if loader.batch_sampler is None:

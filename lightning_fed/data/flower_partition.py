@@ -24,23 +24,19 @@ _LABELS = ("label", "labels")
 class FlowerPartition(Partition):
     """Clients from a ``flwr-datasets`` partitioner, for any map-style data set.
 
-    The partitioner receives a table with the necessary columns only, and assigns rows to clients. Clients are numbered
-    0, 1, ..., or have the names of the partitioner's groups. Randomness comes from the partitioner's seed, not from the
-    federation's seed. The package is needed for splitting (``pip install flwr-datasets``).
+    The partitioner receives a table with the necessary columns. Clients are numbered 0, 1, ..., or have the names of
+    the partitioner's groups. Randomness comes from the partitioner's seed, not from the federation's seed. Splitting
+    needs the package (``pip install flwr-datasets``).
 
     Args:
         partitioner: The partitioner, without an assigned data set.
-        columns: Columns for the partitioner (``partition_by``): names of attributes or columns in the data set
-            (``"label"`` is found like labels in other partitions), or a mapping from names to one value per sample.
-
-    Raises:
-        TypeError: If ``partitioner`` is not a partitioner.
+        columns: Columns for the partitioner (``partition_by``): names of attributes or columns in the data set, or a
+            mapping from names to one value per sample.
 
     Example:
         >>> from flwr_datasets.partitioner import DirichletPartitioner  # doctest: +SKIP
         >>> partitioner = DirichletPartitioner(num_partitions=10, partition_by="label", alpha=0.5)  # doctest: +SKIP
         >>> partition = FlowerPartition(partitioner, columns=["label"])  # doctest: +SKIP
-
     """
 
     def __init__(
@@ -55,17 +51,6 @@ class FlowerPartition(Partition):
         self.columns = columns
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set with the partitioner.
-
-        Args:
-            dataset: A data set with ``__len__`` and ``__getitem__``.
-            seed: Not used.
-
-        Raises:
-            ImportError: If the package ``datasets``, a dependency of ``flwr-datasets``, is not installed.
-            OptionError: If the partitioner already has a data set.
-
-        """
         if self.partitioner.is_dataset_assigned():
             raise OptionError(
                 "Expected a partitioner without a data set, because it splits that of the training loader, but"

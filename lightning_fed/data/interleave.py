@@ -19,13 +19,7 @@ Item = TypeVar("Item")
 
 
 def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """Yields one item of every stream in turn until all have ended.
-
-    Example:
-        >>> list(interleave([iter("abc"), iter("d"), iter("ef")]))
-        ['a', 'd', 'e', 'b', 'f', 'c']
-
-    """
+    """Yields one item of every stream in turn until all have ended."""
     active = list(streams)
     while active:
         for stream in list(active):
@@ -36,13 +30,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Groups of one visit each, as ranges of positions.
-
-    Example:
-        >>> sequential_groups("ab")
-        [range(0, 1), range(1, 2)]
-
-    """
+    """Groups of one visit each, as ranges of positions."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 
@@ -52,17 +40,6 @@ class ClientGenerators:
     Args:
         seeds: The clients' seeds.
         everywhere: Whether Python's and NumPy's generators are switched too; PyTorch's always are.
-
-    Example:
-        >>> numbers = ClientGenerators([1, 2])
-        >>> drawn = []
-        >>> for client in (0, 1, 0):
-        ...     numbers.switch_to(client)
-        ...     drawn.append(torch.rand(1))
-        >>> generator = torch.Generator().manual_seed(1)
-        >>> [torch.equal(torch.rand(1, generator=generator), drawn[visit]) for visit in (0, 2)]
-        [True, True]
-
     """
 
     def __init__(self, seeds: Sequence[int], everywhere: bool = True) -> None:
@@ -85,11 +62,9 @@ class ClientGenerators:
             self._restore(state)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """All clients' states, for :meth:`restore`."""
         return list(self._states), self._current, None if self._current is None else self._capture()
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Restores all clients' states."""
         states, self._current, state = snapshot
         self._states = list(states)
         if state is not None:
@@ -108,15 +83,7 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that detects draws from Python's and NumPy's global generators.
-
-    Example:
-        >>> with detect_draws() as has_drawn:
-        ...     _ = random.random()
-        >>> has_drawn
-        [True]
-
-    """
+    """Context that detects draws from Python's and NumPy's global generators."""
     states_before, has_drawn = _host_states(), list[bool]()
     yield has_drawn
     has_drawn.append(pickle.dumps(states_before) != pickle.dumps(_host_states()))
@@ -127,13 +94,7 @@ def _host_states() -> tuple[Any, Any]:
 
 
 class StackedBatch(NamedTuple):
-    """Stacked batches of clients: every tensor has a leading axis of the clients.
-
-    Args:
-        clients: Indices of the clients.
-        batch: The stacked batch, with the structure of the clients' batches.
-
-    """
+    """Stacked batch of the clients with indices `clients`: every tensor has a leading axis of the clients."""
 
     clients: tuple[int, ...]
     batch: Any
@@ -148,16 +109,12 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks the batches with the same structure: containers, shapes and types, equal texts and numbers.
-
-    Args:
-        batches: Client's index to batch.
+    """Stacks the batches, given by client index, with equal containers, shapes, types, texts and numbers.
 
     Example:
         >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})
         >>> [(part.clients, part.batch[0].shape) for part in parts]
         [((0, 2), torch.Size([2, 2, 3])), ((1,), torch.Size([1, 1, 3]))]
-
     """
     structures: dict[Any, dict[int, list[Tensor]]] = {}
     for client, batch in batches.items():
@@ -179,14 +136,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
 
 
 def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """A batch of the same structure with new tensors.
-
-    Example:
-        >>> batch = {"image": torch.zeros(1), "name": "a"}
-        >>> rebuild_batch(batch, iter([torch.ones(1)]))
-        {'image': tensor([1.]), 'name': 'a'}
-
-    """
+    """A batch of the same structure with new tensors."""
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Mapping):

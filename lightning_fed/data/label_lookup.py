@@ -41,34 +41,27 @@ def labels_of(
     ignore_index: int | None = 255,
     background: int | None = 0,
 ) -> IndexArray:
-    """Finds one class label per sample.
+    """Finds one class label per sample, shape ``(N,)``.
 
     The first available source counts:
 
     1. ``label_fn(sample)`` for every sample.
-    2. An attribute, or a table's column (``datasets.Dataset``), named ``targets``, ``labels``, ``label``, ``target`` or
-       ``y``, with one entry per sample.
-    3. The labels in the parts of a ``Subset`` or ``ConcatDataset``.
-    4. The second tensor in a ``TensorDataset``.
-    5. Every sample: element 1 in a tuple or list, otherwise the entry or attribute ``label``, ``labels``, ``target``,
-       ``y`` or ``mask``. The log names the place, because reading can take long. Random augmentation draws from a fixed
-       seed, and the global generators are restored.
+    2. An attribute, or a table's column, named ``targets``, ``labels``, ``label``, ``target`` or ``y``.
+    3. The labels in the parts of a ``Subset`` or ``ConcatDataset``; the second tensor in a ``TensorDataset``.
+    4. Every sample: element 1 in a tuple or list, otherwise the entry or attribute ``label``, ``labels``, ``target``,
+       ``y`` or ``mask``. The log names the place, because reading can take long. The global generators are restored.
 
     A target is a number, or an integer mask with shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is
-    the dominant foreground class: the class with the most pixels, without ``ignore_index`` and ``background``. The
-    smaller class wins a tie. Fractions are sorted into ten bins with equally many samples, with a log line. Texts from
-    ``label_fn`` are numbered in alphabetical order.
+    the dominant foreground class: the class with the most pixels, without ``ignore_index`` and ``background`` (the
+    smaller class in a tie). Fractions are sorted into ten bins with equally many samples. Texts are numbered in
+    alphabetical order.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
         label_fn: Function from a sample to a label: a number or a text.
-        ignore_index: Value of void pixels in a mask. ``None`` without void pixels, as in a binary mask with the
-            values 0 and 255.
-        background: Background class in masks, and the label for a mask without foreground. ``None`` if every class
-            counts; a mask with only void pixels then has the label ``ignore_index``.
-
-    Returns:
-        Labels, shape ``(N,)``.
+        ignore_index: Value of void pixels in a mask; ``None`` without void pixels.
+        background: Background class in masks, and the label for a mask without foreground; ``None`` if every class
+            counts.
 
     Raises:
         TypeError: If the data set cannot be read by index.
@@ -81,7 +74,6 @@ def labels_of(
         >>> masks = torch.tensor([[[0, 0, 0, 3]], [[2, 1, 2, 255]], [[0, 0, 0, 0]]])
         >>> labels_of(Subset(TensorDataset(torch.rand(3, 1, 1, 4), masks), [1, 0])).tolist()
         [2, 3]
-
     """
     length = length_of(dataset)
     if label_fn is not None:
@@ -121,29 +113,10 @@ def labels_of(
 def groups_of(
     dataset: MapDataset, group: str | npt.ArrayLike | Callable[[Any], int | str] = "groups"
 ) -> IndexArray | npt.NDArray[np.str_]:
-    """Finds the group for every sample: a writer, speaker, video or hospital.
+    """Finds the group for every sample: a writer, speaker, video or hospital; shape ``(N,)``, integers or strings.
 
-    Args:
-        dataset: A data set with ``__len__`` and ``__getitem__``.
-        group: Name of an attribute, or of a table's column, with one group per sample. ``Subset`` and ``ConcatDataset``
-            are searched; equal names in two parts are one group. Also the groups themselves, or a function from a
-            sample to a group (reads every sample).
-
-    Returns:
-        Groups, shape ``(N,)``, integers or strings.
-
-    Raises:
-        TypeError: If the data set cannot be read by index, or groups are neither all integers nor all strings.
-        ValueError: If the data set has no such attribute, or the numbers of groups and samples differ.
-
-    Example:
-        >>> import torch
-        >>> from torch.utils.data import Subset, TensorDataset
-        >>> dataset = TensorDataset(torch.rand(3, 2))
-        >>> dataset.groups = ["ann", "bob", "ann"]
-        >>> groups_of(Subset(dataset, [1, 2])).tolist()
-        ['bob', 'ann']
-
+    Groups come from an attribute or a table's column (also inside ``Subset`` and ``ConcatDataset``), from given groups,
+    or from a function that reads every sample. Equal names in two parts are one group.
     """
     length = length_of(dataset)
     if not isinstance(group, str):
@@ -197,19 +170,7 @@ def _collect(
 
 
 def length_of(dataset: Any) -> int:
-    """Counts the samples in a map-style data set.
-
-    Args:
-        dataset: A data set with ``__len__`` and ``__getitem__``.
-
-    Raises:
-        TypeError: If the data set cannot be read by index.
-
-    Example:
-        >>> length_of(["a", "b"])
-        2
-
-    """
+    """Counts the samples; an error if the data set cannot be read by index."""
     is_iterable = isinstance(dataset, IterableDataset)  # inherits `__getitem__` from `Dataset`
     if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(

@@ -33,14 +33,6 @@ class LabelPartition(NumberedPartition):
 
     Labels come from :func:`~lightning_fed.data.label_lookup.labels_of`. In segmentation, an image's label is the
     dominant foreground class.
-
-    Args:
-        num_clients: Number of clients, at least 1.
-        label_fn: Function from a sample to a label, instead of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
-        background: Background class in masks; ``None`` if every class counts.
-        seed: Seed for the split; ``None`` for the federation's seed.
-
     """
 
     def __init__(
@@ -61,7 +53,6 @@ class LabelPartition(NumberedPartition):
         """Assigns samples to clients, from each sample's label."""
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients."""
         try:
             labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
         except NoLabels as error:
@@ -86,29 +77,25 @@ class Dirichlet(LabelPartition):
         \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
 
     The prior :math:`\pi` over the classes sums to 1, and the concentrations sum to ``alpha``, as in the paper, so the
-    same ``alpha`` is a stronger skew. An exhausted class gets mass 0, and the other classes are scaled up. Without
-    remaining mass, :math:`q_k` is drawn again over the remaining classes. Clients are served in order, so the last
-    clients take the remaining samples. The last :math:`N \bmod K` samples are not assigned.
+    same ``alpha`` is a stronger skew. An exhausted class gets mass 0, or :math:`q_k` is drawn again over the remaining
+    classes. The last :math:`N \bmod K` samples are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
-        alpha: Concentration: small for a strong skew, ``inf`` for none. Greater than 0. Per client 0 is allowed, and
-            gives every client one class, drawn among the classes with enough samples for a whole client (or among all
+        alpha: Concentration, greater than 0: small for a strong skew, ``inf`` for none. Per client 0 is allowed: every
+            client then has one class, among the classes with enough samples if possible.
             remaining classes, if no class has enough).
         definition: ``"per_class"`` or ``"per_client"``.
-        min_size: Per class: smallest number of samples per client; the split is drawn again for smaller clients.
-            ``None`` for the first reachable size among 10, 5, 2 and 1.
-        balance: Per class: whether a client with :math:`N / K` samples or more gets no samples from further classes
-            (other proportions are scaled up), as always in NIID-Bench's code.
+        min_size: Per class: smallest number of samples per client, ensured by repeated draws; ``None`` for the first
+            reachable size among 10, 5, 2 and 1.
+        balance: Per class: whether a client with :math:`N / K` samples gets no further classes, as in NIID-Bench's
+            code.
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
         prior: Per client: :math:`\pi`, the classes' shares in the data (``"empirical"``) or equal shares
             (``"uniform"``).
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -124,7 +111,6 @@ class Dirichlet(LabelPartition):
           IV.
         - Per client: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
           Classification", 2019, section 3.
-
     """
 
     def __init__(
@@ -161,7 +147,6 @@ class Dirichlet(LabelPartition):
         self.prior = prior
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients, from each sample's label."""
         return self._per_class(labels, seed) if self.definition == "per_class" else self._per_client(labels, seed)
 
     def _per_class(self, labels: IndexArray, seed: int) -> list[IndexArray]:
@@ -204,15 +189,11 @@ class Shards(LabelPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        shards_per_client: Shards per client, at least 1. For MNIST the paper has 100 clients with 2 shards of 300
-            samples.
+        shards_per_client: Shards per client, at least 1; in the paper 2 shards of 300 samples for 100 clients (MNIST).
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -225,7 +206,6 @@ class Shards(LabelPartition):
     References:
         McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
         section 3.
-
     """
 
     def __init__(
@@ -241,7 +221,6 @@ class Shards(LabelPartition):
         self.shards_per_client = check_count("shards_per_client", shards_per_client)
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients, from each sample's label."""
         classes, _ = number_classes(labels)
         num_shards = self.num_clients * self.shards_per_client
         if num_shards > classes.size:
@@ -272,20 +251,15 @@ class LabelsPerClient(LabelPartition):
     Args:
         num_clients: Number of clients, at least 1.
         labels_per_client: Number of different labels per client, from 1 to the number of labels.
-        assignment: Choice of labels per client. ``"random"``, as in NIID-Bench: client k has label k mod C and random
-            further labels; with fewer clients than labels, some labels may have no owner. ``"even"`` balances the
-            number of owners per label to within one: a single owner per label with ``num_clients * labels_per_client``
-            labels, and labels without an owner only with more labels. ``"consecutive"``, as in
-            FedProx's program: client k has the labels k, k + 1, ... mod C.
+        assignment: ``"random"``, as in NIID-Bench: client k has label k mod C and random further labels. ``"even"``
+            balances the number of owners per label to within one. ``"consecutive"``, as in FedProx's program: client k
+            has the labels k, k + 1, ... mod C.
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
         sigma: Standard deviation of the logarithm of the owners' shares; 0 for equal shares.
         min_per_label: Smallest number of samples for a client and a label.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -301,7 +275,6 @@ class LabelsPerClient(LabelPartition):
         learning with federated sampled softmax" (FedSS), with 20 out of 11,318 labels for each of 596 clients. Li et
         al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020: MNIST over 1,000 clients with two
         consecutive digits each, ``sigma=2`` and ``min_per_label=5``.
-
     """
 
     def __init__(
@@ -325,7 +298,6 @@ class LabelsPerClient(LabelPartition):
         self.min_per_label = check_count("min_per_label", min_per_label, 0)
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients, from each sample's label."""
         classes, class_sizes = number_classes(labels)
         if not 1 <= self.labels_per_client <= class_sizes.size:
             raise PartitionError(
@@ -392,12 +364,7 @@ def _counts_per_class(
 def _draw_client(
     rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, unused: IndexArray
 ) -> IndexArray:
-    """Draws the number of samples per class for one client, out of ``unused`` samples per class.
-
-    Drawing ``size`` classes at once, and again for exhausted classes, has the same distribution as drawing one by one
-    and dropping a class after the last sample.
-
-    """
+    """Draws the number of samples per class for one client, out of ``unused`` samples per class."""
     count = np.zeros_like(unused)
     if alpha == 0:
         suffices = unused >= size

@@ -31,12 +31,10 @@ class LoaderClients(Population):
     """Clients with a ``DataLoader`` or another iterable of batches each; a round chains the loaders.
 
     Args:
-        loaders: Loader by client, or several loaders (a ``CombinedLoader``, or a mapping or sequence of loaders) with
-            one batch each in the client's batch; a lookup may build the client's loader.
-        is_plain: Whether the only client trains as in a plain fit; the loader then needs neither a length nor a data
-            set.
+        loaders: Loader by client, or several loaders (``CombinedLoader``, mapping or sequence) with one batch each in
+            the client's batch; a lookup may build the loader.
+        is_plain: Whether the only client trains as in a plain fit, without a need for a length or a data set.
         class_numbers: Known class numbers, shared with other data.
-
     """
 
     def __init__(
@@ -50,17 +48,11 @@ class LoaderClients(Population):
         self._in_order: dict[Client, Any] = {}  # loaders with shuffling removed
 
     def num_samples(self, client: Client) -> int:
-        """Counts the data set's or sampler's length, or else the examples in one pass over the batches.
+        """Counts the sampler's or data set's length, or else the examples in one pass over the batches.
 
-        For a custom sampler, the sampler's length counts instead of the data set's: a geographic sampler draws many
-        windows from few files. With several loaders, the loader with the decisive number of batches counts. A stream
-        without a length counts as the examples in a visit's ``local_steps`` batches; among several loaders the stream
-        is the longest loader.
-
-        Raises:
-            TypeError: If there are data sets among several loaders.
-            ValueError: If no length is known, and visits are not counted in batches.
-
+        The length of a custom sampler counts first: a geographic sampler draws many windows from few files. With
+        several loaders, the loader with the decisive number of batches counts; a stream without a length counts as the
+        examples in a visit's ``local_steps`` batches.
         """
         return self._count(client, self._loader(client))
 
@@ -85,7 +77,6 @@ class LoaderClients(Population):
         )
 
     def _loader(self, client: Client) -> Any:
-        """The client's loader, with several loaders combined into one."""
         loader: Any = self.loaders[client]
         check_client_loader(loader)
         self._class_numbers.check(client, loader)
@@ -103,18 +94,11 @@ class LoaderClients(Population):
                 self._opened[id(part)] = part
 
     def close(self) -> None:
-        """Ends persistent workers."""
         opened, self._opened = self._opened, {}
         for loader in opened.values():
             _end_workers(loader)
 
     def examples_per_batch(self, client: Client) -> int:
-        """The batch size of the client's loader.
-
-        Raises:
-            OptionError: If examples cannot be drawn one by one.
-
-        """
         batch_size = check_poisson_loader(self.loaders[client]).batch_size
         assert batch_size is not None
         return batch_size
@@ -125,7 +109,6 @@ class LoaderClients(Population):
         return length if isolated else self.batches_to_overfit(length)
 
     def is_counted(self, client: Client) -> bool:
-        """True for the only client, if neither a data set nor a length gives the number of examples."""
         if not self.is_plain:
             return False
         loader = self._loader(client)
@@ -147,7 +130,6 @@ class LoaderClients(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """The batches of all visits in order."""
         for group in groups or sequential_groups(visits):
             yield from interleave(self._batches(position, visits[position], isolated) for position in group)
 
@@ -230,12 +212,7 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 
 def _checked_length(batch: Any) -> int:
-    """Counts the examples in a batch.
-
-    Raises:
-        ValueError: If the batch's tensors have different lengths, for example with time as the first dimension.
-
-    """
+    """Counts the examples in a batch; an error if the tensors have different lengths (time as first dimension)."""
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
@@ -259,12 +236,7 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Batches of a ``CombinedLoader`` in the form for ``training_step``, with the number of batches as length.
-
-    Raises:
-        OptionError: If the loader is sequential: Lightning does not train on sequential loaders either.
-
-    """
+    """Batches of a ``CombinedLoader`` for ``training_step``. Sequential loaders are an error, as in Lightning."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
@@ -276,7 +248,6 @@ class _Streams:
         self.streams: list[Any] = combined.flattened
 
     def __len__(self) -> int:
-        """Number of batches in a pass; raises ``TypeError`` for a loader without a length."""
         return len(self.streams[self.leading])
 
     @property
@@ -303,16 +274,7 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses arrays and data sets instead of loaders.
-
-    Args:
-        loader: A client's data.
-
-    Raises:
-        TypeError: For a tensor, an array, a tuple of tensors or arrays, a mapping or sequence of data sets, or a table
-            such as ``datasets.Dataset``.
-
-    """
+    """Refuses arrays, data sets and tables instead of loaders."""
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
     # A list may hold batches of equal kind and shape.
@@ -338,16 +300,7 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context with seeded random generators in a loader; the generators' states are restored afterwards.
-
-    Args:
-        loader: The loader for an isolated pass.
-        seed: The seed.
-
-    Raises:
-        ValueError: If the loader has persistent workers, because these hold training's random numbers.
-
-    """
+    """Context with seeded random generators in a loader, restored afterwards; an error for persistent workers."""
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
             "Expected a loader for a pass outside training, but its workers are persistent and serve one"

@@ -21,14 +21,7 @@ LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Returns a loader's sampler, batch size and ``drop_last``; ``None`` and ``False`` with a custom batch sampler.
-
-    Example:
-        >>> sampler, *rest = batches_of(DataLoader([1, 2], batch_sampler=BatchSampler([1, 0], 2, drop_last=True)))
-        >>> sampler, rest
-        ([1, 0], [2, True])
-
-    """
+    """Returns a loader's sampler, batch size and ``drop_last``; ``None`` and ``False`` with a custom batch sampler."""
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(batches) is BatchSampler:
         return batches.sampler, batches.batch_size, batches.drop_last
@@ -43,18 +36,7 @@ def is_whole(sampler: Any, dataset: Any) -> bool:
 
 
 def changed_methods(loader: DataLoader[Any]) -> set[str]:
-    """Finds ``DataLoader`` methods and attributes with a replacement in a subclass or the object.
-
-    A subclass may set attributes in ``__init__``, and add methods.
-
-    Example:
-        >>> class Half(DataLoader):
-        ...     def __len__(self):
-        ...         return super().__len__() // 2
-        >>> changed_methods(Half([1, 2])), changed_methods(DataLoader([1, 2]))
-        ({'__len__'}, set())
-
-    """
+    """Finds ``DataLoader`` methods and attributes with a replacement in a subclass or the object."""
     methods = {name for name, value in vars(DataLoader).items() if callable(value) or isinstance(value, property)}
     # Lightning wraps every `__init__` during `train_dataloader`, and saves the method under the second name.
     methods = (methods | {"__getattribute__"}) - {"__init__", "__old__init__"}
@@ -66,16 +48,7 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader if other loaders cannot be made from the same parts.
-
-    Args:
-        loader: The loader.
-        purpose: Reason in the error.
-
-    Raises:
-        OptionError: If the class has another way to make batches.
-
-    """
+    """Refuses a loader if other loaders cannot be made from the same parts; the error contains `purpose`."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(

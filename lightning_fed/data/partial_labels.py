@@ -21,10 +21,9 @@ from lightning_fed.numerics.seeds import client_key
 class PartialLabels(PartitionOfPartition):
     """Restricts each client's masks to some classes; all other pixels become void.
 
-    Client k annotates class k modulo the number of classes, and random further classes, from the seed and the client's
-    key. With at least as many clients 0, 1, ... as classes, every class has an annotating client. Other classes become
-    ``ignore_index`` in the training data. With :class:`~lightning_fed.data.PartitionedData` the validation and test
-    data change too, and scores cover the annotated classes only.
+    Client k annotates class k modulo the number of classes, and random further classes. Other classes become
+    ``ignore_index`` in the training data and, with :class:`~lightning_fed.data.PartitionedData`, in validation and test
+    data, so scores cover the annotated classes only.
 
     Masks are class indices with any shape. With ``mode="multilabel"`` there is one mask with 0 and 1 per class, shape
     ``(num_classes, H, W)``, and whole masks become void.
@@ -38,10 +37,6 @@ class PartialLabels(PartitionOfPartition):
         seed: Seed for the choice; ``None`` for the federation's seed.
         mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for any number.
 
-    Raises:
-        ValueError: If an argument is outside the allowed range; while reading, if a sample has no integer mask, or a
-            mask for the other mode.
-
     Example:
         >>> from lightning_fed.data import IID
         >>> labels = PartialLabels(IID(num_clients=3), num_classes=3, classes_per_client=1)
@@ -51,7 +46,6 @@ class PartialLabels(PartitionOfPartition):
     References:
         Miao et al., "FedSeg: Class-Heterogeneous Federated Learning for Semantic Segmentation", CVPR 2023 (clients with
         different annotated classes).
-
     """
 
     def __init__(
@@ -93,7 +87,6 @@ class PartialLabels(PartitionOfPartition):
         return tuple(sorted({*self.always, candidates[first], *drawn}))
 
     def change(self, client: Client, seed: int) -> AnnotatedClasses:
-        """Builds the transform for a client's samples."""
         return AnnotatedClasses(self.annotated(client, seed), self.ignore_index, self.num_classes, self.mode)
 
 
@@ -102,20 +95,9 @@ class PartialLabels(PartitionOfPartition):
 class AnnotatedClasses:
     """Makes pixels void in a sample's mask, except for some classes.
 
-    The mask is the second element in a tuple or list, or the entry ``"mask"`` in a mapping (``"target"``, ``"label"``,
-    ``"y"`` and the plurals).
-
-    Args:
-        classes: The remaining classes.
-        ignore_index: Label for all other pixels.
-        num_classes: Number of classes in the masks; ``None`` if unknown.
-        mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for one mask with 0 and 1 per class, shape
-            ``(num_classes, H, W)``.
-
-    Example:
-        >>> AnnotatedClasses((0, 2))({"image": None, "mask": torch.tensor([0, 1, 2])})["mask"]
-        tensor([  0, 255,   2])
-
+    The mask is the second element in a tuple or list, or the entry ``"mask"`` in a mapping (or ``"target"``,
+    ``"label"``, ``"y"`` and the plurals), with one class per pixel or, with ``mode="multilabel"``, one mask with 0 and
+    1 per class, shape ``(num_classes, H, W)``.
     """
 
     classes: tuple[int, ...]
@@ -124,12 +106,6 @@ class AnnotatedClasses:
     mode: Literal["multiclass", "multilabel"] = "multiclass"
 
     def __call__(self, sample: Any) -> Any:
-        """Changes the mask in a sample.
-
-        Raises:
-            ValueError: If the sample has no mask, or a mask for the other mode.
-
-        """
         if isinstance(sample, Mapping):
             key = next((key for key in MASK_KEYS if key in sample), None)
             return {**sample, key: self._changed(None if key is None else sample[key])}

@@ -22,39 +22,17 @@ _log = logging.getLogger(__name__)
 class Partition(abc.ABC):
     """Splits a data set over clients, as a pure function of the data set and a seed.
 
-    Custom partitions override :meth:`split`.
-
-    Attributes:
-        seed: The partition's seed; ``None`` for the federation's seed.
-
+    Custom partitions override :meth:`split`. ``seed`` None means the federation's seed.
     """
 
     seed: int | None = None
 
     @abc.abstractmethod
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set.
-
-        Args:
-            dataset: A data set with ``__len__`` and ``__getitem__``.
-            seed: The federation's seed, not negative.
-
-        Returns:
-            Sample indices by client, without repeated indices.
-
-        """
+        """Splits a data set into sample indices by client, without repeated indices."""
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """Returns a transform for a client's training samples, also suitable for validation and test samples.
-
-        Args:
-            client: The client, a key from :meth:`split`.
-            seed: The seed given to :meth:`split`.
-
-        Returns:
-            A picklable function from a sample to a sample, or ``None``.
-
-        """
+        """Returns a picklable function from sample to sample for a client from :meth:`split`, or ``None``."""
         return None
 
     def seed_of(self, federation_seed: int) -> int:
@@ -69,17 +47,7 @@ class Partition(abc.ABC):
 
 
 class PartitionOfPartition(Partition):
-    """Changes samples in another partition's clients (abstract: subclasses implement :meth:`change`).
-
-    Args:
-        partition: Partition for the data set; its transform is applied first.
-        seed: Seed for the changes; ``None`` for the federation's seed.
-
-    Raises:
-        TypeError: If ``partition`` is not a partition.
-        ValueError: If ``seed`` is negative.
-
-    """
+    """Changes samples in another partition's clients, after its transform (abstract: implement :meth:`change`)."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
@@ -92,11 +60,9 @@ class PartitionOfPartition(Partition):
         """Returns a picklable function for a client's samples."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set with the other partition."""
         return self.partition.split(dataset, seed)
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """Chains the other partition's transform with this partition's change."""
         inner, change = self.partition.transform(client, seed), self.change(client, seed)
         return change if inner is None else _Chain((inner, change))
 
@@ -114,21 +80,7 @@ class _Chain:
 
 
 def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes a sample's input: the first element, the entry ``"image"`` (or the first entry), or the sample itself.
-
-    Args:
-        sample: The sample, left unchanged.
-        change: Function from an input to an input.
-
-    Raises:
-        TypeError: If the input is not a tensor.
-
-    Example:
-        >>> import torch
-        >>> change_input((torch.ones(1), 7), lambda image: 2 * image)
-        (tensor([2.]), 7)
-
-    """
+    """Changes a sample's input: the first element, the entry ``"image"`` (or the first entry), or the sample itself."""
 
     def changed(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or image.ndim == 0:
@@ -148,16 +100,7 @@ def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class NumberedPartition(Partition):
-    """Partition into clients ``0`` to ``num_clients - 1`` (abstract: subclasses implement :meth:`assign`).
-
-    Args:
-        num_clients: Number of clients, at least 1.
-        seed: Seed for the split; ``None`` for the federation's seed.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
-    """
+    """Partition into clients ``0`` to ``num_clients - 1`` (abstract: subclasses implement :meth:`assign`)."""
 
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
         self.num_clients = check_count("num_clients", num_clients)
@@ -168,12 +111,6 @@ class NumberedPartition(Partition):
         """Assigns samples to clients, with the partition's or the federation's seed."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into clients ``0`` to ``num_clients - 1``.
-
-        Raises:
-            ValueError: If the data set has too few samples, or labels unsuitable for this split.
-
-        """
         num_samples = length_of(dataset)
         if self.num_clients > num_samples:
             raise PartitionError(

@@ -26,30 +26,20 @@ FORWARDED = (*TRANSFER_HOOKS, "predict_dataloader")
 class PartitionedData(FederatedDataModule):
     """Splits another datamodule's training data into clients, with validation data for each client.
 
-    The split equals a Trainer's `partition`. In addition, a share of every client's examples is held out for evaluation
-    by client, which is the only fair evaluation for methods with one model per client. Held-out examples are drawn at
-    random. Shares are rounded down, but to at least one example while one example remains for training. Held-out
-    examples have no augmentation if the training data set is an :class:`~lightning_fed.data.ArrayDataset`, as in this
-    package; augmentation inside other data sets remains.
+    The split equals a Trainer's `partition`. In addition, a random share of every client's examples is held out for
+    evaluation by client, the only fair evaluation for methods with one model per client. Shares are rounded down, but
+    to at least one example. Held-out examples have no augmentation if the training data set is an
+    :class:`~lightning_fed.data.ArrayDataset`; augmentation inside other data sets remains.
 
-    The source datamodule works as without the split: `self.trainer` is set, all hooks are called, also for batch
-    transfer, and checkpoints contain its state.
+    The source datamodule works as without the split, with its hooks and its state in checkpoints.
 
     Args:
-        source: Any datamodule with one training loader. Batch size, collation and workers are reused, and the
-            validation data are ignored.
+        source: Any datamodule with one training loader. Batch size, collation and workers are reused; the validation
+            data are ignored.
         partition: Partition for the training data.
         val_fraction: Share of every client's examples for validation, in (0, 1).
-        test_fraction: Share of every client's examples for the test, in [0, 1). With 0 the test data come from
-            `source`.
-        seed: Seed for the split. None takes the seed from `lightning.seed_everything`, or else 0, as in a federation.
-            The seed is read once, in the first `setup`.
-
-    Raises:
-        ValueError: If a share is outside the allowed range, or no example remains for training; in `setup`, if the
-            loader has a custom sampler.
-        TypeError: If `source` is not a datamodule; in `setup`, if `source` has no training loader over a map-style data
-            set.
+        test_fraction: Share for the test, in [0, 1). With 0 the test data come from `source`.
+        seed: Seed for the split. None takes the seed from `lightning.seed_everything`, or else 0, in the first `setup`.
 
     Example:
         >>> from lightning_fed.data import LabelsPerClient
@@ -59,7 +49,6 @@ class PartitionedData(FederatedDataModule):
         >>> data.setup("fit")
         >>> data.population().clients, sorted(data.val_clients())
         ([0, 1, 2, 3], [0, 1, 2, 3])
-
     """
 
     def __init__(
@@ -96,28 +85,20 @@ class PartitionedData(FederatedDataModule):
         self._pooled: Dataset[Any]
 
     def prepare_data(self) -> None:
-        """Prepares the data of the source datamodule."""
         self.source.trainer = self.trainer
         self.source.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Reads the data, and splits the training data."""
         self.source.trainer = self.trainer
         self.source.setup(self._stage_of_source(stage))
         if self._stage_of_source(stage) == "fit":
             self._population = self._split()
 
     def teardown(self, stage: str) -> None:
-        """Tears down the source datamodule."""
         self.source.teardown(self._stage_of_source(stage))
 
     def population(self) -> Population:
-        """Returns the clients as a source of batches for the rounds.
-
-        Raises:
-            RuntimeError: Before `setup`.
-
-        """
+        """Returns the clients as a source of batches for the rounds, after `setup`."""
         if self._population is None:
             raise RuntimeError("Expected `setup` before `population`: the clients are unknown before.")
         return self._population

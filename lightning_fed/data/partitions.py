@@ -1,7 +1,7 @@
 """Partitions: assignments of samples in one data set to clients.
 
-A client's samples have ascending indices. No sample belongs to two clients, and every sample belongs to a client unless
-the class documents an exception. Equal arguments give equal splits in every process.
+A client's indices ascend. Every sample belongs to one client unless the class documents an exception. Equal arguments
+give equal splits in every process.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ class IID(NumberedPartition):
         num_clients: Number of clients, at least 1.
         seed: Seed for the split; ``None`` for the federation's seed.
 
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -59,11 +56,9 @@ class IID(NumberedPartition):
     References:
         McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
         section 3.
-
     """
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients."""
         return assign_evenly(length_of(dataset), self.num_clients, seed)
 
 
@@ -83,12 +78,9 @@ class QuantitySkew(NumberedPartition):
         distribution: Distribution of the sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"``
             (as in the FedProx data).
         sigma: Standard deviation of the logarithm of the sizes for ``"lognormal"``, at least 0.
-        min_size: Smallest number of samples per client; the sizes are drawn again for smaller clients. ``None`` for the
-            first reachable size among 10, 5, 2 and 1.
+        min_size: Smallest number of samples per client, ensured by repeated draws; ``None`` for the first reachable
+            size among 10, 5, 2 and 1.
         seed: Seed for the split; ``None`` for the federation's seed.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -100,7 +92,6 @@ class QuantitySkew(NumberedPartition):
     References:
         Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022, section IV (quantity
         skew).
-
     """
 
     def __init__(
@@ -123,7 +114,6 @@ class QuantitySkew(NumberedPartition):
         self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients."""
         num_samples = length_of(dataset)
         rng = generator_for("quantity_skew", seed)
 
@@ -150,17 +140,13 @@ class QuantitySkew(NumberedPartition):
 class PermutedPixels(PartitionOfPartition):
     """User-specific input skew: a separate pixel permutation for every client in another partition.
 
-    Only training data are permuted. A datamodule's validation data are not, and measure nothing for clients with
-    permuted images. :class:`~lightning_fed.data.PartitionedData` holds out permuted examples for every client.
-    :meth:`transform` gives a client's permutation.
+    A datamodule's validation data are not permuted, and measure nothing for these clients.
+    :class:`~lightning_fed.data.PartitionedData` holds out permuted examples; :meth:`transform` gives a client's
+    permutation.
 
     Args:
         partition: Partition for the data set: `IID` as in the paper, `LabelsPerClient` as in the paper's program.
         seed: Seed for the permutations; ``None`` for the federation's seed.
-
-    Raises:
-        TypeError: If ``partition`` is not a partition.
-        ValueError: If ``seed`` is negative.
 
     Example:
         >>> import torch
@@ -172,11 +158,9 @@ class PermutedPixels(PartitionOfPartition):
     References:
         Yao et al., "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019, section 4.3
         (user-specific non-IID: Permuted MNIST).
-
     """
 
     def change(self, client: Client, seed: int) -> PixelPermutation:
-        """Builds the client's permutation for a sample's input."""
         number = client if isinstance(client, int) else client_key(client)
         return PixelPermutation(number, self.seed_of(seed))
 
@@ -190,9 +174,6 @@ class ByGroup(Partition):
             sample to a group.
         seed: Accepted as in other partitions, but the split is not random.
 
-    Raises:
-        ValueError: If ``seed`` is negative.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -202,7 +183,6 @@ class ByGroup(Partition):
 
     References:
         Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, section 2.
-
     """
 
     def __init__(
@@ -214,12 +194,6 @@ class ByGroup(Partition):
         self.seed = None if seed is None else check_count("seed", seed, 0)
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set by group, without randomness.
-
-        Raises:
-            ValueError: If the data set has no samples, or no such groups.
-
-        """
         names, owner = np.unique(groups_of(dataset, self.group), return_inverse=True)
         if names.size == 0:
             raise PartitionError("Expected a data set with at least one sample, but got an empty one.")
@@ -232,20 +206,7 @@ class PixelPermutation:
     """Permutes the pixels in a sample's input: one permutation over H x W positions for all channels.
 
     The input is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
-    sample itself: a tensor with shape ``(..., H, W)``, or ``(P,)`` for flattened images. Targets and the given sample
-    do not change.
-
-    Args:
-        client: Client number, from 0.
-        seed: Seed, not negative.
-
-    Example:
-        >>> import torch
-        >>> image = torch.arange(12).reshape(3, 2, 2)
-        >>> permuted = PixelPermutation(client=1, seed=0)(image)
-        >>> (permuted - permuted[0]).flatten(1).tolist()
-        [[0, 0, 0, 0], [4, 4, 4, 4], [8, 8, 8, 8]]
-
+    sample itself, with shape ``(..., H, W)``, or ``(P,)`` for flattened images.
     """
 
     client: int
@@ -256,12 +217,6 @@ class PixelPermutation:
         check_count("seed", self.seed, 0)
 
     def __call__(self, sample: Any) -> Any:
-        """Permutes the input in a sample.
-
-        Raises:
-            TypeError: If the input is not a tensor.
-
-        """
         return change_input(sample, self._permuted)
 
     def _permuted(self, image: Tensor) -> Tensor:

@@ -39,13 +39,7 @@ class PoissonSampling:
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
         """Draws the positions of a batch's examples, in order, shape (examples,); the batch may be empty.
 
-        Args:
-            client: The client's key; ``None`` without a federation.
-            round: Round index.
-            number: Batch index in the visit.
-            num_samples: Number of the client's examples.
-            batch_size: Expected number of examples in the batch; a client with fewer examples gives all examples.
-
+        A client with fewer examples than ``batch_size`` gives all examples; ``number`` is the batch index in the visit.
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
         generator = np.random.default_rng(keys)
@@ -56,8 +50,7 @@ class PoissonSampling:
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
         """Returns the positions from :meth:`draw`; for an empty batch, the first example's position as a placeholder.
 
-        No empty batch then passes through a data set, a loader and a module. The training step must ignore the
-        placeholder's gradient.
+        The training step must ignore the placeholder's gradient.
         """
         positions = self.draw(client, round, number, num_samples, batch_size)
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
@@ -74,15 +67,7 @@ class _ListedBatches:
 
 
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
-    """Returns a loader if its examples can be drawn one by one.
-
-    Args:
-        loader: A user's loader.
-
-    Raises:
-        OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
-
-    """
+    """Returns a loader with a map-style data set and without a custom sampler; raises ``OptionError`` otherwise."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise OptionError(
             "Expected one DataLoader over a data set that can be indexed, because examples are drawn independently,"
@@ -99,14 +84,7 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """Builds a loader for given batches, with the data set, collation and workers from another loader.
-
-    Args:
-        loader: The other loader, checked by :func:`check_poisson_loader`.
-        batches: Example positions by batch.
-        seed: Seed for the workers, if the other loader has no generator.
-
-    """
+    """Builds a loader for given batches (example positions), with data set, collation and workers from a loader."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Sequence[list[int]] = _ListedBatches(batches)  # type: ignore[assignment] # any iterable of lists

@@ -33,16 +33,15 @@ class PlannedVisit:
     Args:
         visit: The visit as scheduled.
         num_samples: The client's local examples.
-        num_batches: Number of batches in the visit.
+        num_batches: Number of batches in the visit, the maximum for a stream.
         fault: Reason for the failure of the visit, if any.
         position: Index in the round, from 0.
         error: Exception behind the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
         pass_batches: Batches per pass, if a sampler gives passes different lengths.
         is_over: Whether the client has answered before the last batch.
-        is_stream: Whether the visit ends with the client's loader; until then ``num_batches`` is the maximum.
+        is_stream: Whether the visit ends with the client's loader.
         is_counted: Whether to count examples during the first pass.
-
     """
 
     visit: Visit
@@ -64,16 +63,7 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """One batch of a visit, or the error in its place.
-
-    Args:
-        position: Index of the visit in the round.
-        batch: The batch; ``None`` if missing.
-        error: Exception from the client's data.
-        trace: The exception's traceback, as text.
-        is_last: Whether a stream ends with this batch.
-
-    """
+    """One batch of a visit, or in its place an error with the traceback as text; ``is_last`` marks a stream's end."""
 
     position: int
     batch: Any = None
@@ -83,10 +73,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """An error in place of a batch.
-
-        The error loses the traceback, because frames would keep a loader's workers waiting.
-        """
+        """An error in place of a batch, without traceback: frames would keep a loader's workers waiting."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -107,11 +94,6 @@ class Population(ABC):
             without shuffling; 0 for all batches.
         split_loader: The user's loader, if a partition splits the loader's data set into clients; ``None`` for clients
             with separate data.
-
-    Raises:
-        ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.
-        TypeError: If a client's key is neither a str nor an int.
-
     """
 
     has_raised = False
@@ -134,23 +116,11 @@ class Population(ABC):
         """The client's local examples."""
 
     def examples_per_batch(self, client: Client) -> int:
-        """The batch size of the client's data.
-
-        Raises:
-            OptionError: If examples cannot be drawn one by one.
-
-        """
         raise OptionError(f"{type(self).__name__} does not draw examples one by one.")
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Batches in one pass over the client's data; ``None`` for data without a length.
-
-        Args:
-            client: The client's key.
-            isolated: Whether the pass is separate from training, and includes a trailing batch dropped in training.
-
-        """
+        """Batches in one pass; ``None`` without a length. An isolated pass includes a batch dropped in training."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
         """Batches per pass in a visit, if a sampler gives passes different lengths; otherwise empty."""
@@ -164,24 +134,15 @@ class Population(ABC):
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        Args:
-            visits: The visits.
-            isolated: Whether another stream continues afterwards; the pass then gives all examples.
-            groups: Visits with interleaved batches (one batch per visit, then the next batch per visit): ranges of
-                positions, together all visits in order. By default one visit follows another.
-
+        An isolated pass precedes another stream, and gives all examples. ``groups`` are ranges of positions with
+        interleaved batches (one batch per visit, then the next batch per visit); by default one visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
         """One pass over a client's data, in a separate order by visit; raises the data's exceptions.
 
-        Args:
-            visit: The visit.
-            isolated: Whether another visit continues afterwards. The pass then includes examples dropped in training by
-                ``drop_last``, unless the client's data are a loader.
-
+        An isolated pass includes examples dropped in training by ``drop_last``, unless the client's data are a loader.
         Data without a known length give as many batches as a visit, if visits count steps.
-
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -204,10 +165,7 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
-        """True if batches and examples are counted during training: for the only client, with an unknown length.
-
-        With a single client no average needs the number in advance.
-        """
+        """True if batches and examples are counted during training: for the only client, with an unknown length."""
         return False
 
     def gives_all(self, client: Client) -> bool:
@@ -219,12 +177,7 @@ class Population(ABC):
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's, NumPy's and PyTorch's global generators, as ``lightning.seed_everything`` does, without its log.
-
-    Args:
-        seed: A seed below 2**32.
-
-    """
+    """Seeds Python's, NumPy's and PyTorch's global generators like ``lightning.seed_everything``, without the log."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the user's data sets may use the global generator
     # `torch.manual_seed` walks the stack for every device that is not initialised, which small visits would feel.
@@ -264,16 +217,7 @@ def _device_module() -> Any:
 def seeded_generators(seed: int | None = None) -> Iterator[None]:
     """Context that restores the states of the global generators of :func:`seed_everything` afterwards.
 
-    Args:
-        seed: Seed of the generators inside; ``None`` does not seed them.
-
-    Example:
-        >>> seed_everything(1)
-        >>> with seeded_generators():
-        ...     inside = torch.rand(1)
-        >>> torch.equal(torch.rand(1), inside)
-        True
-
+    ``seed`` None does not seed the generators inside.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - for the user's data sets
     states = torch_generator_states()
@@ -292,12 +236,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for clients' training: all threads share the global generators, seeded for each visit.
-
-    Raises:
-        MisconfigurationException: If clients train in another thread.
-
-    """
+    """Context for clients' training; an error if clients train in two threads, because threads share the generators."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:
@@ -314,16 +253,13 @@ def in_one_thread() -> Iterator[None]:
 class LazyClients(Mapping[Client, Any]):
     """A mapping with clients' data built at each lookup, for huge populations.
 
-    Args:
-        clients: The clients' keys; a ``range`` of any length costs nothing.
-        build: Function from a client's key to the client's data set or loader.
+    A ``range`` as ``clients``, of any length, costs nothing; ``build`` maps a key to a data set or loader.
 
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> clients = LazyClients(range(1_000_000), lambda client: TensorDataset(torch.full((4, 1), client)))
         >>> len(clients), clients[123_456][0]
         (1000000, (tensor([123456]),))
-
     """
 
     def __init__(self, clients: Sequence[Client], build: Callable[[Client], Any]) -> None:
@@ -349,15 +285,6 @@ def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
     """The keys of a mapping as a sorted sequence, so that the order of insertion does not matter.
 
     The keys of :class:`LazyClients` keep their order and are not listed. NumPy's integers become Python's.
-
-    Raises:
-        TypeError: If a key is neither a str nor an int.
-        ValueError: If a name is longer than :data:`LONGEST_NAME`.
-
-    Example:
-        >>> client_keys({"b": 1, "a": 2}), client_keys({10: 1, 9: 2})
-        (['a', 'b'], [9, 10])
-
     """
     if isinstance(clients, LazyClients):
         return clients.clients
@@ -381,16 +308,7 @@ def _check_keys(clients: Iterable[Any]) -> None:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of the first tensor in it, at any depth.
-
-    Example:
-        >>> batch_length({"name": ["a", "b"], "image": torch.zeros(2, 3)})
-        2
-
-    Raises:
-        ValueError: If the batch contains no tensor.
-
-    """
+    """Number of examples in a batch: the length of the first tensor in it, at any depth."""
     length = next(_lengths(batch), None)
     if length is None:
         raise ValueError(f"Expected a batch of tensors to count its examples, but got {type(batch).__name__}.")

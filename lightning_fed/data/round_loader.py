@@ -45,13 +45,7 @@ class VisitGroups(NamedTuple):
 
 
 class EpochPosition(NamedTuple):
-    """Position of a batch in a client's local epoch.
-
-    Args:
-        number: Index of the batch in the local epoch.
-        is_last: Whether the batch is the last one in the local epoch or the visit.
-
-    """
+    """Index of a batch in a client's local epoch, and whether the batch is the last one there or in the visit."""
 
     number: int
     is_last: bool
@@ -60,17 +54,16 @@ class EpochPosition(NamedTuple):
 class RoundLoader:
     """Batches for a round's visits, one client after another, with the current visit in :attr:`current`.
 
-    The loader is a plain iterable with a length: Lightning does not modify such loaders. Lightning calls ``iter`` twice
-    in every epoch after the first: an iterator does nothing before the first ``next``. A failed visit is padded with
-    ``None`` batches. Lightning skips ``None``, so the epoch retains the announced length.
+    The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
+    ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. A failed visit
+    is padded with ``None`` batches, which Lightning skips.
 
-    With several processes, each process looks up the data for some clients, and serves a share of the visits. All
-    processes serve equally many batches: after the last visit a process gives ``None``.
+    With several processes, each process serves a share of the visits, and equally many batches with padding.
 
     Args:
         population: The clients' data.
         cohort: The round's clients.
-        limit: Largest number of batches in the round (``limit_train_batches``); later batches and visits are skipped.
+        limit: Largest number of batches in the round (``limit_train_batches``).
         process_group: The round's processes.
         visit_costs: Expected durations per visit; by default proportional to the batches.
         visit_groups: Rule for simultaneous visits; by default visits train one by one.
@@ -79,16 +72,14 @@ class RoundLoader:
     Attributes:
         visits: The visits in this process, in order.
         failed: Clients without usable data, with the reason.
-        group: The visits behind the last batch: one visit, or simultaneous visits with a list of
-            :class:`~lightning_fed.data.interleave.StackedBatch` as batch. Empty before the first visit and after the
-            last one.
+        group: The visits behind the last batch: one, or simultaneous visits with a list of
+            :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
         numbers: Random generators for simultaneous visits.
         batches_left: Remaining batches in the group; after the last visit, in the padding.
         padding: ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
         on_end: Function called with a stream's last batch, before the loader serves the batch.
-
     """
 
     def __init__(
@@ -187,12 +178,7 @@ class RoundLoader:
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the user's loader, for a module's ``setup`` (for example to count classes).
-
-        Raises:
-            AttributeError: If every client has separate data.
-
-        """
+        """An attribute of the user's loader, for a module's ``setup`` (for example to count classes)."""
         if name not in _OF_LOADER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:
@@ -204,12 +190,12 @@ class RoundLoader:
 
     @property
     def current(self) -> PlannedVisit | None:
-        """The visit of the last batch; ``None`` before the first visit, after the last one, and in larger groups."""
+        """The visit of the last batch; ``None`` outside visits and in larger groups."""
         return self.group[0] if len(self.group) == 1 else None
 
     @property
     def epoch_position(self) -> EpochPosition | None:
-        """Position of the last batch in the local epoch of the group's first visit; ``None`` without a visit."""
+        """Position of the last batch in the local epoch of the group's first visit."""
         if not self.group:
             return None
         planned = self.group[0]
@@ -223,13 +209,11 @@ class RoundLoader:
 
     @property
     def errors(self) -> dict[Client, Exception]:
-        """Exceptions of failed clients in this process."""
         raised = {planned.visit.client: planned.error for planned in self.visits if planned.error is not None}
         return {**self._errors, **raised}
 
     @property
     def is_over(self) -> bool:
-        """True if the last batch was the round's last one."""
         if self.batches_left:
             return False
         return not self.group or (self.group[-1] is self.visits[-1] and not self.padding)
@@ -290,10 +274,7 @@ class RoundLoader:
         return planned
 
     def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None) -> None:
-        """Reduces the visits to this process's share, and sets the common length of all processes.
-
-        Without any visit the length is one, for a ``None``, so the epoch runs, validates and logs.
-        """
+        """Reduces the visits to this process's share, and sets the common length of all processes."""
         shares: Sequence[Sequence[int]] = [range(len(self.visits))]
         if process_group.size > 1:
             shares = balance_loads((visit_costs or VisitCosts()).expected(self.visits), process_group.size)

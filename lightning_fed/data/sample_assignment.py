@@ -1,7 +1,4 @@
-"""Assignment of samples to clients: shared steps for partitions, on arrays with indices and labels.
-
-A split draws from a generator seeded by the partition's name and a seed. NumPy's global generator is not used.
-"""
+"""Assignment of samples to clients: shared steps for partitions, on arrays with indices and labels."""
 
 from __future__ import annotations
 
@@ -104,22 +101,10 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Repeats a draw for the clients' sample counts until every client has at least ``min_size`` samples.
+    """Repeats a draw of sample counts until each client has ``min_size`` samples.
 
-    Args:
-        draw: Function that draws the counts, shape ``(clients,)`` or ``(clients, classes)``.
-        num_clients: Number of clients.
-        num_samples: Number of assigned samples.
-        min_size: Smallest number of samples per client; ``None`` for the first reachable size among 10, 5, 2 and 1.
-        skew: The requested skew, for the error.
-        remedy: A helpful change, for the error.
-
-    Returns:
-        The first large enough draw.
-
-    Raises:
-        PartitionError: If there are too few samples, or no draw is large enough.
-
+    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``min_size`` None means the first reachable size among
+    10, 5, 2 and 1.
     """
     sizes = _SIZES if min_size is None else (min_size,)
     option = "" if min_size is None else "`min_size` * "
@@ -145,9 +130,6 @@ def draw_until_large(
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
     """Draws a client's pixel permutation: pixel ``i`` in the permuted image is pixel ``permutation[i]`` in the image.
 
-    The permutation is uniform over all permutations, and independent between clients; client 0 is permuted too. Only
-    the arguments matter, so training and test images are permuted in the same way, and the cost does not depend on the
-    number of clients.
-
+    The cost does not depend on the number of clients, and training and test images are permuted in the same way.
     """
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

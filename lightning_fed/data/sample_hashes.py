@@ -14,24 +14,17 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def sample_hashes(samples: Tensor) -> Tensor:
-    """Computes a 64-bit hash per sample, which depends on every bit.
+    """Computes a 64-bit hash per sample, int64 with shape ``(N,)``, which depends on every bit.
 
     The bits are read as integers, mixed with the positions by SplitMix64's finaliser, and summed in integer arithmetic
     on the samples' device, so the order of summation does not matter. Among n different samples, a collision has a
     probability near n^2 / 2^65. The hash is not cryptographic: collisions can be constructed.
-
-    Args:
-        samples: Samples with any shape and type, ``(N, ...)``.
-
-    Returns:
-        The hashes, int64, shape ``(N,)``.
 
     Example:
         >>> samples = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
         >>> first, second, third = sample_hashes(samples).tolist()
         >>> first == third, first == second
         (True, False)
-
     """
     rows = samples.detach().flatten(1).contiguous() if samples.ndim > 1 else samples.detach().reshape(-1, 1)
     if rows.is_complex():

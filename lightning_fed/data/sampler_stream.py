@@ -24,17 +24,8 @@ _NUM_CACHED = 4
 class SamplerStream:
     """Passes of a sampler over a data set, divided between clients.
 
-    A pass depends only on ``seed``, the round, and the number in the round: all clients share the pass, in every
-    process. A client's part is the pass without other clients' examples. Batches from a batch sampler are reduced to
-    the client's examples; empty batches are skipped.
-
-    Args:
-        loader: The loader with the sampler.
-        indices: Client to the indices of its examples in the data set.
-        seed: Seed of the passes.
-
-    Raises:
-        OptionError: If the sampler cannot be divided: without a length, with a state, or with draws other than indices.
+    A pass depends only on ``seed``, the round, and the number in the round: all clients share the pass. A client's part
+    is the pass without other clients' examples; empty batches are skipped. Samplers with a state are an error.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -43,7 +34,6 @@ class SamplerStream:
         >>> parts = [stream.indices[client][stream.part(client, 0, 0, 0)[0]] for client in ("a", "b")]
         >>> [sorted(part.tolist()) for part in parts]
         [[1, 2], [0, 3]]
-
     """
 
     def __init__(self, loader: DataLoader[Any], indices: Mapping[Client, np.ndarray], seed: int) -> None:
@@ -67,18 +57,9 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """A client's part of a pass.
+        """A client's part of a pass: positions among the client's examples, and the index of each example's batch.
 
-        Args:
-            client: The client's key.
-            round: Index of the round.
-            number: Index of the pass in the round.
-            epoch: Index of the pass in the fit, for samplers with ``set_epoch``.
-
-        Returns:
-            Positions among the client's examples, shape (examples,), and the index of each example's batch (zeros
-            without a batch sampler).
-
+        The pass is the `number`-th in the round, and the `epoch`-th in the fit, for samplers with ``set_epoch``.
         """
         key = round, number, epoch
         if key not in self._passes:

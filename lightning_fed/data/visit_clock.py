@@ -25,19 +25,6 @@ class VisitClock:
     The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
     process, but not a loop in C. Only code inside :meth:`interrupting` is interrupted, never the package's own code. An
     earlier alarm is restored afterwards.
-
-    Args:
-        seconds: Time per visit; ``None`` for no limit.
-
-    Raises:
-        ValueError: If the time is not positive.
-
-    Example:
-        >>> clock = VisitClock(None)
-        >>> with clock.visit():
-        ...     print(clock.is_up)
-        False
-
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -50,7 +37,6 @@ class VisitClock:
         self._earlier_alarm: tuple[Any, float, float] | None = None  # handler and seconds of an earlier alarm
 
     def start(self) -> None:
-        """Starts the time for a visit."""
         self.stop()
         if self.seconds is None:
             return
@@ -64,7 +50,6 @@ class VisitClock:
         self._earlier_alarm = handler, seconds, time.monotonic()
 
     def stop(self) -> None:
-        """Ends the time for a visit."""
         self.is_up = False
         if self._earlier_alarm is None:
             return
@@ -75,12 +60,7 @@ class VisitClock:
             signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - since), 1e-3))
 
     def interrupting(self) -> AbstractContextManager[None]:
-        """Returns a context for interruptible code, without cost unless visits have a time limit.
-
-        Raises:
-            VisitTimeout: In the context, if the time is up before or during the code.
-
-        """
+        """Returns a context for interruptible code, without cost unless visits have a time limit."""
         return nullcontext() if self.seconds is None else self._interrupting()
 
     @contextmanager
@@ -104,7 +84,6 @@ class VisitClock:
             self.stop()
 
     def timeout(self) -> VisitTimeout:
-        """Builds the exception."""
         return VisitTimeout(f"its visit took longer than visit_timeout={self.seconds:g} seconds")
 
     def _ring(self, number: int, frame: FrameType | None) -> None:

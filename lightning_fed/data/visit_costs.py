@@ -29,7 +29,6 @@ class VisitCosts:
         self._seconds: dict[Client, float] = {}
 
     def note(self, seconds: Mapping[Client, float]) -> None:
-        """Records seconds per batch for some clients."""
         for client, value in seconds.items():
             self._seconds.pop(client, None)  # recent clients stay the longest
             self._seconds[client] = value
@@ -45,19 +44,9 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes work greedily: the largest item first, always to the process with the smallest load.
+    """Distributes work greedily, the largest item first, to the process with the smallest load.
 
-    Args:
-        work: Expected duration per item.
-        size: Number of processes.
-
-    Returns:
-        Positions of the items by process, increasing.
-
-    Example:
-        >>> balance_loads([2.0, 3.0, 1.0, 4.0], 2)
-        [[2, 3], [0, 1]]
-
+    Returns increasing positions.
     """
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
