@@ -250,7 +250,7 @@ class LabelsPerClient(LabelPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        labels_per_client: Number of different labels per client, from 1 to the number of labels.
+        labels_per_client: Different labels per client, from 1 to the number of labels.
         assignment: ``"random"``, as in NIID-Bench: client k has label k mod C and random further labels. ``"even"``
             balances the number of owners per label to within one. ``"consecutive"``, as in FedProx's program: client k
             has the labels k, k + 1, ... mod C.
@@ -259,7 +259,7 @@ class LabelsPerClient(LabelPartition):
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
         sigma: Standard deviation of the logarithm of the owners' shares; 0 for equal shares.
-        min_per_label: Smallest number of samples for a client and a label.
+        min_per_label: Minimum number of samples per client and label.
 
     Example:
         >>> import torch

@@ -33,8 +33,8 @@ class PlannedVisit:
     Args:
         visit: The visit as scheduled.
         num_samples: The client's local examples.
-        num_batches: Number of batches in the visit, the maximum for a stream.
-        fault: Reason for the failure of the visit, if any.
+        num_batches: Batches in the visit, the maximum for a stream.
+        fault: Reason for a failure, if any.
         position: Index in the round, from 0.
         error: Exception behind the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.

@@ -33,7 +33,7 @@ class VisitGroups(NamedTuple):
     """Rule for groups with simultaneous visits.
 
     Args:
-        size: Largest number of visits per group.
+        size: Maximum visits per group.
         is_equal: Whether all visits in a group must have the same number of batches.
         draws: Whether the visits also draw from Python's and NumPy's generators, not only from PyTorch's.
 

@@ -50,8 +50,8 @@ def class_margins(
     Args:
         query: Prototypes Q.
         reference: Prototypes R.
-        margin: Kind of margin.
-        fallback: For "hypothesis" and "relative": prototypes of other classes if the reference has only one class.
+        margin: Margin kind.
+        fallback: For "hypothesis" and "relative": prototypes for other classes if the reference has only one class.
 
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 0]))
@@ -96,9 +96,9 @@ def local_prototype_margin(
     Args:
         after: Prototypes after local training.
         before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last visit.
-        margin: Margin of a class, see :func:`class_margins`.
+        margin: Margin per class, see :func:`class_margins`.
         class_reduction: Mean over classes, sum, mean weighted by counts in ``after``, or maximum.
-        fallback: Prototypes of other classes for a client with one class, see :func:`class_margins`.
+        fallback: Prototypes with other classes for a client with one class, see :func:`class_margins`.
 
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 5]))
@@ -126,7 +126,7 @@ def aggregate_prototype_margin(
     Args:
         after: Prototypes after local training.
         reference: Aggregate prototypes, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Margin of a class, see :func:`class_margins`. "gain" compares a client with itself and becomes
+        margin: Margin per class, see :func:`class_margins`. "gain" compares a client with itself and becomes
             "hypothesis".
         class_reduction: Same as in :func:`local_prototype_margin`.
 

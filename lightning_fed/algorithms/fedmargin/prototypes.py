@@ -4,7 +4,7 @@ Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic F
 of Things Journal 2022. Segmentation labels follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation
 via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR), CVPR 2021.
 
-Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused row of zeros.
+Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused zero row.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch
     Args:
         sums: Feature sums by class, shape ``(C, d)``, see :func:`class_sums`.
         counts: Number of feature vectors per class :math:`n_{k,c}`, shape ``(C,)``.
-        dtype: Dtype of the means.
+        dtype: The means' dtype.
 
     Example:
         >>> class_prototypes(torch.tensor([[2.0, 4.0], [5.0, 5.0]]), torch.tensor([2, 0]))
