@@ -77,7 +77,7 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits a family into exchangeable neurons with their number of blocks.
+    """Splits a family into exchangeable neurons and the number of blocks.
 
     Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     """

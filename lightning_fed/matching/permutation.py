@@ -1,7 +1,7 @@
 r"""Permutes, slices and grows neurons in a state.
 
 A network computes the same function if a layer's neurons are permuted with all dependent values: rows in incoming
-weights, biases, normalization, and columns of outgoing weights.
+weights, biases, normalization, and columns in outgoing weights.
 
 .. math:: W_2 \, \sigma(W_1 x + b_1) = (W_2 \Pi^\top) \, \sigma(\Pi W_1 x + \Pi b_1)
 
@@ -47,7 +47,7 @@ class PermutationGroup:
 
     Attributes:
         name: Layer with the neurons as outputs.
-        size: Number of neurons.
+        size: Neuron count.
         entries: Positions by entry and axis.
         blocks: Number of consecutive blocks with equal size (groups in a group normalization). Neurons are permuted
             within blocks, and whole blocks are permuted.
@@ -67,7 +67,7 @@ class PermutationGroup:
         Args:
             state: Entries.
             axes: Axes and roles. On an axis longer than ``size`` each neuron has several adjacent positions.
-            size: Number of neurons.
+            size: Neuron count.
 
         Example:
             >>> state = {"a.weight": torch.zeros(3, 2), "a.bias": torch.zeros(3), "b.weight": torch.zeros(5, 12)}

@@ -29,7 +29,7 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""Margin of each class between two sets of prototypes, shape ``(C,)``, float64.
+    r"""Margin per class between two sets of prototypes, shape ``(C,)``, float64.
 
     The four kinds, all reconstructions, use distances from the hypothesis margin in learning vector quantization: the
     distance to the same class :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class

@@ -1,4 +1,4 @@
-"""Client updates of a round: inner products, mixtures and combinations, in chunks of coordinates."""
+"""Client updates in a round: inner products, mixtures and combinations, in chunks of coordinates."""
 
 from __future__ import annotations
 

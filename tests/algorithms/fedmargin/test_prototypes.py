@@ -162,7 +162,7 @@ BAD_SUMS = [
     ({"labels": torch.zeros(2, dtype=torch.int64)}, r"but got \(3, 2\) and \(2,\)"),
     ({"labels": torch.zeros(3, 4, 4, dtype=torch.int64)}, r"but got \(3, 2\) and \(3, 4, 4\)"),
     ({"features": torch.zeros(3)}, r"but got \(3,\) and \(3,\)"),
-    ({"ignore_index": 2}, r"no class \(0 to 3\), but got 2. Pass `ignore_index=None`"),
+    ({"ignore_index": 2}, r"outside the classes \(0 to 3\), but got 2: pass `ignore_index=None`"),
     ({"exclude_classes": [4]}, "`exclude_classes` to be in 0 to 3, but got 4"),
     ({"num_classes": 0}, "`num_classes` to be at least 1, but got 0"),
 ]
@@ -238,7 +238,9 @@ def test_what_cannot_be_aggregated():
         aggregate_prototypes([client], "size")
     with pytest.raises(ValueError, match="at least one client's prototypes, but got none"):
         aggregate_prototypes([])
-    with pytest.raises(ValueError, match=r"means of shape \(4, 2\) with \(4,\) counts .* of shape \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"means with shape \(4, 2\) and counts with shape \(4,\) for means with shape \(3, 2\)"
+    ):
         aggregate_prototypes([client, prototypes({0: (1, 2)}, num_classes=4)])
     with pytest.raises(ValueError, match=r"with \(2,\) counts"):
         aggregate_prototypes([Prototypes(client.means, client.counts[:2])])
