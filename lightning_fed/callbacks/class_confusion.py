@@ -33,13 +33,9 @@ _MAX_LABELS = 50
 
 
 class Confusion(NamedTuple):
-    """Confusion matrix over a client's own classes.
+    """Confusion matrix over a client's own classes, shape ``(k,)``, increasing.
 
-    Attributes:
-        classes: The client's own classes, increasing, shape ``(k,)``, int64.
-        counts: Examples by true class (rows) and by the class with the largest logit (columns), shape ``(k, k)``,
-            int64.
-
+    Counts, shape ``(k, k)``, int64, are by true class (rows) and by the class with the largest logit (columns).
     """
 
     classes: Tensor
@@ -55,48 +51,35 @@ class OwnClassConfusion(PeriodicPictures):
     """Draws the global model's confusion among a client's own classes to TensorBoard.
 
     A client with few out of very many classes can learn to separate these classes from all other classes, and still
-    confuse these classes with each other. The FedSS paper shows this collapse for a loss without other positives
-    (``"negonly"``). After a round, the global model runs on some clients' data, and the largest logit is searched among
-    the classes :math:`P_k` in the client's data. Rows are true classes, columns predicted classes. The viridis colours
-    show shares per row, from 0 (dark blue) to 1 (yellow). With matplotlib (extra ``demo``) the axes are labelled;
-    without matplotlib the picture is the bare matrix.
+    confuse these classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the
+    global model runs on some clients' data, and the largest logit is searched among the classes :math:`P_k` in the
+    client's data. The viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``)
+    the axes are labelled.
 
-    Any classifier works: the module is called with a batch's inputs, ``pl_module(x)``, in evaluation mode, and returns
-    logits, shape ``(N, num_classes)``. A client with personal entries gets the client's own entries. The data are read
-    twice, separate from training. Augmentation inside the data set stays on, but draws the same numbers every time.
-    Weights, random numbers and logs do not change. A client with failing data is skipped, with a log line.
+    Any classifier works: ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. A client with personal entries
+    gets the client's own entries. The data are read twice, separate from training, with fixed random numbers. Weights,
+    random numbers and logs do not change. A client with failing data is skipped, with a log line.
 
-    Every client is drawn after the first round, and again after ``every_n_epochs`` rounds. TensorBoard's step is the
-    round. Other loggers get no pictures.
-
-    State: ``last_epoch``, the round with the last pictures (an int, or None).
+    Every client is drawn after the first round, and again after ``every_n_epochs`` rounds. The state is ``last_epoch``,
+    the round with the last pictures (an int, or None).
 
     Args:
         clients: The clients, or a number: the first clients in the population.
         every_n_epochs: Rounds between two pictures.
         class_names: Class names from class 0 on; further classes are shown by index.
         target: Labels in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found
-            by one traced step. Negative labels and the label ignored by the loss are ignored.
-        inputs: Inputs in a batch: an index, a key, or a function of the batch; by default the first element, or
-            ``batch["image"]``, ``["x"]``, ``["input"]`` or the plurals.
+            by one traced step. Negative and ignored labels do not count.
+        inputs: Inputs in a batch: an index, a key, or a function of the batch; by default the usual place.
 
     Attributes:
         latest: Matrix by client after the last evaluated round, also without a logger.
 
-    Raises:
-        ValueError: If ``every_n_epochs`` is below 1 or ``clients`` is empty; in ``fit``, if a client is unknown, or the
-            module does not return logits.
-        MisconfigurationException: In ``fit``, if the Trainer has no federation, or no label is found in the loss.
-
     Example:
-        >>> from lightning_fed import FederatedTrainer
         >>> confusion = OwnClassConfusion(clients=["Greek/01", "Latin/07"], every_n_epochs=50)
-        >>> trainer = FederatedTrainer(max_rounds=200, callbacks=[confusion], logger=False)
 
     References:
         "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022,
         section 5.
-
     """
 
     tag = "confusion"
@@ -123,18 +106,15 @@ class OwnClassConfusion(PeriodicPictures):
         self._void: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks for a federation."""
         if stage == "fit":
             find_federation(trainer)
         super().setup(trainer, pl_module, stage)
 
     def reset(self) -> None:
-        """Resets the state for a new fit."""
         super().reset()
         self.latest = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks the clients, and finds the labels."""
         unknown = [
             client for client in self._chosen(trainer) if client not in find_federation(trainer).population.clients
         ]
@@ -146,7 +126,6 @@ class OwnClassConfusion(PeriodicPictures):
             self._labels_of, self._void = task.target, task.ignore_index
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the round's global model, and logs the pictures."""
         round = trainer.current_epoch
         if not self.is_due(trainer):
             return
@@ -206,26 +185,10 @@ class OwnClassConfusion(PeriodicPictures):
 
 
 def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
-    """Computes a confusion matrix with predictions restricted to some classes.
+    """Computes a confusion matrix with predictions restricted to some classes, shape ``(k, k)``, int64, on the CPU.
 
-    Args:
-        logits: Shape ``(N, num_classes)``.
-        labels: Shape ``(N,)``; negative labels are skipped.
-        classes: The allowed classes, increasing, with all labels, shape ``(k,)``.
-
-    Returns:
-        Shape ``(k, k)``, int64, on the CPU: labels as rows, and as columns the class with the largest logit in
-        ``classes``.
-
-    Raises:
-        ValueError: If the logits have another shape.
-
-    Example:
-        >>> logits = torch.tensor([[0.0, 1.0, 9.0, 2.0], [0.0, 3.0, 9.0, 2.0]])
-        >>> confusion_counts(logits, torch.tensor([1, 3]), classes=torch.tensor([1, 3]))
-        tensor([[0, 1],
-                [1, 0]])
-
+    Logits have shape ``(N, num_classes)``, and labels ``(N,)``; negative labels are skipped. The increasing ``classes``
+    contain all labels.
     """
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or logits.shape[-1] <= int(classes.max()):
         output = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

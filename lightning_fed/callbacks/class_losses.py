@@ -38,13 +38,7 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 class _Scores:
     """Class scores: a layer's outputs, or a result computed from these outputs alone.
 
-    Attributes:
-        layer: Layer name.
-        channels: Number of outputs.
-        inputs: Batch tensors behind the outputs.
-        is_probability: True after a softmax or a sigmoid.
-        voids: Labels with masked positions.
-
+    ``inputs`` are batch tensors behind the outputs, ``voids`` labels with masked positions.
     """
 
     layer: str
@@ -58,13 +52,8 @@ class _Scores:
 class _Labels:
     """Labels, or a result computed from labels alone.
 
-    Attributes:
-        leaves: Batch tensors behind the labels.
-        kind: Class indices, one number per class, a comparison with a number, or anything else.
-        is_exact: True if the classes equal the batch's classes.
-        number: Number in the comparison.
-        fills: Pairs: a label (``None`` for several) and its replacement.
-
+    ``kind`` is class indices, one number per class, a comparison with ``number``, or anything else; ``fills`` are pairs
+    of a label (``None`` for several) and a replacement.
     """
 
     leaves: frozenset[int]
@@ -81,16 +70,9 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """A tensor's sources.
+    """A tensor's sources: batch tensors, class losses, and whether a layer's output is a source.
 
-    Attributes:
-        leaves: Batch tensors.
-        losses: Class losses.
-        is_computed: True if a layer's output is a source.
-        scores: Class scores, if the tensor holds scores.
-        labels: Labels, if the tensor holds labels.
-        product: Class loss equal to the tensor's sum.
-
+    ``product`` is the class loss equal to the tensor's sum.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -103,16 +85,10 @@ class _Origin:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """A loss between class scores and labels.
+    """A loss between class scores from ``layer`` and labels.
 
-    Attributes:
-        layer: Layer with the scores as outputs.
-        channels: Number of outputs.
-        kind: ``"binary"`` for one output, ``"multilabel"`` for several classes per example, else ``"multiclass"``.
-        labels: Places in the batch with the labels; empty if the step makes the labels.
-        has_labels: True if the loss takes the batch's labels unchanged.
-        voids: Ignored labels.
-
+    ``kind`` is ``"binary"`` for one output, ``"multilabel"`` for several classes per example, else ``"multiclass"``.
+    ``labels`` are places in the batch (empty if the step makes the labels), and ``voids`` ignored labels.
     """
 
     layer: str
@@ -133,12 +109,9 @@ class ClassLosses:
     """Follows a batch's tensors, and finds the losses between class scores and labels.
 
     Such a loss is a cross-entropy, a negative log-likelihood or a binary cross-entropy, a gather from probabilities at
-    labels, or a sum over probabilities times (or minus) indicators made from labels, as in Dice, Jaccard and focal
-    losses. From the layer to the loss only elementwise operations with constants and masks, views, means and resizing
-    may follow. An indicator must not be an input to the layer: an autoencoder has no classes.
-
-    Args:
-        batch: The step's batch.
+    labels, or a sum over probabilities times (or minus) indicators made from labels, as in Dice and focal losses. From
+    layer to loss only elementwise operations with constants and masks, views, means and resizing may follow. An
+    indicator must not be an input to the layer: an autoencoder has no classes.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
@@ -149,7 +122,6 @@ class ClassLosses:
         ...     loss = nn.functional.cross_entropy(scores, labels)
         >>> [(found.layer, found.num_classes, set(found.labels)) for found in losses.find_losses(loss)]
         [('head', 3, {(1,)})]
-
     """
 
     batch: Any
@@ -168,16 +140,13 @@ class ClassLosses:
             self._put(tensor, _Origin(leaves, labels=_Labels(leaves)))
 
     def following(self) -> TorchDispatchMode:
-        """Returns a context that records operations."""
         return _Following(self)
 
     def take_input(self, layer: nn.Module, inputs: Any) -> None:
-        """Records a layer's inputs."""
         if any(True for _ in layer.parameters(recurse=False)):
             self._fed = self._fed.union(*(origin.losses for origin in self._all(inputs)))
 
     def take_output(self, name: str, layer: nn.Module, outputs: Any) -> None:
-        """Records a layer's outputs."""
         widths = _widths(layer)
         if not widths and not any(True for _ in layer.parameters(recurse=False)):
             return
@@ -199,7 +168,6 @@ class ClassLosses:
     # ------------------------------------------------------------------------------------------------------------------
 
     def take(self, name: str, is_pointwise: bool, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Records an operation."""
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         name = name.removesuffix("_")
         operands = self._all((args, kwargs))
@@ -228,7 +196,6 @@ class ClassLosses:
             self._put(result, origin)
 
     def _loss_of(self, name: str, args: Sequence[Any]) -> int | None:
-        """Returns the class loss computed by an operation, if any."""
         if name in _CROSS_ENTROPIES:
             scores, void = self._get(args[0]).scores, int(args[4])
             axis = min(1, args[0].ndim - 1)
@@ -259,7 +226,6 @@ class ClassLosses:
         return None
 
     def _add_binary(self, input: Tensor, target: Tensor) -> int | None:
-        """Records a loss between scores and indicators."""
         scores, origin = self._get(input).scores, self._get(target)
         labels = origin.labels
         if scores is None or labels is None or labels.leaves & scores.inputs:

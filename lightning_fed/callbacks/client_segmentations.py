@@ -51,31 +51,26 @@ class ClientSegmentations(L.Callback):
     """Scores every client's segmentations by class, and draws the worst and the median image.
 
     After every ``every_n_epochs`` rounds (and in ``trainer.validate``) each client's validation data run through the
-    client's own model: the global model with the client's personal entries, as in the evaluation by client. The
-    callback writes these files to ``folder``, and the pictures to TensorBoard if the Trainer has such a logger:
+    client's own model: the global model with the client's personal entries. The
+    callback writes these files to ``folder``, and the pictures also to TensorBoard:
 
     - ``scores.csv``: round, client, class, IoU and Dice for every class in the client's truth or prediction;
     - ``scores.md``: the last scores as a table, also logged at the end of a fit;
-    - ``iou.png``: heat map with the IoU by client and class over the rounds (``segmentation/client_iou``);
+    - ``iou.png``: heat map with the IoU by client and class over the rounds;
     - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes), next to
-      truth, prediction and prediction entropy (``segmentation/clients/<client>``). With matplotlib there are titles,
-      scores and a legend.
+      truth, prediction and prediction entropy.
 
     The module is called with images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``, or ``(N, 1,
     H, W)`` for a binary task; binary scores are for class 1 only. Masks are class indices ``(N, H, W)`` or ``(N, 1, H,
-    W)``, or one mask with 0 and 1 per class, ``(N, num_classes, H, W)``; such images get scores and no picture. The
-    Trainer's ``limit_val_batches`` limits the batches. Weights, metrics and random states do not change.
-
-    State: ``rounds`` (ints), ``clients``, ``classes`` (strings), ``iou`` and ``dice`` (floats), with one entry per row
-    in ``scores.csv``.
+    W)``, or one mask with 0 and 1 per class, ``(N, num_classes, H, W)``, for scores without pictures. Weights, metrics
+    and random states do not change. The state has one entry per row in ``scores.csv``.
 
     Args:
         every_n_epochs: Rounds between two evaluations.
         folder: Folder for the files; ``None`` for ``segmentation`` next to the Trainer's logs.
         class_names: Class names; further classes are shown by number. For a binary task the name of class 1, or both
-            names. By default in a fit ``class_names`` or ``classes`` from the module or the datamodule, if the number
-            fits.
-        class_colors: Colour (red, green, blue; 0 to 255) per class. ``None``: a palette with black for class 0.
+            names. By default ``class_names`` or ``classes`` from the module or the datamodule.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette.
         mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
         std: Standard deviation used as divisor by the data pipeline.
         ignore_index: Class index for pixels without a label, or ``None``. ``"auto"``: in a fit the label ignored by the
@@ -83,14 +78,8 @@ class ClientSegmentations(L.Callback):
         inputs: Images in a batch: an index, key or function; ``None`` for the usual places.
         target: Masks in a batch: an index, key or function; ``None`` for the usual places.
 
-    Raises:
-        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
-        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or a mask has an
-            unknown label.
-
     Example:
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])
-
     """
 
     needs_local_clients = "its pictures are of the clients' data"
@@ -121,20 +110,17 @@ class ClientSegmentations(L.Callback):
         self._void, self._class_names = self.ignore_index, self.class_names
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Resets the scores for a new fit."""
         if stage in ("fit", "validate"):
             find_federation(trainer)
         if stage == "fit" and trainer.current_epoch == 0:  # otherwise the fit is resumed
             self.rows = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the void label and the class names."""
         void, names = describe_classes(trainer, pl_module) if self.ignore_index == "auto" else ("auto", ())
         self._void = void if self.ignore_index == "auto" else self.ignore_index
         self._class_names = self.class_names or names
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients if an evaluation is due."""
         if trainer.sanity_checking or (trainer.state.fn == "fit" and not self._is_time(trainer)):
             return
         loaders = self._loaders(trainer)
@@ -159,7 +145,6 @@ class ClientSegmentations(L.Callback):
         log_picture(trainer, f"{self.tag}/client_iou", picture, round)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the table."""
         if self.rows and trainer.is_global_zero:
             _log.info("Segmentation of the clients after round %d:\n\n%s", round_number(self.rows[-1][0]), self.table())
 
@@ -177,11 +162,9 @@ class ClientSegmentations(L.Callback):
         return markdown_table(lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the scores by column."""
         return {name: [row[place] for row in self.rows] for place, name in enumerate(_COLUMNS)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the scores."""
         self.rows = list(zip(*(state_dict[name] for name in _COLUMNS), strict=True))
 
     def _is_time(self, trainer: L.Trainer) -> bool:
@@ -330,13 +313,7 @@ class ClientSegmentations(L.Callback):
 def scores_for(
     logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
-    """Builds the metric for logits with one class or several, on the logits' device.
-
-    Example:
-        >>> scores_for(torch.zeros(2, 1, 4, 4), torch.zeros(2, 4, 4), 255).mode
-        'binary'
-
-    """
+    """Builds the metric for logits with one class or several, on the logits' device."""
     count = logits.shape[1]
     several: Literal["multiclass", "multilabel"] = "multilabel" if mask.ndim == 4 else "multiclass"
     return SegmentationScores(
@@ -345,18 +322,9 @@ def scores_for(
 
 
 def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
-    """Draws the IoU by client and class over the rounds, in viridis colours; a missing class is grey.
+    """Draws the IoU by client and class over the rounds, shape ``(3, H, W)``, uint8, in viridis colours.
 
-    Args:
-        rows: Round, client, class, IoU and Dice.
-
-    Returns:
-        Picture, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
-
-    Example:
-        >>> heat_map([(0, "a", "road", 0.5, 0.6), (5, "a", "road", 0.7, 0.8)]).shape[0]
-        3
-
+    A missing class is grey.
     """
     rounds = sorted({row[0] for row in rows})
     clients, classes = (list(dict.fromkeys(row[place] for row in rows)) for place in (1, 2))

@@ -23,17 +23,10 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """One client's traffic in one round for one model part.
+    """One client's traffic in one round for one model part; numbers are parameters and buffers.
 
-    Attributes:
-        round: Round index, from 0.
-        client: The client's key; ``"(all)"`` for the sum over all clients in an early round.
-        part: Model part, ``"(extras)"`` for a method's extras, or ``"(request)"`` for a request for rows.
-        down_numel: Numbers sent to the client (parameters and buffers).
-        down_bytes: Bytes sent to the client.
-        up_numel: Numbers sent by the client.
-        up_bytes: Bytes sent by the client.
-
+    The client is ``"(all)"`` for the sum over all clients in an early round. Besides model parts there are
+    ``"(extras)"`` for a method's extras and ``"(request)"`` for a request for rows.
     """
 
     round: int
@@ -46,17 +39,10 @@ class Traffic(NamedTuple):
 
 
 class PartTraffic(NamedTuple):
-    """Traffic for a model part, averaged over clients and rounds.
+    """Traffic for a model part or ``"(all)"``, averaged over clients and rounds.
 
-    Attributes:
-        part: Model part, as in :class:`Traffic`, or ``"(all)"``.
-        full_numel: Size of the part, as sent in each direction by federated averaging.
-        down_numel: Numbers sent to a client.
-        up_numel: Numbers in a client's answer and request.
-        down_bytes: Bytes sent to a client.
-        up_bytes: Bytes in a client's answer and request.
-        share: Bytes in both directions relative to federated averaging; ``None`` if federated averaging sends nothing.
-
+    ``full_numel`` is the part's size, as sent in each direction by federated averaging, and ``share`` the bytes in both
+    directions relative to federated averaging.
     """
 
     part: str
@@ -71,38 +57,28 @@ class PartTraffic(NamedTuple):
 class CommunicationReport(FederatedCallback):
     r"""Counts the traffic by model part, and compares with federated averaging for the whole model.
 
-    The callback counts the tensors in the messages: a client's broadcast on arrival (for remote clients on departure),
-    the answer, and the requested rows. For FedSS with :math:`\varphi` as the model without the head and :math:`d`
-    numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each direction. Federated averaging would send all
-    entries each time, with personal, frozen and untrained entries. Messages without a visit (BatchNorm recalibration)
-    and a request's extras appear only in ``comm/down_bytes`` and ``comm/up_bytes``, as logged by :class:`Federation`.
+    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS with :math:`\varphi` as the
+    model without the head and :math:`d` numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each
+    direction. Federated averaging would send all entries each time, with personal, frozen and untrained entries.
+    Messages without a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and ``comm/up_bytes``.
 
-    ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes relative to federated averaging. During
-    and after the fit, :meth:`table` shows means over clients and rounds per part, while :attr:`rows` and :meth:`to_csv`
-    show single rounds. An interrupted round counts until training repeats the round.
+    ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes relative to federated averaging.
+    :meth:`table` shows means over clients and rounds per part, :attr:`rows` and :meth:`to_csv` single rounds.
 
-    State: ``rows``, the fields in :class:`Traffic` per round, client and part; ``visits``, the numbers of visits and
-    answers in early rounds.
+    The state is ``rows``, the fields in :class:`Traffic` per round, client and part, and ``visits``, counts in early
+    rounds.
 
     Args:
-        parts: Prefixes of entry names, one per part (``["model.head"]``; the longest match counts). All other entries
-            form the ``"(rest)"``. By default the parts are the modules at the first level with different names.
-        client_rounds: Number of latest rounds with separate numbers per client. Earlier rounds store sums over clients,
-            so long fits have small checkpoints.
-
-    Raises:
-        ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry matches a prefix.
-        MisconfigurationException: In ``setup``, if the Trainer has no federation.
+        parts: Prefixes of entry names, one per part (``["model.head"]``; the longest match counts), with ``"(rest)"``
+            for other entries. By default the parts are the modules at the first level with different names.
+        client_rounds: Number of latest rounds with separate numbers per client; earlier rounds store sums.
 
     Example:
-        >>> from lightning_fed import FederatedTrainer
         >>> report = CommunicationReport(parts=["model.head"])
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[report], logger=False)
 
     References:
         "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022,
         figures 5, 8 and 10.
-
     """
 
     supports_vectorize = True
@@ -118,7 +94,6 @@ class CommunicationReport(FederatedCallback):
         self._counts: dict[int, tuple[int, int]] = {}  # numbers of visits and answers in early rounds
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks for a federation."""
         if stage == "fit":
             find_federation(trainer)
 
@@ -137,7 +112,6 @@ class CommunicationReport(FederatedCallback):
             raise OptionError(f"Expected `parts` to be prefixes of the entries' names, but none begins with {missing}.")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Removes the traffic from an interrupted run of this round, and sums up early rounds."""
         now, self._sent = trainer.current_epoch, {}
         self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < now}
         self._counts = {round: counts for round, counts in self._counts.items() if round < now}
@@ -149,24 +123,20 @@ class CommunicationReport(FederatedCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Stores the broadcast, because other callbacks still add tensors."""
         self._sent[client] = broadcast
 
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Counts the broadcast and the requested rows."""
         self._sent.pop(client, None)
         self._add_broadcast(trainer, client, broadcast)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Counts the client's answer, and the broadcast to a remote client."""
         self._receive_elsewhere(trainer, update.client)
         for part, tensors in {**self._by_part(update.sent), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        """Merges the traffic from all processes, in the order for a single process."""
         shares = yield {key: traffic for key, traffic in self._visits.items() if key[0] == trainer.current_epoch}
         joint = {key: traffic for share in shares for key, traffic in share.items()}
         for visit in find_federation(trainer).cohort.visits:
@@ -176,7 +146,6 @@ class CommunicationReport(FederatedCallback):
                 self._visits[key] = joint[key]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the round's shares."""
         for client in list(self._sent):
             self._receive_elsewhere(trainer, client)
         round = trainer.current_epoch
@@ -190,14 +159,12 @@ class CommunicationReport(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, round, values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all traffic, and the counts for early rounds."""
         return {
             "rows": [list(row) for row in self.rows],
             "visits": {round: list(counts) for round, counts in self._counts.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the traffic."""
         self._visits = {}
         self._counts = {round: (visits, answers) for round, (visits, answers) in state_dict["visits"].items()}
         for row in (Traffic(*fields) for fields in state_dict["rows"]):
@@ -209,12 +176,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Averages over clients and rounds, by part and over all parts.
-
-        Returns:
-            One entry per model part, then requests and extras if any, then the sum. Empty before the first visit.
-
-        """
+        """Averages by part: model parts, requests and extras if any, then the sum. Empty before the first visit."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
@@ -231,12 +193,7 @@ class CommunicationReport(FederatedCallback):
         return markdown_table([header, *rows], "---:")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes all traffic, with the fields in :class:`Traffic` as columns. Rounds count from 1.
-
-        Args:
-            path: The file, overwritten if present.
-
-        """
+        """Writes all traffic, with the fields in :class:`Traffic` as columns. Rounds count from 1."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(Traffic._fields)
@@ -303,13 +260,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Finds the prefixes up to the first level with different names: the model's parts.
-
-    Example:
-        >>> top_level_parts(["model.encoder.conv.weight", "model.encoder.conv.bias", "model.head.weight"])
-        ['model.encoder', 'model.head']
-
-    """
+    """Finds the prefixes up to the first level with different names: the model's parts."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

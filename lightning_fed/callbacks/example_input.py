@@ -24,17 +24,7 @@ _POSITIONAL = (
 
 
 def training_batch(federation: Federation, client: Client | None = None, index: int = 0) -> Any:
-    """Returns a training batch from a client, and restores the global generators.
-
-    Args:
-        federation: The federation.
-        client: The client; ``None`` for the first.
-        index: Number of the batch, from 0.
-
-    Raises:
-        MisconfigurationException: If the client has no such batch.
-
-    """
+    """Returns a training batch from a client (by default the first), and restores the global generators."""
     population = federation.find_population()
     client = population.clients[0] if client is None else client
     visit = PlannedVisit(Visit(client, 0, 0, steps=index + 1), population.num_samples(client), index + 1)
@@ -49,27 +39,10 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 
 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
-    """Returns arguments for a module's ``forward`` from a batch, with two examples if tensors can be cut.
+    """Returns arguments for a module's ``forward``: a tensor, tuple or dictionary, if possible with two examples.
 
-    Args:
-        module: The module.
-        batch: A training batch.
-        inputs: Index, key or function for the inputs. ``None`` takes the usual place, else mapping entries named like
-            the arguments in ``forward``, else the whole object.
-
-    Returns:
-        A tensor, a tuple with positional inputs, or a dictionary with named inputs.
-
-    Raises:
-        ValueError: If the batch has no inputs.
-
-    Example:
-        >>> import torch
-        >>> class Model(nn.Module):
-        ...     def forward(self, **tokens): ...
-        >>> sorted(forward_inputs(Model(), {"input_ids": torch.ones(9, 4), "labels": torch.ones(9)}))
-        ['input_ids']
-
+    By default the inputs are in the usual place, else mapping entries named like the arguments in ``forward``, else the
+    whole batch.
     """
     parameters = inspect.signature(module.forward).parameters
     is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())

@@ -73,44 +73,40 @@ user's to set."""
 class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
-    Inside an epoch the round's clients train one after another on the same module, each from the server's message. At
-    the last batch of the last visit the server aggregates. Lightning's actions per epoch then happen per round:
-    ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and epoch-interval schedulers count rounds.
+    Inside an epoch the round's clients train one after another on the same module, each from the server's message, and
+    the server aggregates at the end. ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and
+    epoch-interval schedulers count rounds.
 
     Args:
         method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
-            :class:`~lightning_fed.Method`, or the server's rule. The federation copies the method, with rule, steps
-            and callbacks. Arguments below that the method sets cannot be set again.
-        partition: Split of the data in a datamodule's or module's ``train_dataloader`` into clients; ``None`` with a
-            :class:`~lightning_fed.data.FederatedDataModule`, because this datamodule contains clients.
+            :class:`~lightning_fed.Method`, or the server's rule; copied. Arguments set by the method cannot be set
+            again.
+        partition: Split of the training data into clients; ``None`` with a
+            :class:`~lightning_fed.data.FederatedDataModule`.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
-        frozen: Entries with the server's values and without training or transmission: patterns and types as for
-            ``personal``. Parameters without gradient need not be named: a parameter is sent only if the other side
-            lacks the value.
-        batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the clients of a round measure the
-            statistics with the new global model, and the first reports decide once for the whole fit. Similar clients
-            share pooled statistics, different clients (a shift above
-            :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`) have their own; a single client has the statistics of
-            a plain fit. ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always each
-            client's own. ``"average"``: averaged like all entries. ``"personal"``: kept by each client with the
-            layers' weights (FedBN). :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``:
-            the initial ones, also in training.
-        optimizer_state: Every visit starts with fresh optimizer state (``"reset"``), or with the client's (``"keep"``).
-        availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`); ``None`` for
-            none.
-        faults: Limits to failures of clients (:class:`~lightning_fed.Faults`); ``None`` for its defaults.
+        frozen: Entries with the server's values and without training or transmission, as for ``personal``. Parameters
+            without gradient need not be named.
+        batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
+            statistics with the new global model, and decide once between pooled statistics for similar clients and own
+            statistics for different clients (a shift above :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`).
+            ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always own. ``"average"``:
+            averaged like all entries. ``"personal"``: kept by each client with the layers' weights (FedBN).
+            :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial ones, also in
+            training.
+        optimizer_state: Optimizer state in a visit: fresh (``"reset"``), or the client's (``"keep"``).
+        availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
+        faults: Limits to failures of clients (:class:`~lightning_fed.Faults`).
         store: Storage for clients' state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        visits: Loop for the visits' batches: one loop without unused hooks (``"fused"``), Lightning's loop
-            (``"lightning"``), fused if possible (``"auto"``; otherwise the log gives the obstacle), or several clients
-            at once (:class:`~lightning_fed.Vectorized`). The results are the same.
-        steps: Update steps between a client's training and the new global model, the innermost first
-            (:mod:`lightning_fed.steps`). Steps of the method are inside. The federation copies the steps.
-        seed: Seed for the partition and the schedule; ``None`` takes the seed of ``lightning.seed_everything`` when a
-            fit begins, or else 0.
+        visits: Loop for the visits' batches, with equal results: one loop without unused hooks (``"fused"``),
+            Lightning's loop (``"lightning"``), fused if possible (``"auto"``), or several clients at once
+            (:class:`~lightning_fed.Vectorized`).
+        steps: Update steps between a client's training and the new global model, the innermost first, after the
+            method's steps (:mod:`lightning_fed.steps`); copied.
+        seed: Seed for the partition and the schedule; ``None`` takes the seed of ``lightning.seed_everything`` or 0.
 
     Attributes:
         arguments: The constructor's arguments, by name.
@@ -119,25 +115,13 @@ class Federation(TrainerCallback):
             same class.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects given.
 
-    Raises:
-        ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
-        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
-            a partition.
-        MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round; in ``fit``, if
-            ``visits="fused"`` and something prevents fused visits.
-
     Note:
         Attributes outside ``state_dict`` pass from one visit to the next, in the module, callbacks, optimizers and
         schedulers; the log names changed attributes with an effect on later visits. Every visit starts with the round's
         initial values for buffers with ``persistent=False``.
 
-        Checkpoints hold ``rounds``, ``seed``, ``number`` of fits before (ints), ``method``, ``clients``, ``steps``
-        (texts), the states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors;
-        empty except with pooled statistics for unseen data), ``unset`` (buffers without values; ``None`` before a fit),
-        ``held`` (untrained entries by client), and for BatchNorm the option ``batch_norm`` and the ``decision``
-        (texts), ``num_measured`` and ``model_round`` (ints), ``reports`` before a decision (tensors by client; empty
-        except with one client per round), ``norm_layers`` (names) and the ``statistics`` behind each
-        monitored value (texts by name).
+        Checkpoints hold the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
+        BatchNorm the decision, the reports before a decision, and the statistics behind each monitored value.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -145,7 +129,6 @@ class Federation(TrainerCallback):
 
     References:
         McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
-
     """
 
     supports_vectorize = True
@@ -207,13 +190,7 @@ class Federation(TrainerCallback):
         self._loop = RoundLoop(self._fit, self._models, remote)
 
     def replace(self, **changes: Any) -> Federation:
-        """Builds a new federation with the same arguments, except for the changes.
-
-        Example:
-            >>> Federation(local_epochs=2).replace(clients_per_round=5).arguments["local_epochs"]
-            2
-
-        """
+        """Builds a new federation with the same arguments, except for the changes."""
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
@@ -223,19 +200,11 @@ class Federation(TrainerCallback):
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Update steps in use, the innermost first: the method's steps, then the argument ``steps``.
-
-        Example:
-            >>> from lightning_fed.steps import MaxNorm
-            >>> Federation("fedadam", steps=[MaxNorm(1.0)]).steps[-1].bound
-            1.0
-
-        """
+        """Update steps in use, the innermost first: the method's steps, then the argument ``steps``."""
         return tuple(self.server.chain.steps)
 
     @property
     def has_personal_entries(self) -> bool:
-        """True if the options make entries of the model personal."""
         return self.options.has_personal_entries
 
     @property
@@ -254,14 +223,7 @@ class Federation(TrainerCallback):
         self._reset(self._loop.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """True if clients need separate BatchNorm statistics, because the server does not see a client's statistics.
-
-        Applies to ``batch_norm="auto"`` with secure sums, central privacy or FedSS.
-
-        Args:
-            module: The module, with all layers.
-
-        """
+        """True if clients need own BatchNorm statistics: with ``"auto"`` and secure sums, central privacy or FedSS."""
         callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
         sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
         return self._fit.needs_own_statistics(module, sliced)
@@ -284,7 +246,6 @@ class Federation(TrainerCallback):
 
     @property
     def round_log(self) -> RoundLog:
-        """Round log."""
         return self._fit.round_log
 
     @property
@@ -305,10 +266,7 @@ class Federation(TrainerCallback):
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """The visits that train now: one visit, or several visits at once, in stack order.
-
-        Empty while a client trains a second model: corrections do not apply to the second model's gradients.
-        """
+        """The visits that train now, in stack order; empty while a client trains a second model without corrections."""
         if self._loop.hooks.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
         return self._loop.hooks.open_round.driver.group
@@ -325,12 +283,7 @@ class Federation(TrainerCallback):
 
     @property
     def client_memory(self) -> State:
-        """The current client's tensors from callbacks, stored after a good update; callbacks may change the dictionary.
-
-        Raises:
-            RuntimeError: Between visits.
-
-        """
+        """The current client's tensors from callbacks, stored after a good update; callbacks may change them."""
         if self.open_visit is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
         return self.open_visit.memory
@@ -342,12 +295,7 @@ class Federation(TrainerCallback):
 
     @property
     def population(self) -> Population:
-        """All clients.
-
-        Raises:
-            RuntimeError: Before the fit has asked for its data.
-
-        """
+        """All clients; raises ``RuntimeError`` before the fit has asked for its data."""
         return self._fit.population
 
     @property
@@ -358,19 +306,10 @@ class Federation(TrainerCallback):
     def client_state(self, client: Client) -> dict[str, Any]:
         """The state of a client's own model: the global model with the client's personal entries.
 
-        After ``trainer.validate`` or ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Without a
-        fit, only clients with earlier training and personal entries are known.
-
-        Args:
-            client: The client's key; before the first visit the personal entries have the server's initial values.
-
-        Returns:
-            A copy in the form of ``module.state_dict()``, for ``load_state_dict``.
-
-        Raises:
-            RuntimeError: Before the clients are known, and inside a round, when the module is not the global model.
-            ValueError: If the client is unknown.
-
+        A copy in the form of ``module.state_dict()``. After ``trainer.validate`` or ``trainer.test`` with a checkpoint,
+        the state comes from the checkpoint. Before a client's first visit the personal entries have the server's
+        initial values. Raises ``RuntimeError`` before the clients are known and inside a round, and ``ValueError`` for
+        an unknown client.
         """
         module = None if self._trainer is None else self._trainer.lightning_module
         return self._models.state(module, client, self._loop.hooks.open_round is not None)
@@ -378,15 +317,8 @@ class Federation(TrainerCallback):
     def client_model(self, client: Client) -> L.LightningModule:
         """A copy of the module as a client's own model, with the client's personal entries and BatchNorm statistics.
 
-        The copy is a plain module in evaluation mode and needs nothing of this package.
-
-        Args:
-            client: The client's key.
-
-        Raises:
-            RuntimeError: Before the clients are known, and during a fit.
-            ValueError: If there is no such client.
-
+        The copy is a plain module in evaluation mode and needs nothing of this package. Raises
+        ``RuntimeError`` during a fit, and ``ValueError`` for an unknown client.
         """
         state = self.client_state(client)
         if self._loop.is_attached:
@@ -419,10 +351,6 @@ class Federation(TrainerCallback):
             clients: The clients.
             question: The question: primitives and plain containers.
             own: Whether each client answers with a personal model instead of the global model.
-
-        Raises:
-            Exception: Any exception from the callback in this process, with the client in a note.
-
         """
         return self._models.ask(trainer, module, callback, clients, question, own)
 
@@ -494,7 +422,6 @@ class Federation(TrainerCallback):
         self._loop.attach(pl_module, self.partition)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks schedulers before anything trains."""
         check_schedulers(trainer)
         if self._loop.is_planned and not self._fit.is_remote:
             check_estimate(self._fit)
@@ -505,7 +432,6 @@ class Federation(TrainerCallback):
         self._loop.start_fit()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks the Trainer's loader, and stores the global generators' states."""
         self._loop.start_fit()
         self._loop.start_training()
         local = self.local_model(pl_module)
@@ -527,7 +453,6 @@ class Federation(TrainerCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts the visit at the first batch."""
         self._loop.hooks.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -540,7 +465,6 @@ class Federation(TrainerCallback):
                 self._loop.cut_short()
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Decides on personal entries and statistics."""
         self._decide_policies(trainer, pl_module)
 
     def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -553,12 +477,7 @@ class Federation(TrainerCallback):
         self._loop.end_epoch()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, also after a fit's end inside a round.
-
-        Raises:
-            RuntimeError: If clients failed in all rounds.
-
-        """
+        """Leaves the last complete global model in the module, also after a fit's end inside a round."""
         self._loop.end_training(pl_module)
         self._loop.failed_rounds.end_fit()
         self._loop.measure_statistics(self.store.clients())
@@ -603,7 +522,6 @@ class Federation(TrainerCallback):
             self._loop.detach()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Reverts the changes by ``setup``."""
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -611,7 +529,6 @@ class Federation(TrainerCallback):
         self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints, described in the class docstring."""
         is_in_round = self._loop.hooks.open_round is not None
         module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
         return {
@@ -628,16 +545,10 @@ class Federation(TrainerCallback):
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Checks the bytes of the file."""
         check_file(trainer.ckpt_path)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after the checkpoint's last complete round.
-
-        Raises:
-            ValueError: If the checkpoint has another method or other update steps.
-
-        """
+        """Continues after the checkpoint's last complete round; an error for another method or other update steps."""
         if self._is_fit:
             check_option("method", state_dict.get("method", ""), self.method.name)
             check_steps(state_dict.get("steps"), self._describe_steps())
@@ -659,13 +570,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Number of steps that a per-step scheduler makes in a fit, see :func:`~lightning_fed.scheduler_steps`.
-
-        Args:
-            rounds: Number of rounds of the fit.
-            window: Batches for one step of the optimizer.
-
-        """
+        """Number of steps of a per-step scheduler in a fit; ``window`` is the number of batches per optimizer step."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 
@@ -688,12 +593,7 @@ class Federation(TrainerCallback):
 
 
 def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Combines the user's arguments with the method's settings.
-
-    Raises:
-        ValueError: If a setting is not allowed, or differs from the user's argument.
-
-    """
+    """Combines the user's arguments with the method's settings; a conflict is an error."""
     parameters = inspect.signature(Federation).parameters
     for name, value in method.settings.items():
         if name not in _SETTINGS:
@@ -705,12 +605,7 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _copy_method(method: Method) -> Method:
-    """Copies a method, to share no state between federations.
-
-    Raises:
-        TypeError: If a part cannot be copied.
-
-    """
+    """Copies a method, to share no state between federations; an error if a part cannot be copied."""
     try:
         return copy.deepcopy(method)
     except Exception as error:
@@ -721,12 +616,7 @@ def _copy_method(method: Method) -> Method:
 
 
 def find_federation(trainer: L.Trainer) -> Federation:
-    """The Trainer's federation.
-
-    Raises:
-        MisconfigurationException: If the Trainer has no federation.
-
-    """
+    """The Trainer's federation; raises ``MisconfigurationException`` without a federation."""
     federation = federation_of(trainer)
     if federation is None:
         raise MisconfigurationException("The Trainer has no `Federation` callback.")
@@ -749,24 +639,14 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
     """Number of steps in a fit for a scheduler with ``interval="step"``.
 
     Use the number for ``total_steps`` of a ``OneCycleLR``, or ``num_training_steps`` of a warm-up, in
-    ``configure_optimizers``. In a federation every visit starts from the round's state of the scheduler, and the
-    scheduler continues from the visit with the median step count: a round advances the scheduler by the steps of one
-    visit. ``trainer.estimated_stepping_batches`` counts the steps of all clients in a round.
-
-    Args:
-        trainer: The Trainer. Without a :class:`~lightning_fed.Federation` the result is Lightning's number.
-
-    Returns:
-        The number of steps; as in Lightning ``inf`` for a Trainer without a limit.
-
-    Raises:
-        MisconfigurationException: If the clients' data are on other machines.
+    ``configure_optimizers``. In a federation a round advances the scheduler by the (median) steps of one visit, while
+    ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a federation the result is
+    Lightning's number, ``inf`` without a limit. Clients' data on other machines raise ``MisconfigurationException``.
 
     Example:
         >>> trainer = L.Trainer(max_steps=7, logger=False, enable_checkpointing=False)
         >>> scheduler_steps(trainer)
         7
-
     """
     federation = federation_of(trainer)
     rounds = trainer.max_epochs

@@ -34,32 +34,26 @@ def segmentation_grid(
     """Draws segmentations in one picture: a row per image, with input, truth, prediction and maps.
 
     Args:
-        images: Images, shape ``(N, C, H, W)``, or N images with shape ``(C, H, W)`` and any sizes. With one or two
-            channels the first is drawn in grey, with more the first three in colour. Integers range from 0 to 255.
+        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` with any sizes. With one or two channels the
+            first is grey, with more the first three are colours. Integers range from 0 to 255.
         truth: Class indices, shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels with ``ignore_index`` are grey.
-        prediction: Class indices, same shape, drawn everywhere, also at ignored pixels.
-        class_colors: Colour (red, green, blue; 0 to 255) per class. ``None``: a palette with black for class 0.
+        prediction: Class indices, same shape.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
         mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
-        std: Standard deviation used as divisor by the data pipeline. Without mean and std, an image outside 0 to 1 is
-            stretched.
-        ignore_index: Class index for pixels without a label; ``None`` without such pixels.
+        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
+        ignore_index: Class index for pixels without a label, if any.
         padding: White border around each tile, in pixels.
-        maps: M further columns with numbers from 0 to 1 (for example entropies), shape ``(N, H, W)``, in viridis
-            colours: 0 is dark blue, 1 yellow, NaN grey.
+        maps: M further columns with numbers from 0 to 1, shape ``(N, H, W)``: 0 is dark blue, 1 yellow, NaN grey.
 
     Returns:
         Picture, shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images are
         placed in the upper left corner.
-
-    Raises:
-        ValueError: If the numbers of images differ, there are no images, or a class has no colour.
 
     Example:
         >>> image, truth = torch.zeros(1, 3, 4, 4), torch.tensor([[[0, 1], [1, 255]]]).repeat(1, 2, 2)
         >>> grid = segmentation_grid(image, truth, prediction=torch.ones(1, 4, 4, dtype=torch.long))
         >>> grid.shape
         torch.Size([3, 8, 20])
-
     """
     from torchvision.utils import make_grid  # slow to import, and needed only for drawing
 
@@ -137,12 +131,7 @@ def _to_rgb(image: Tensor, mean: float | Sequence[float] | None, std: float | Se
 
 
 def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
-    """Converts colours to tuples.
-
-    Raises:
-        ValueError: If a colour is invalid, or the list is empty.
-
-    """
+    """Converts colours to tuples; an error for an invalid colour or an empty list."""
     if class_colors is None:
         return None
     colors = [tuple(color) for color in class_colors]

@@ -34,41 +34,28 @@ VIRIDIS: tuple[Color, ...] = (
 
 
 class PeriodicPictures(L.Callback):
-    """Callback with pictures every few epochs (rounds). State: ``last_epoch``, the epoch with the last picture.
-
-    Args:
-        every_n_epochs: Epochs between two pictures.
-
-    Raises:
-        ValueError: If ``every_n_epochs`` is below 1.
-
-    """
+    """Callback with pictures every few epochs (rounds). State: ``last_epoch``, the epoch with the last picture."""
 
     def __init__(self, every_n_epochs: int) -> None:
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
         self._last_epoch: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Resets the state for a new fit, and names loggers without pictures."""
         if stage == "fit":
             if trainer.current_epoch == 0:  # otherwise the fit is resumed
                 self.reset()
             report_other_loggers(type(self).__name__, trainer)
 
     def reset(self) -> None:
-        """Resets the state for a new fit."""
         self._last_epoch = None
 
     def is_due(self, trainer: L.Trainer) -> bool:
-        """Returns whether the next picture is due."""
         return self._last_epoch is None or trainer.current_epoch - self._last_epoch >= self.every_n_epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch with the last picture."""
         return {"last_epoch": self._last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the epoch with the last picture."""
         self._last_epoch = state_dict["last_epoch"]
 
 
@@ -92,19 +79,7 @@ def report_other_loggers(name: str, trainer: L.Trainer) -> None:
 
 
 def paint_numbers(values: Tensor) -> Tensor:
-    """Draws numbers in viridis colours: 0 dark blue, 1 yellow; NaN is grey.
-
-    Args:
-        values: Numbers, shape ``(H, W)``, clamped to 0 to 1.
-
-    Returns:
-        Colours, shape ``(3, H, W)``, uint8.
-
-    Example:
-        >>> paint_numbers(torch.tensor([[0.0, 0.5, 1.0, torch.nan]]))[0]
-        tensor([[ 68,  33, 253, 128]], dtype=torch.uint8)
-
-    """
+    """Draws numbers ``(H, W)`` in viridis colours ``(3, H, W)``, uint8: 0 dark blue, 1 yellow; NaN is grey."""
     colors = torch.tensor(VIRIDIS, dtype=torch.float64)
     positions = values.detach().cpu().double().nan_to_num(0.0).clamp(0, 1) * (len(colors) - 1)
     lower = positions.long().clamp_max(len(colors) - 2)
@@ -123,13 +98,7 @@ def draw_matrix(
 ) -> Tensor:
     """Draws numbers in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
-    Args:
-        values: The numbers from 0 to ``largest``, shape ``(H, W)``.
-        cell: Pixels per number without axes.
-        size: Figure width and height, in inches.
-        label: Function that labels the axes.
-        largest: Number with the brightest colour.
-
+    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number has ``cell`` pixels; ``size`` is in inches.
     """
     painted = paint_numbers(values / largest)
     if not has_matplotlib():
@@ -149,16 +118,7 @@ def draw_matrix(
 def label_grid(
     grid: Tensor, title: str, columns: Sequence[str], rows: Sequence[str], legend: Mapping[str, Color]
 ) -> Tensor:
-    """Adds names around equal tiles, shape ``(3, H, W)``, uint8; unchanged without matplotlib.
-
-    Args:
-        grid: The picture, shape ``(3, H, W)``, uint8.
-        title: Title above the picture.
-        columns: Name per column.
-        rows: Name per row.
-        legend: Colours below the picture, by name.
-
-    """
+    """Adds names and a legend around equal tiles, shape ``(3, H, W)``, uint8; unchanged without matplotlib."""
     if not has_matplotlib():
         return grid
     from matplotlib.figure import Figure  # the extra `demo`

@@ -29,7 +29,6 @@ class _ByRound(ProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Updates the bar after the interval, or at the round's last batch."""
         now = monotonic()
         if now - self._last_drawn < self.interval and batch_idx + 1 < self.total_train_batches:
             return
@@ -38,7 +37,6 @@ class _ByRound(ProgressBar):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, int | str | float | Any]:
-        """Adds the current client and the last batch's loss to the user's values."""
         metrics = super().get_metrics(trainer, pl_module)
         if isinstance(self._outputs, Mapping) and "loss" in self._outputs:
             metrics.setdefault("loss", f"{float(self._outputs['loss']):.3f}")
@@ -80,10 +78,6 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
     Args:
         interval: Seconds between updates.
         options: Further arguments for ``RichProgressBar``.
-
-    Raises:
-        ModuleNotFoundError: If ``rich`` is not installed.
-
     """
 
     def __init__(self, interval: float = 0.25, **options: Any) -> None:

@@ -32,53 +32,35 @@ class SegmentationImages(PeriodicPictures):
 
     ``maps`` adds columns: the model's uncertainty about each pixel's class
     (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and the number of active features
-    (:func:`~lightning_fed.metrics.functional.feature_entropy`, resized to the input). Both are divided by the largest
-    possible value, the logarithm of the number of classes or channels, and drawn in viridis colours: dark blue is 0,
-    yellow 1.
+    (:func:`~lightning_fed.metrics.functional.feature_entropy`). Both are divided by the logarithm of the number of
+    classes or channels, and drawn in viridis colours: dark blue is 0, yellow 1.
 
-    The callback works with a plain Trainer and a federation; in a federation the pictures show the global model. The
-    grid is logged at the end of the first validation, again after every ``every_n_epochs`` epochs (rounds), and always
-    in ``trainer.validate``. TensorBoard's step is the epoch. The images are the first in the (first) validation loader,
-    or the images at the positions ``images``. The callback stores the images on the CPU once per fit, so every grid
-    shows the same images. Only the necessary batches are read. Weights, random state, metrics and train/eval modes do
-    not change.
+    The callback works with a plain Trainer and a federation (pictures of the global model). The grid is logged at the
+    end of the first validation, again after every ``every_n_epochs`` epochs (rounds), and always in
+    ``trainer.validate``. Images are stored on the CPU once per fit, so every grid shows the same images. Weights,
+    random state, metrics and train/eval modes do not change.
 
     The module is called with one image at a time, ``pl_module(x)`` with shape ``(1, C, H, W)``, and returns logits,
-    shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1). Other loggers get no
-    pictures.
-
-    State: ``last_epoch``, the epoch with the last grid (an int, or None).
+    shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1).
 
     Args:
         every_n_epochs: Epochs (rounds) between two grids.
         num_images: Number of rows.
-        class_colors: Colour (red, green, blue; 0 to 255) per class. ``None``: a palette with black for class 0.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
         mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
-        std: Standard deviation used as divisor by the data pipeline. Without mean and std, images outside 0 to 1 are
-            stretched.
+        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
         ignore_index: Class index for pixels without a label, grey in the truth, or ``None``. ``"auto"``: in a fit the
             label ignored by the loss, or else 255 unless 255 is a class.
         maps: Further columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
-        layer: Name of the layer with the features for ``"feature_entropy"``; ``"auto"`` for the result of
-            :func:`~lightning_fed.modules.find_feature_layer`, with a log line.
+        layer: Name of the layer with the features; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
         activation: Function for non-negative features, if the layer does not end with a ReLU.
-        inputs: Images in a batch: an index, a key, or a function of the batch; by default the first element, or
-            ``batch["image"]``, ``["x"]``, ``["input"]`` or the plurals.
-        target: Masks in a batch: an index, a key, or a function of the batch; by default the second element, or
-            ``batch["mask"]``, ``["target"]``, ``["label"]``, ``["y"]`` or the plurals.
-        images: Positions of the images, in this order, instead of the first ``num_images``. Positions count from 0 in
-            the order of the validation loader (the data set's order, unless shuffled; with several processes in each
-            process's part).
-
-    Raises:
-        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` has an invalid colour,
-            ``images`` is empty, or an option is unknown; in ``fit`` and ``validate``, if the layer or an image is
-            missing.
+        inputs: Images in a batch: an index, a key, or a function of the batch; by default the usual place.
+        target: Masks in a batch: an index, a key, or a function of the batch; by default the usual place.
+        images: Positions of the images in the validation loader, instead of the first ``num_images``.
 
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
         ...                               std=(0.229, 0.224, 0.225))
-
     """
 
     tag = "segmentation/input_truth_prediction"
@@ -127,7 +109,6 @@ class SegmentationImages(PeriodicPictures):
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Resets the state for a new run, and names loggers without images."""
         if stage not in ("fit", "validate"):
             return
         self._samples, self._layer = {}, None
@@ -136,16 +117,13 @@ class SegmentationImages(PeriodicPictures):
         report_other_loggers("SegmentationImages", trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the layer for the features, before training."""
         self._find_layer(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the void label."""
         if self._ignore_index == "auto" and tensorboards(trainer):
             self._void, _ = describe_classes(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Decides whether this validation ends with a grid."""
         self._find_layer(trainer, pl_module)  # in `trainer.validate` no fit has started
         self._is_due = (
             not trainer.sanity_checking
@@ -162,7 +140,6 @@ class SegmentationImages(PeriodicPictures):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Stores the chosen images as the model receives them."""
         if not self._is_choosing or dataloader_idx > 0:
             return
         images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, MASK_KEYS)
@@ -175,7 +152,6 @@ class SegmentationImages(PeriodicPictures):
         self._is_choosing = self._num_seen <= max(self._positions)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Predicts the stored images, and logs the grid."""
         if not self._is_due:
             return
         missing = [position for position in self._positions if position not in self._samples]
@@ -233,7 +209,6 @@ def _predict(
     layer: FeatureLayer | None,
     activation: Activation,
 ) -> _Predictions:
-    """Runs the module on each image, and restores modes and random state."""
     predicted = _Predictions([], [], [[] for _ in maps])
     with ExitStack() as stack:
         stack.enter_context(seeded_generators())

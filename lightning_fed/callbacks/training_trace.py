@@ -48,13 +48,8 @@ _MOST_BATCHES = 5  # tried one after another, for a step that skips batches
 class TrainingTrace(NamedTuple):
     """Record from a ``training_step``.
 
-    Attributes:
-        calls: Arguments in the first call: for the module under "", for each layer under the layer's name.
-        outermost: Layers called by the module directly.
-        trained: Layers with outputs between the loss and trained parameters.
-        batch: The step's batch.
-        class_losses: Losses between class scores from trained layers and labels.
-
+    ``calls`` has the arguments in the first call (for the module under ""), ``trained`` the layers with outputs between
+    the loss and trained parameters.
     """
 
     calls: Mapping[str, Call]
@@ -66,14 +61,9 @@ class TrainingTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassTask:
-    """Classes learned by a module.
+    """Classes learned by a module, with the classifier layer and the ignored label.
 
-    Attributes:
-        layer: Name of the classifier, the layer with the logits as outputs.
-        num_classes: Number of classes.
-        ignore_index: Label ignored by the loss; ``None`` if the loss ignores no label.
-        target: Function from a batch to labels; ``None`` for changed labels and for several labels per example.
-
+    ``target`` is a function from a batch to labels; ``None`` for changed labels and for several labels per example.
     """
 
     layer: str
@@ -89,16 +79,6 @@ def find_class_task(
 
     A server on a network has no data and uses :func:`~lightning_fed.modules.find_classifier`. Each client compares the
     server's layer with the layer in the client's training step.
-
-    Args:
-        trainer: The Trainer; without a federation, the training loader must be known.
-        module: The module.
-        remedy: Advice at the end of an error.
-        needs_target: Whether to raise an error without labels in one tensor of the batch.
-
-    Raises:
-        MisconfigurationException: If the step proves no classes, no labels, or other classes than the server assumes.
-
     """
     federation = federation_of(trainer)
     is_remote = federation is not None and federation.is_remote
@@ -135,9 +115,7 @@ def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[Voi
     """Finds the void label and the class names for reports and pictures.
 
     The label is ``"auto"`` if the loss ignores no label. The names come from ``class_names`` or ``classes`` in the
-    module, the hyper-parameters or the datamodule. A list with another length than the number of classes does not
-    count.
-
+    module, the hyper-parameters or the datamodule, if the number fits.
     """
     try:
         task = find_class_task(trainer, module, "")
@@ -287,19 +265,8 @@ def has_forward(module: L.LightningModule) -> bool:
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
     """Context that gives a module a ``forward`` for following neurons.
 
-    If ``training_step`` trains one network, ``forward`` calls the network. If the step trains several networks,
-    ``forward`` calls the step, with a batch as argument and the loss as result.
-
-    Args:
-        trainer: The Trainer.
-        module: The module without ``forward``.
-
-    Yields:
-        Arguments for the call: a tuple or a dictionary, cut to two examples if all tensors have one length.
-
-    Raises:
-        MisconfigurationException: If the step fails outside a fit, or trains no network.
-
+    If ``training_step`` trains one network, ``forward`` calls the network; otherwise the step, with a batch as argument
+    and the loss as result. Yields the arguments, cut to two examples if all tensors have one length.
     """
     advice = "write a `forward` from the inputs to the outputs in the loss"
     try:

@@ -27,7 +27,6 @@ class DataStatistics(UnseenStatistics):
     """Normalises by measured data statistics, before a measurement by batch statistics.
 
     ``report`` has the mean and variance by layer, from :meth:`InputStatistics.as_extras`.
-
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
@@ -35,7 +34,6 @@ class DataStatistics(UnseenStatistics):
         self.report: State = {}
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance, shape ``(1, C)``."""
         mean, variance = (self.report.get(f"batch_norm:{name}:{kind}") for kind in ("mean", "var"))
         if mean is None or variance is None:
             return super().statistics(name, layer, values)
@@ -47,12 +45,7 @@ class UnseenData(FederatedCallback):
 
     The callback acts from the start of a validation, test or prediction until the next round, while the module is the
     global model or belongs to a client without statistics. Layers without training (a frozen encoder's) retain the
-    running statistics. :class:`~lightning_fed.callbacks.Federation` adds the callback if clients may have individual
-    statistics.
-
-    Args:
-        find_fit: Returns the current fit.
-
+    running statistics.
     """
 
     supports_vectorize = True
@@ -63,11 +56,9 @@ class UnseenData(FederatedCallback):
         self._adapter: DataStatistics | None = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restores the layers for the training."""
         self._stop()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Changes the layers."""
         self._stop()
         self._start(pl_module)
 
@@ -99,7 +90,6 @@ class UnseenData(FederatedCallback):
         self._switch(is_active=False)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Resumes after a visit."""
         self._switch(is_active=True)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
@@ -109,11 +99,9 @@ class UnseenData(FederatedCallback):
         self._switch(is_active=client is None or self._find_fit().served_client != client)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the layers."""
         self._stop()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restores the layers."""
         self._stop()
 
     @torch.inference_mode(False)

@@ -1,8 +1,4 @@
-"""Evaluation on the clients' own data.
-
-Clients send sums and metric states instead of means, so values over all clients equal the values from one pass over the
-pooled data. :class:`~lightning_fed.callbacks.ClientEvaluation` controls the evaluation.
-"""
+"""Evaluation on the clients' own data: clients send sums and metric states, so pooled values are exact."""
 
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation as ClientEvaluation
 from lightning_fed.callbacks.evaluation.report import EvaluationReport as EvaluationReport

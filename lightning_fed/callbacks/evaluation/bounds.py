@@ -31,16 +31,7 @@ _BY_EXAMPLE = ("sum",)  # reductions with a total that grows with the number of 
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Checks the numbers of one report.
-
-    Args:
-        report: The report.
-        announced: Number of examples in the client's first report; ``None`` for the first report.
-
-    Raises:
-        BadUpdate: If a number is impossible.
-
-    """
+    """Raises `BadUpdate` for impossible numbers in a report; ``announced`` is the example count in the first report."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -65,27 +56,12 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients with numbers far from the other clients' numbers.
+    """Finds clients with numbers far from the other clients' numbers, with the reason.
 
     Three clients or more are compared. A client is an outlier with a value 100 spreads from the median (the spread is
     the largest of the median distance, the median, and 1), with the only negative loss (10 median distances, the median
     and 1 below the median), and with 10 times the median count per example (at least 10). A client's examples must stay
     within 10 times the number in training or the median, and within 1,000 times the median.
-
-    Args:
-        reports: The reports.
-        trained: Examples in each client's last training, if known.
-        computed: Values computed from metric states, by client and key.
-
-    Returns:
-        The reason for each outlier.
-
-    Example:
-        >>> values = {"a": 0.7, "b": 0.9, "c": 0.8, "d": -50.0}
-        >>> reports = {client: EvaluationReport(4, values={"val_loss": value}) for client, value in values.items()}
-        >>> find_outliers(reports)
-        {'d': "its value of 'val_loss' is -50, and the median of 4 clients 0.75"}
-
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
@@ -110,11 +86,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients with a value unlike the sums or the metric state under the same name, with the reason.
-
-    The function skips names flagged as undetermined by most clients.
-
-    """
+    """Finds clients with a value unlike the sums or metric states; skips names undetermined for most clients."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)

@@ -60,15 +60,11 @@ _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 class ClientEvaluation(AskableCallback):
     """Evaluates the model on each client's own validation and test data.
 
-    Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks. The client
-    sends sums, weights and metric states, and the server merges them: values over all clients equal the values from one
-    process on the pooled data, up to rounding. ``FederatedTrainer`` adds this callback by default. A plain Trainer with
-    :class:`~lightning_fed.callbacks.Federation` needs this callback in the list of callbacks.
-
-    The module's hooks at the start and end of an epoch run once per client. If the end hook logs values, the end hook
-    runs again for each client and for all clients together, with the merged states. This second run shows which values
-    follow from the states. If a hook updates a metric or writes a number, the hooks run a third time, to find values
-    with a history over epochs.
+    Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
+    sums, weights and metric states: values over all clients equal the values from one process on the pooled data, up to
+    rounding. ``FederatedTrainer`` adds this callback by default; a plain Trainer needs the callback in the list. The
+    module's epoch hooks run once per client. An end hook with logged values runs again with the merged states, and a
+    third time if a hook changes the module, to find values with a history over epochs.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, global model: logged here if the server has no data, otherwise
@@ -81,31 +77,23 @@ class ClientEvaluation(AskableCallback):
     ============================== ==================================================================================
 
     Args:
-        every_n_rounds: Rounds with validation between two evaluations. 0 means no evaluation, also in
-            ``trainer.validate`` and ``trainer.test``.
+        every_n_rounds: Rounds with validation between two evaluations; 0 for no evaluation.
         clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
-        min_clients: Minimum number of clients for a score. With fewer clients the round has no score, and the log
-            has a warning.
+        min_clients: Minimum number of clients for a score; with fewer clients the log has a warning.
         min_examples: Minimum number of examples for a client's answer.
-        lists: Patterns for the module's metrics (attribute paths). Matching states may leave a client as lists of
-            predictions.
-        withheld: Patterns for metrics. Matching states never leave a client.
-        folder: Folder for the newest table, as ``clients.csv`` and, with matplotlib, ``clients.png``. ``None`` writes
-            no files.
+        lists: Patterns for the module's metrics (attribute paths) with states that may leave a client as lists.
+        withheld: Patterns for metrics with states that never leave a client.
+        folder: Folder for the newest table, ``clients.csv`` and, with matplotlib, ``clients.png``; ``None`` for no
+            files.
 
     Attributes:
         results: Last evaluation by client. ``None`` before the first evaluation.
         pooled: Last values over all clients.
 
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-        MisconfigurationException: In ``fit``, if neither validation nor test data are mappings by client.
-
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> evaluation = ClientEvaluation(every_n_rounds=5, min_clients=3)
         >>> trainer = FederatedTrainer(max_rounds=50, callbacks=[evaluation], logger=False)
-
     """
 
     supports_vectorize = True
@@ -150,12 +138,7 @@ class ClientEvaluation(AskableCallback):
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks for data, and logs the reason if privacy forbids evaluation by client.
-
-        Raises:
-            MisconfigurationException: If clients have no validation or test data.
-
-        """
+        """Checks for data, and logs the reason if privacy forbids evaluation by client."""
         federation = find_federation(trainer)
         if not (self.every_n_rounds and federation.has_server and trainer.is_global_zero):
             return
@@ -165,11 +148,9 @@ class ClientEvaluation(AskableCallback):
             raise MisconfigurationException(f"`ClientEvaluation` {NO_CLIENTS}")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replaces the module's step and hooks on a server without data."""
         self._stand_in(trainer, pl_module, "validation")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replaces the module's step and hooks on a server without data."""
         self._stand_in(trainer, pl_module, "test")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -178,20 +159,16 @@ class ClientEvaluation(AskableCallback):
             self._evaluate_own(trainer, pl_module, "validation")
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients."""
         if not self._overridden and self.every_n_rounds:
             self._evaluate_own(trainer, pl_module, "test")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the table for the last round."""
         self._show_table(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the module's methods."""
         self._restore()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restores the module's methods."""
         self._restore()
 
     # A client
@@ -199,12 +176,6 @@ class ClientEvaluation(AskableCallback):
     def on_client_question(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
-        """Runs the module's step over the client's data.
-
-        Raises:
-            ClientFault: If the client has no data, or fewer than ``min_examples``.
-
-        """
         stage, limit = question.get("stage"), question.get("limit")
         if stage not in ("validation", "test") or not isinstance(limit, int | float) or limit < 0:
             raise ClientFault("the request is not a valid evaluation")
@@ -227,15 +198,7 @@ class ClientEvaluation(AskableCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Evaluates the model on the clients, and returns the reports from accepted clients.
-
-        Args:
-            trainer: The Trainer.
-            module: The module with the global model.
-            stage: Stage with the step and data.
-            own: Whether each client evaluates the client's own model.
-
-        """
+        """Evaluates the global model (with ``own``: each client's model), and returns reports from accepted clients."""
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
@@ -267,7 +230,6 @@ class ClientEvaluation(AskableCallback):
         return self._kept_loaders or loaders_of(trainer, stage)
 
     def _evaluate_own(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
-        """Evaluates clients in addition to Lightning's own evaluation."""
         federation = find_federation(trainer)
         if federation.has_lost_entries or not (federation.is_remote or has_clients(trainer, stage)):
             return
@@ -312,7 +274,6 @@ class ClientEvaluation(AskableCallback):
         reports: Mapping[Client, EvaluationReport],
         is_muted: bool = True,
     ) -> dict[str, float]:
-        """Computes values over all clients. Missing values and excluded clients are logged once."""
         all_reports = list(reports.values())
         faults: dict[str, str] = {}
         values = pooled_values(trainer, module, all_reports, stage, is_muted=is_muted, faults=faults)
@@ -524,7 +485,6 @@ def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
 
 
 def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
-    """Returns whether clients may have other models than the global model."""
     has_personal_entries = "personal" in federation.policies.values()
     if federation.has_own_statistics or has_personal_entries or federation.server.rule.has_clusters:
         return True

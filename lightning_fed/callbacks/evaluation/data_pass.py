@@ -77,16 +77,8 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's own evaluation, without callbacks and loggers.
 
-    Args:
-        trainer: The Trainer.
-        module: The module; metrics, modes and logs are restored afterwards.
-        data: A loader, or several.
-        stage: Stage with the step, hooks and limit of batches to use.
-        rules: Rules for the metrics' states.
-        limit: Limit of batches per loader, in Lightning's form; ``None`` for the Trainer's.
-        pool: The processes, if the data are spread over processes.
-        keeps: Whether to restore parameters and buffers written by a step; otherwise the caller loads the values.
-
+    Metrics, modes and logs are restored afterwards; parameters and buffers written by a step only with ``keeps``.
+    ``pool`` is for data spread over processes, and ``limit`` replaces the Trainer's limit of batches per loader.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics: batches may be in other processes only.
@@ -202,7 +194,6 @@ def _values_with_history(
 
     The hook at the epoch's end runs again without the metrics with a history, and with a very large and a very small
     number in each attribute with a history. A value with a history changes.
-
     """
     names = _written_numbers(module)
     if not metrics and not names:
@@ -275,20 +266,6 @@ def pooled_values(
     Values are missing if sums and states do not determine the value, or if the value is undefined. A logged value
     without a finite number is excluded if another report has a finite one. In a mean, no report's examples weigh more
     than 100 times the examples of the median report.
-
-    Args:
-        trainer: The Trainer.
-        module: The module; computes the values with the module's metrics, loaded with the reports' states, and runs the
-            hook at the epoch's end.
-        reports: The clients' reports.
-        stage: The hook's stage.
-        keeps: Whether to restore parameters and buffers written by a hook.
-        is_muted: Whether to hide the hook's logs from loggers.
-        faults: Receives the cause of every missing value with an exception, by name of the metric.
-
-    Returns:
-        Values by name, in the reports' order.
-
     """
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
@@ -333,7 +310,6 @@ def _run_end(
     The hook may raise without a client's lists; values before the error count. A metric without a state is NaN, and so
     is a metric with an exception. ``attributes`` are set before the hooks, and receive the values after the hooks.
     Without ``wanted`` names a muted hook is not run.
-
     """
     if is_muted and not wanted:
         return {}
@@ -438,12 +414,7 @@ def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
 
 
 def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields batches.
-
-    Raises:
-        ClientFault: If the data raise an exception, in this process or on another machine.
-
-    """
+    """Yields batches; an exception in the data, here or on another machine, becomes a `ClientFault`."""
     iterator = iter(batches)
     while True:
         try:

@@ -18,27 +18,16 @@ class LocalEvaluation(FederatedCallback):
     """Evaluates each client after local training, on the client's own validation data.
 
     :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
-    the accuracy of the locally trained models. With different classes per client, these models score far better on
-    local data. The callback logs ``clients/local/<metric>``, the mean over the round's clients, for every value from
-    ``validation_step``.
-
-    The validation data are a mapping by client; clients without data are skipped. Training does not change. With remote
-    clients, server and clients both need the callback.
-
-    Args:
-        every_n_rounds: Rounds between evaluations.
-
-    Raises:
-        ValueError: If ``every_n_rounds`` is below 1.
-        MisconfigurationException: In ``fit``, if no client has validation data.
+    the accuracy of the locally trained models, which score far better on local data with different classes per client.
+    The callback logs ``clients/local/<metric>``, the mean over the round's clients, for values from
+    ``validation_step``. The validation data are a mapping by client. With remote clients, server and clients both need
+    the callback.
 
     Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[LocalEvaluation()], logger=False)
+        >>> local = LocalEvaluation(every_n_rounds=5)
 
     References:
         Yao et al., ICIP 2019, presumably with this measure.
-
     """
 
     supports_vectorize = True
@@ -47,7 +36,6 @@ class LocalEvaluation(FederatedCallback):
         self.every_n_rounds = check_count("every_n_rounds", every_n_rounds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks for validation data if the clients are in this process."""
         federation = find_federation(trainer)
         if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
             raise MisconfigurationException("Expected validation data as a mapping of clients, but there are none.")
@@ -55,7 +43,6 @@ class LocalEvaluation(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Evaluates the client's model, and adds the values to the update."""
         if (trainer.current_epoch + 1) % self.every_n_rounds:
             return
         loaders = loaders_of(trainer, "validation")

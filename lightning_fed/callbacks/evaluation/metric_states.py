@@ -71,13 +71,7 @@ _DENOMINATORS: tuple[tuple[tuple[type[Metric], ...], tuple[str, str]], ...] = (
 
 @dataclass
 class MetricState:
-    """State of one metric.
-
-    Args:
-        values: Tensors by name; a list is concatenated.
-        updates: Number of batches.
-
-    """
+    """State of one metric: tensors by name (a list is concatenated), and the number of batches."""
 
     values: State = field(default_factory=dict)
     updates: int = 0
@@ -85,28 +79,13 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Rules for metric states leaving a client.
-
-    Args:
-        lists: Patterns for metrics; lists with predictions may leave.
-        withheld: Patterns for metrics; nothing leaves.
-
-    """
+    """Patterns for metrics: ``lists`` with predictions may leave a client; ``withheld`` states may not."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
 
     def find_obstacle(self, name: str, metric: Metric) -> str | None:
-        """Finds a reason to keep a metric's state on the client; ``None`` if the state may leave.
-
-        Example:
-            >>> from torchmetrics.classification import BinaryAUROC
-            >>> StateRules().find_obstacle("auroc", BinaryAUROC())
-            'its state is a list of predictions or targets, which are data'
-            >>> StateRules(lists=["auroc"]).find_obstacle("auroc", BinaryAUROC())
-            >>> StateRules().find_obstacle("auroc", BinaryAUROC(thresholds=100))
-
-        """
+        """Finds a reason to keep a metric's state on the client; ``None`` if the state may leave."""
         if _matches(name, self.withheld):
             return REASONS[0]
         if holds_lists(metric) and not _matches(name, self.lists):
@@ -127,13 +106,6 @@ def is_mergeable(metric: Metric) -> bool:
 
     Sums, minima, maxima and concatenations do, by the contract for ``dist_reduce_fx``. Some torchmetrics classes merge
     other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order in which batches arrive.
-
-    Example:
-        >>> from torchmetrics import MeanMetric
-        >>> from torchmetrics.wrappers import Running
-        >>> is_mergeable(MeanMetric()), is_mergeable(Running(MeanMetric(), window=2))
-        (True, False)
-
     """
     is_known = type(metric).__module__.partition(".")[0] == "torchmetrics"
     for name, reduction in _reductions(metric).items():
@@ -188,10 +160,6 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     The macro average in ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
     predictions.
 
-    Args:
-        metric: The metric.
-        compute: The method ``compute``.
-
     Example:
         >>> from torchmetrics.classification import BinaryAUROC, BinaryRecall
         >>> metrics = BinaryAUROC(thresholds=5), BinaryRecall()
@@ -199,7 +167,6 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
         >>> metrics[1].update(torch.tensor([0.2, 0.7]), torch.tensor([0, 0]))
         >>> [compute_measured(metric, metric.compute) for metric in metrics]
         [tensor(nan), tensor(nan)]
-
     """
     if not is_updated(metric):
         return torch.tensor(math.nan)
@@ -238,7 +205,6 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
     """Makes ``metric.compute()`` in a step return a :class:`RunningValue`, because the order matters.
 
     ``metric(...)`` returns the value for one batch, as usual. Metrics with such a value are appended to ``traced``.
-
     """
     metrics, depth = list(metrics), [0]
 
@@ -347,16 +313,7 @@ def _undefined_curves(metric: Metric) -> Tensor:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """Names a module's metrics by path or, in a plain list or dictionary, by class and place.
-
-    Example:
-        >>> from torchmetrics import MeanMetric
-        >>> module = L.LightningModule()
-        >>> module.score, module.more = MeanMetric(), {"a": MeanMetric()}
-        >>> list(named_metrics(module))
-        ['score', 'MeanMetric#0']
-
-    """
+    """Names a module's metrics by path or, in a plain list or dictionary, by class and place."""
     all_metrics = find_metrics(module)
     for metric in all_metrics:
         if isinstance(metric, MetricCollection):
@@ -401,7 +358,6 @@ class MetricStates(dict[str, MetricState]):
         """Loads the states into the metrics, and computes values by key. Values with an error are missing.
 
         Afterwards each metric has the state for all loaders.
-
         """
         for name, metric in metrics.items():  # a metric can use other metrics, so all states come first
             _write_state(metric, self.get(name))
@@ -416,24 +372,12 @@ class MetricStates(dict[str, MetricState]):
 
 
 def state_key(metric: str, place: int | None = None) -> str:
-    """Key for a metric's state: from all loaders, or from the loader at a position.
-
-    Example:
-        >>> state_key("val_iou"), state_key("val_iou", 1)
-        ('val_iou', '@1@val_iou')
-
-    """
+    """Key for a metric's state: from all loaders, or from the loader at a position."""
     return metric if place is None else f"@{place}@{metric}"
 
 
 def metric_of(key: str) -> str:
-    """The metric's name in a key from :func:`state_key`.
-
-    Example:
-        >>> metric_of("@1@recall@10"), metric_of("recall@10")
-        ('recall@10', 'recall@10')
-
-    """
+    """The metric's name in a key from :func:`state_key`."""
     return key.split("@", 2)[-1] if key.startswith("@") else key
 
 
@@ -481,12 +425,7 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a received state with the metric's own state.
-
-    Raises:
-        BadUpdate: If the state does not belong to this metric.
-
-    """
+    """Compares a received state with the metric's own state; raises `BadUpdate` for a different metric."""
     reductions = _reductions(metric)
     if state.updates < 0:
         raise BadUpdate(f"a metric has seen {state.updates} batches")
@@ -508,14 +447,6 @@ def support_of(metric: Metric) -> Tensor | None:
     """Counts examples (or pixels) by class: float64, (classes,); ``None`` if unknown.
 
     The sources are a property ``support``, confusion matrices, and the counts ``tp`` and ``fn``.
-
-    Example:
-        >>> from torchmetrics.classification import MulticlassAccuracy
-        >>> metric = MulticlassAccuracy(3)
-        >>> metric.update(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]))
-        >>> support_of(metric)
-        tensor([2., 0., 1.], dtype=torch.float64)
-
     """
     support = getattr(metric, "support", None)
     state = metric.metric_state

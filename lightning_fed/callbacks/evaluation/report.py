@@ -34,7 +34,6 @@ class EvaluationReport:
         higher_is_better: Name to whether high values are good, if a metric declares the direction.
         stays: Metric to the reason for keeping the state on the client.
         support: Examples per class: float64, shape (classes,); ``None`` without a counting metric.
-
     """
 
     num_samples: int = 0
@@ -49,18 +48,7 @@ class EvaluationReport:
     support: Tensor | None = None
 
     def as_update(self, client: Client) -> ClientUpdate:
-        """Packs the report into a message.
-
-        Example:
-            >>> loss = LoggedValue("mean", torch.tensor(2.0), 4.0)
-            >>> report = EvaluationReport(4, {"loss": loss}, values={"loss": 0.5})
-            >>> update = report.as_update("ann")
-            >>> update.num_samples, list(update.extras), update.nbytes
-            (4, ['logged|mean|loss', 'value||loss'], 24)
-            >>> EvaluationReport.of(update).logged["loss"].value
-            0.5
-
-        """
+        """Packs the report into a message."""
         extras: State = {}
         for name, logged in self.logged.items():
             total = math.nan if logged.total is None else float(logged.total)
@@ -77,12 +65,7 @@ class EvaluationReport:
 
     @classmethod
     def of(cls, update: ClientUpdate) -> EvaluationReport:
-        """Unpacks the report from a message.
-
-        Raises:
-            BadUpdate: If the message has no valid report.
-
-        """
+        """Unpacks the report from a message; raises `BadUpdate` for an invalid report."""
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
             raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, more than {20 * _MOST_NAMES}")
@@ -105,7 +88,6 @@ class EvaluationReport:
         return report
 
     def keep_names(self, names: set[str]) -> None:
-        """Removes all values with other names."""
         for entries in (self.logged, self.metrics, self.values, self.higher_is_better):
             for name in entries.keys() - names:
                 del entries[name]

@@ -24,15 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Values from the validation step, per client.
-
-    Args:
-        values: Metric name to client to value.
-        higher_is_better: Metric name to whether high values are good.
-        num_samples: Client to number of examples.
-        support: Client to examples per class, with a counting metric.
-
-    """
+    """Values per metric and client, with each metric's direction, and examples per client (and class, if counted)."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -56,12 +48,6 @@ class ClientResults:
         """Summarises over clients: ``<metric>/mean``, ``/worst10`` (mean over the worst tenth), ``/std`` and ``/min``.
 
         NaN values are skipped.
-
-        Example:
-            >>> results = ClientResults({"val_acc": {"a": 0.5, "b": 0.7}}, {"val_acc": True})
-            >>> {name: round(value, 3) for name, value in results.summary().items()}
-            {'val_acc/mean': 0.6, 'val_acc/worst10': 0.5, 'val_acc/std': 0.1, 'val_acc/min': 0.5}
-
         """
         summary = {}
         for name, values in self.values.items():
@@ -76,24 +62,12 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Finds the module's name in a name over clients.
-
-    Example:
-        >>> monitored_name("fed/val_acc/mean"), monitored_name("val_acc")
-        ('val_acc', 'val_acc')
-
-    """
+    """Finds the module's name in a name over clients: ``val_acc`` in ``fed/val_acc/mean``."""
     match = _CLIENTS_VALUE.fullmatch(name)
     return name if match is None else match["name"]
 
 
 def is_score(name: str) -> bool:
-    """Guesses from a name whether higher is better.
-
-    Example:
-        >>> is_score("val_acc"), is_score("val_loss"), is_score("valRMSE"), is_score("macer")
-        (True, False, False, True)
-
-    """
+    """Guesses from a name whether higher is better: for ``val_acc`` and ``macer``, not for ``valRMSE``."""
     words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
     return not words & _LOWER_IS_BETTER and not any(part in name.lower() for part in _PARTS)

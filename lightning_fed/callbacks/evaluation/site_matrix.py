@@ -27,27 +27,18 @@ class SiteMatrix(FederatedCallback):
 
     A client's model is the state sent in the last round, before averaging. The log shows the matrix in Markdown;
     ``<folder>/sites.csv`` and ``sites.png`` contain the same matrix. The cost is one evaluation on all clients per
-    model, and memory for one round's models. The callback needs :class:`ClientEvaluation` on server and clients.
+    model, and memory for one round's models. Server and clients need :class:`ClientEvaluation`. Personal entries, and
+    privacy or compression that hides single clients' models, are errors.
 
     Args:
         metric: Name of the value in the matrix, as logged by the validation step.
         folder: Folder for files; ``None`` writes to the log only.
 
-    Attributes:
-        table: The matrix; ``None`` before the end of the fit.
-
-    Raises:
-        MisconfigurationException: In ``fit``, if a sent state is no complete model because clients have personal
-            entries; if privacy or compression hides single clients' models from the server; or if no client has
-            validation data.
-
     Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SiteMatrix("val_acc")], logger=False)
+        >>> matrix = SiteMatrix("val_acc")
 
     References:
         NVFLARE's "cross-site model evaluation".
-
     """
 
     supports_vectorize = True
@@ -59,7 +50,6 @@ class SiteMatrix(FederatedCallback):
         self._models: dict[Client, State] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses federations without single clients' models on the server."""
         federation = find_federation(trainer)
         chain, reason = federation.server.chain, ""
         if federation.has_personal_entries:
@@ -72,31 +62,21 @@ class SiteMatrix(FederatedCallback):
             raise MisconfigurationException(f"`SiteMatrix` cannot be made: {reason}.")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses a fit without data for the matrix.
-
-        Raises:
-            MisconfigurationException: If no client has validation data.
-
-        """
         federation = find_federation(trainer)
         if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
             raise MisconfigurationException(f"`SiteMatrix` {NO_CLIENTS}")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Removes the models from the previous round."""
         self._models = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Stores the client's model."""
         self._models[update.client] = {name: value.cpu() for name, value in copy_state(update.state).items()}
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        """Merges the models from all processes."""
         shares = yield self._models
         self._models = {client: model for share in shares for client, model in share.items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates all models, and writes the matrix."""
         federation = find_federation(trainer)
         if not federation.has_server:
             return

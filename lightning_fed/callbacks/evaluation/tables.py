@@ -18,13 +18,9 @@ from lightning_fed.messages import Client
 
 @dataclass(frozen=True)
 class Table:
-    """Table with named rows and columns. A missing value gives an empty cell, not zero.
+    """Table with named rows and columns; ``corner`` is the heading for the row names.
 
-    Args:
-        corner: Heading for the row names.
-        rows: Row names.
-        columns: Column names.
-        values: Value by (row, column); NaN counts as missing.
+    A missing value (or NaN) gives an empty cell, not zero.
 
     Example:
         >>> table = Table("client", ["a", "b"], ["val_iou"], {("a", "val_iou"): 0.5})
@@ -33,7 +29,6 @@ class Table:
         |---|---|
         | a | 0.5 |
         | b |  |
-
     """
 
     corner: str
@@ -42,17 +37,14 @@ class Table:
     values: Mapping[tuple[str, str], float]
 
     def cells(self, digits: int) -> list[list[str]]:
-        """Formats the rows as text."""
         return [[row, *(self._cell(row, column, digits) for column in self.columns)] for row in self.rows]
 
     def csv(self) -> str:
-        """Formats the table as CSV."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[self.corner, *self.columns], *self.cells(17)])
         return text.getvalue()
 
     def markdown(self) -> str:
-        """Formats the table in Markdown."""
         return markdown_table([[self.corner, *self.columns], *self.cells(3)])
 
     def write(self, path: Path) -> None:
@@ -103,13 +95,7 @@ ALL, GLOBAL = "all", "global"
 
 
 def row_name(client: Client) -> str:
-    """Names a client in a table, in quotes if the name would be ambiguous.
-
-    Example:
-        >>> row_name("ann"), row_name(1), row_name("1"), row_name("all")
-        ('ann', '1', "'1'", "'all'")
-
-    """
+    """Names a client in a table, in quotes if the name would be ambiguous (``"1"`` next to 1, ``"all"``)."""
     text = str(client)
     is_ambiguous = text in (ALL, GLOBAL) or text[:1] in ("'", '"') or text.removeprefix("-").isdecimal()
     return repr(client) if is_ambiguous else text
