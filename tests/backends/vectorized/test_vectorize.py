@@ -343,7 +343,7 @@ class Heads(models.Module):
 def test_clients_whose_losses_are_of_other_parameters(federated_trainer):
     """Momentum and weight decay would change the head without a gradient."""
     clients = named(models.vectors(), lambda client: "a" if client < "c" else "b")
-    with pytest.raises(RuntimeError, match=r"are not of the same parameters .* With `visits='auto'`"):
+    with pytest.raises(RuntimeError, match=r"depend on different parameters .* Use `visits='auto'`"):
         fit(federated_trainer, Heads(models.mlp()), clients, 5)
 
 
@@ -722,7 +722,7 @@ def test_a_population_that_takes_no_turns(federated_trainer, caplog):
     fit(
         federated_trainer, models.Module(models.mlp()), Data({"unused": models.as_datasets(models.vectors())["ann"]}), 3
     )
-    assert "because `Plain.stream` has no argument `groups`" in caplog.text
+    assert "one after another: `Plain.stream` has no argument `groups`" in caplog.text
 
 
 def test_a_callback_may_say_that_it_supports_vectorize(federated_trainer, caplog):
