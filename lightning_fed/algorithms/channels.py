@@ -107,18 +107,10 @@ class Part:
 class ChannelVisit:
     """A client's visit with the channels' tensors.
 
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        planned: The visit.
-        parameters: Shared parameters by entry.
-        start: The broadcast's entries.
-        down: The server's tensors by channel and entry.
-        memory: The client's tensors by channel and entry; changes are kept.
-        up: Tensors and numbers for the server, by channel and entry.
-        records: Results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit.
-        row: Row in a stack of simultaneous visits; ``None`` for a single visit.
-        steps: Number of the visit's optimizer steps in a stack.
+    ``parameters`` are the shared parameters, and ``start`` the broadcast's entries. ``down`` (from the server),
+    ``memory`` (of the client; changes are kept) and ``up`` (for the server) contain tensors by channel and entry.
+    ``records`` contains the results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit. In a stack
+    of simultaneous visits, ``row`` is the visit's row, and ``steps`` the visit's number of optimizer steps.
     """
 
     trainer: L.Trainer
@@ -135,11 +127,7 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule with channels, and optional hooks for the equations on client and server.
-
-    Attributes:
-        channels: The channels by name.
-        keeps_privacy: As for :class:`~lightning_fed.FederatedCallback`.
+    """An averaging rule with :attr:`channels` by name, and optional hooks for the equations on client and server.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -154,9 +142,6 @@ class ChannelRule(AveragingAggregator):
         ...     def finish(self, state, part):
         ...         self.gradient = part.means["last"].mean()
         ...         return state
-        >>> from lightning_fed import Federation
-        >>> [type(callback).__name__ for callback in Federation(LastGradient()).method.callbacks]
-        ['ChannelCallback']
     """
 
     channels: ClassVar[Mapping[str, Channel]] = {}
@@ -179,14 +164,10 @@ class ChannelRule(AveragingAggregator):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Follows an optimizer step, before the correction.
+        """Follows an optimizer step, before the correction; returns the record for the next step.
 
-        Args:
-            record: The result for the parameter's previous step; ``None`` in the first step.
-            parameter: The parameter with its gradient, multiplied by ``scale``.
-            group: The optimizer's parameter group.
-            state: The parameter's optimizer state.
-            scale: Loss scale in the gradient.
+        The first record is ``None``. The parameter has a gradient multiplied by ``scale``; ``group`` and ``state``
+        belong to the parameter's optimizer.
         """
         return record
 

@@ -42,8 +42,7 @@ class PersonalModel(GradientTerm):
     With personal entries (``personal``) each model has separate values; the regulariser skips personal entries.
     Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the first epochs. A straggler without
     later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the client from the round,
-    and the client keeps the :math:`v_i` from the last good visit. Logged training metrics (``train_loss``) cover both
-    models.
+    and the client keeps the :math:`v_i` from the last good visit. ``train_loss`` covers both models.
 
     Args:
         lam: Strength :math:`\lambda`, at least 0.
@@ -52,9 +51,7 @@ class PersonalModel(GradientTerm):
 
     Example:
         >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(
-        ...     max_rounds=10, local_epochs=4, callbacks=[PersonalModel(0.1, global_epochs=2)], logger=False
-        ... )
+        >>> trainer = FederatedTrainer(max_rounds=10, local_epochs=4, callbacks=[PersonalModel(0.1, 2)], logger=False)
     """
 
     has_own_models = True

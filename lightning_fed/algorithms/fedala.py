@@ -48,10 +48,10 @@ class AdaptiveAggregation(FederatedCallback):
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    Gradients come from ``training_step`` in evaluation mode, in a separate pass without effect on the training's random
-    numbers. With a loss scaler, the gradients belong to the scaled loss, and batches with overflow do not change the
-    weights. The client's memory holds the last model and the weights. Evaluation uses this model
-    (``fed/val_acc/mean``), or the global model before the client's first visit. A client with failed data is excluded.
+    Gradients come from ``training_step`` in evaluation mode, without effect on the training's random numbers. With a
+    loss scaler, the gradients belong to the scaled loss, and batches with overflow do not change the weights.
+    Evaluation uses the client's last model (``fed/val_acc/mean``), or the global model before the first visit. A client
+    with failed data is excluded.
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
@@ -59,7 +59,6 @@ class AdaptiveAggregation(FederatedCallback):
         eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
-        ValueError: If an argument is outside its range.
         MisconfigurationException: In ``fit``, with manual optimization; or if the model has fewer layers, or clients
             hold only some rows of an entry.
     """

@@ -29,10 +29,10 @@ class FedAtt(AveragingAggregator):
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
     A layer is an entry (a weight or a bias). Larger distances have larger weights, and dataset sizes have no effect.
-    The distance is the Euclidean norm of the flattened difference. The authors' program uses SciPy's ``norm`` with
-    order 2, the spectral norm for matrices, and does not support convolutions. Integer entries and BatchNorm's running
-    statistics are averaged as in :class:`FedAvg`, because a step beyond the clients would give negative variances.
-    Reference: Ji et al., IJCNN 2019, "attentive aggregation", and the authors' program.
+    The distance is the Euclidean norm of the flattened difference; the authors' program uses the spectral norm for
+    matrices. Integer entries and BatchNorm's running statistics are averaged as in :class:`FedAvg`, because a step
+    beyond the clients would give negative variances. Reference: Ji et al., IJCNN 2019, "attentive aggregation", and the
+    authors' program.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -20,9 +20,8 @@ class FedAvgM(Method):
 
     .. math:: v_{t+1} = \beta v_t + (w_t - \bar w), \qquad w_{t+1} = w_t - \alpha v_{t+1}, \qquad v_0 = 0
 
-    The method is :class:`ServerOptimizer` with ``torch.optim.SGD``. With ``lr=1`` and no momentum the result equals the
-    averaging rule bit for bit. If clients agree from round to round, the model moves :math:`1 / (1 - \beta)` times as
-    far as with averaging. Reference: Hsu et al., 2019, "FedAvgM".
+    :class:`ServerOptimizer` with ``torch.optim.SGD``. If clients agree from round to round, the model moves :math:`1 /
+    (1 - \beta)` times as far as with averaging. Reference: Hsu et al., 2019, "FedAvgM".
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (one vector in float64).

@@ -32,11 +32,9 @@ class FedDyn(ChannelRule):
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
-    The logged loss excludes the term. Checkpoints contain ``h`` by entry. Reference: Acar et al., ICLR 2021, Algorithm
-    1.
-
-    Clients have equal weights. Buffers are averaged, so averaged BatchNorm statistics match the clients' mean instead
-    of :math:`x`. The default ``batch_norm="recalibrate"`` measures the statistics with :math:`x`.
+    The logged loss excludes the term. Clients have equal weights. Buffers are averaged, so averaged BatchNorm
+    statistics match the clients' mean instead of :math:`x`; the default ``batch_norm="recalibrate"`` measures the
+    statistics with :math:`x`. Reference: Acar et al., ICLR 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.

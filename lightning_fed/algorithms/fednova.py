@@ -45,11 +45,8 @@ class FedNova(ChannelRule):
     The server excludes a client if both the length and the length per example differ from the round's median by more
     than a factor 128. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
 
-    With federated averaging, clients with more steps pull the optimum towards their data; FedNova removes this bias.
-    With equal numbers of steps the weights equal FedAvg's bit for bit.
-
-    The paper's server momentum is a server optimizer: ``FedAvgM(momentum=0.9, aggregator="fednova")``. Buffers are
-    averaged by examples.
+    With equal numbers of steps the weights equal FedAvg's bit for bit. Buffers are averaged by examples. The paper's
+    server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
     - Sends: 1 model down, 1 up (and a number per entry).
     - Keeps: nothing.

@@ -121,10 +121,6 @@ class FedAdagrad(Method):
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Example:
-        >>> FedAdagrad(lr=0.01).steps[0].optimizer_kwargs["lr"]
-        0.01
     """
 
     def __init__(
@@ -159,11 +155,6 @@ class FedAdam(Method):
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Example:
-        >>> fedadam = FedAdam().steps[0]
-        >>> fedadam.optimizer_kwargs["beta1"], fedadam.optimizer_kwargs["beta2"]
-        (0.9, 0.99)
     """
 
     def __init__(

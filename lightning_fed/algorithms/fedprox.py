@@ -32,10 +32,6 @@ class FedProx(Method):
         mu: Strength :math:`\mu` per step; 0 gives exactly FedAvg's weights. The authors tune :math:`\mu` in {0.001,
             0.01, 0.1, 0.5, 1}.
         row_weighting: See :class:`FedAvg`.
-
-    Example:
-        >>> FedProx(mu=1.0).callbacks[0].mu
-        1.0
     """
 
     def __init__(self, mu: float = 0.01, row_weighting: RowWeighting = "global") -> None:

@@ -27,10 +27,8 @@ class HeadThenBody(FederatedCallback):
     """Trains the personal entries (the head) first in a visit, and the shared entries (the body) afterwards.
 
     Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
-    BatchNorm's running statistics follow the data in both phases. Initially frozen parameters (a frozen backbone, or
-    ``frozen``) stay frozen. Reference: Collins et al., ICML 2021, Algorithm 1.
-
-    A straggler in the head's epochs sends the body unchanged.
+    BatchNorm's running statistics follow the data in both phases. Initially frozen parameters stay frozen. A straggler
+    in the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021, Algorithm 1.
 
     Args:
         head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
@@ -117,8 +115,8 @@ class FedRep(Method):
     """A shared representation and a personal head per client, trained one after the other.
 
     A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
-    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged. A fit is refused if a selector
-    matches nothing. Reference: Collins et al., ICML 2021, Algorithm 1.
+    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged. Reference: Collins et al.,
+    ICML 2021, Algorithm 1.
 
     After the last round the authors train each client's head once more on the final body. Add such a round by resuming
     from the last checkpoint, with all clients and ``body_epochs=0``.

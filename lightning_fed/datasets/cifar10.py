@@ -25,9 +25,8 @@ class CIFAR10(TorchvisionImages):
       end to end (uint8), with file i as `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).
     - `cifar-10-batches-py/`, torchvision's pickled batches, with a comparison of checksums.
 
-    JPEG compression is lossy: accuracies are comparable with each other, and only roughly with published values.
-
-    Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+    JPEG compression is lossy: accuracies are only roughly comparable with published values. Source: A. Krizhevsky,
+    "Learning Multiple Layers of Features from Tiny Images", 2009.
 
     Example:
         >>> data = CIFAR10("data", train_size=10_000, augment=True)

@@ -28,9 +28,8 @@ class FEMNIST(FileDataModule):
     an index into `writer_names`; `split` (0 training, 1 test with the same writers, 2 test with new writers).
 
     There is no validation split: a random share `val_fraction` of every writer's training samples, rounded down, is
-    held out for validation. The data sets' `groups` are the writers' names.
-
-    Source: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; NIST Special Database 19.
+    held out for validation. The data sets' `groups` are the writers' names. Source: S. Caldas et al., "LEAF: A
+    Benchmark for Federated Settings", arXiv:1812.01097; NIST Special Database 19.
 
     Args:
         data_dir: Folder with the file, or the file.

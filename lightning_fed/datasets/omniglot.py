@@ -54,9 +54,8 @@ class Omniglot(FileDataModule):
       `split` (0 background, 1 evaluation).
     - `omniglot-py/`, torchvision's folders. The images, 105 x 105, are averaged over areas and inverted.
 
-    A natural client (`groups`) is one person with one alphabet: 420 clients in the training split by default, with 14
-    to 55 images each, one per class. ``LabelsPerClient(num_clients=49, labels_per_client=20, assignment="even")`` gives
-    clients with whole classes, about 20 out of 964.
+    A natural client (`groups`) is one person with one alphabet: 420 training clients by default, with 14 to 55 images
+    each.
 
     Source: B. Lake, R. Salakhutdinov and J. Tenenbaum, "Human-level concept learning through probabilistic program
     induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).

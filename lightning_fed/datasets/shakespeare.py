@@ -42,9 +42,7 @@ class Shakespeare(FederatedDataModule):
 
     A role's text is the sequence of speeches joined by line breaks. Every window with `seq_length` characters and a
     next character is a sample. The first samples are for training and the last for validation, as in the LEAF
-    benchmark; samples in between, with windows overlapping training windows, are dropped. LEAF has no other test data.
-
-    FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition.
+    benchmark; samples in between, with windows overlapping training windows, are dropped.
 
     FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition. Source: S.
     Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated Learning
@@ -57,8 +55,7 @@ class Shakespeare(FederatedDataModule):
         seq_length: Characters per window.
         stride: Distance in characters between window starts; a larger stride gives fewer, more different samples.
         every_step: Whether the targets are the next characters for every character in the window, or for the last one.
-        vocabulary: `"leaf"`, LEAF's 80 characters, with spaces for other characters; or `"text"`, all characters in the
-            file.
+        vocabulary: `"leaf"`, LEAF's 80 characters, with spaces for other characters; or `"text"`, all in the file.
         val_fraction: Share of a role's samples, at the end of the text, for validation; in (0, 1).
         batch_size: Windows per training batch.
         eval_batch_size: Windows per validation batch; None means `batch_size`.

@@ -18,18 +18,15 @@ _MEAN, _STD = 0.47, 0.22
 class ShapesDataset(ArrayDataset):
     """Scenes with two to four shapes from five classes on a dull background, rendered in the constructor.
 
-    A scene is a pure function of (seed, split, index) and the options: scene i does not depend on the number of scenes,
-    and global generators are not used. A shape's class shows in the outline and, nine times out of ten, in the texture:
-    discs are plain, squares have rows, triangles columns, rings chequers and crosses slanted stripes; one time out of
-    ten the texture is random. Colours and areas do not depend on the class. Shapes are rotated by up to 20 degrees, and
-    may hide each other. Vivid strokes and specks behind the shapes count as background. Light falls off across the
-    scene, and noise is added.
+    A scene is a pure function of (seed, split, index) and the options. A shape's class shows in the outline and, nine
+    times out of ten, in the texture: discs are plain, squares have rows, triangles columns, rings chequers and crosses
+    slanted stripes; one time out of ten the texture is random. Colours and areas do not depend on the class. Shapes are
+    rotated by up to 20 degrees, and may hide each other. Vivid strokes and specks behind the shapes count as
+    background. Light falls off across the scene, and noise is added.
 
     Each scene has a dominant class: the first and largest shape has this class, and every other shape with probability
-    `dominant`, or else a uniformly drawn class.
-
-    Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4 ring, 5 cross. The label for classification is the
-    shape class with the most visible pixels, from 0 disc to 4 cross, nearly always the dominant class.
+    `dominant`, or else a uniformly drawn class. Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4 ring, 5
+    cross. The label for classification is the shape class with the most visible pixels, from 0 disc to 4 cross.
 
     Args:
         num_samples: Number of scenes.
@@ -75,12 +72,10 @@ class ShapesDataset(ArrayDataset):
 class Shapes(ArrayDataModule):
     """Generated scenes with discs, squares, triangles, rings and crosses (see `ShapesDataset`), without files.
 
-    The scenes are rendered in `setup`, 1,000 scenes with 64 x 64 pixels in 1 to 2 seconds, and stored as uint8. A CPU
-    learns the task from scratch in minutes.
-
-    The classes are fixed: for segmentation 6, background and the five shapes; for classification 5, the shapes. With
-    `dominant` near 1 almost every scene shows one class of shape, so a Dirichlet partition over the dominant class
-    gives clients with very different masks; with 0 the scenes are mixed.
+    The scenes are rendered in `setup`, 1,000 scenes with 64 x 64 pixels in 1 to 2 seconds. For segmentation there are 6
+    classes, background and the five shapes; for classification 5. With `dominant` near 1 almost every scene shows one
+    class of shape, so a Dirichlet partition over the dominant class gives clients with very different masks; with 0 the
+    scenes are mixed.
 
     Args:
         num_train: Number of training scenes.
@@ -95,7 +90,6 @@ class Shapes(ArrayDataModule):
 
     Example:
         >>> data = Shapes(num_train=8, num_val=2, num_test=2, image_size=32)
-        >>> data.setup("fit")
         >>> data.num_classes, data.class_names[0], len(data.train_dataset)
         (6, 'background', 8)
     """

@@ -77,9 +77,7 @@ def align_networks(
 
     Coordinate descent: for one network and one group at a time, in random order, :func:`align_neurons` finds the
     closest order to the mean of the other networks, by all incoming and outgoing weights. The order is accepted only if
-    the sum decreases, so the descent ends in a local optimum.
-
-    Running statistics are excluded. Hidden-to-hidden weights of an LSTM count in the sum, but not in the search.
+    the sum decreases, so the descent ends in a local optimum. Running statistics are excluded.
 
     Args:
         states: One state per network, with equal entries and widths.

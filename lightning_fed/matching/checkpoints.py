@@ -26,20 +26,17 @@ def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -
     """Loads a checkpoint with other layer widths, for example after matched averaging.
 
     ``load_from_checkpoint`` creates the module with the widths in the code and fails for other shapes. This function
-    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). Files are loaded with
-    ``weights_only=True``, so no code is executed.
-
-    The number of classes is also a width.
+    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). The number of classes is also a width.
+    Files are loaded with ``weights_only=True``, so no code is executed.
 
     Args:
         module: Module with the same architecture, changed in place and returned.
         checkpoint: Path, content of a checkpoint, or state.
-        example_input: Input for one ``forward`` call if widths differ: a tensor, a tuple of positional inputs, or a
-            dictionary of named inputs. By default a LightningModule's ``example_input_array``.
+        example_input: Input for one ``forward`` call if widths differ: a tensor, a tuple, or a dictionary of named
+            inputs; by default a LightningModule's ``example_input_array``.
 
     Raises:
-        ValueError: If the file is not a checkpoint, entries are missing or unexpected, numbers of axes differ, or
-            layers are incompatible. Then the module stays unchanged.
+        ValueError: If entries, numbers of axes or layers do not match. Then the module stays unchanged.
 
     Example:
         >>> wide = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1))

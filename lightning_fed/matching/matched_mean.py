@@ -1,8 +1,7 @@
 """Mean of networks after neuron matching.
 
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. The published layer mean is
-over all clients. Here each neuron is averaged over its owners. The authors' program shrinks the mean towards 0, the
-same as ``prior_weight=1``.
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. Here each neuron is averaged
+over its owners, not over all clients.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def matched_mean(
         assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
         sizes: Global number of neurons in each group.
         weights: Client weights, greater than 0. Integer entries come from the client with the largest weight.
-        prior_weight: Weight *b* of a prior with mean 0, in clients, at least 0. With 1 and equal weights the mean over
-            *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+        prior_weight: Weight *b* of a prior with mean 0, in clients. With 1 and equal weights the mean over *n* owners
+            is multiplied by n/(n+1), as in the authors' program for convolutional networks.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]

@@ -70,9 +70,8 @@ class MatchedAverage:
 
     Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
     over its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Networks with
-    different initializations lose much accuracy, in particular deep networks.
-
-    BatchNorm's running statistics are measured with the merged network.
+    different initializations lose much accuracy, in particular deep networks. BatchNorm's running statistics are
+    measured with the merged network.
 
     Args:
         mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 times the width); ``"permute"``
@@ -137,23 +136,16 @@ class MatchedAverage:
         data: Iterable[Any] | None = None,
         weights: Sequence[float] | None = None,
     ) -> MergedModel:
-        """Merges networks.
+        """Merges networks; refuses low-rank adapters, non-finite values, and networks without permutable neurons.
 
         Args:
-            networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and equal
-                widths, possibly different from the widths in ``module``.
-            module: Module for the merged state, changed in place; ``None`` for a copy of the first module in
-                ``networks``.
+            networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.
+            module: Module for the merged state, changed in place; ``None`` for a copy of the first module.
             example_input: Input for ``forward`` to trace neurons, see :meth:`PermutationGroups.of
                 <lightning_fed.matching.PermutationGroups.of>`. By default two inputs from ``data``, or a
                 LightningModule's ``example_input_array``.
             data: Batches to measure BatchNorm's running statistics, such as a ``DataLoader``; used once.
             weights: Weight of each network, greater than 0; equal by default.
-
-        Raises:
-            ValueError: If networks contain low-rank adapters, entries or widths differ, values are not finite, the
-                number of weights is wrong, no input is available, no neurons can be permuted, or data are missing for
-                BatchNorm.
         """
         module = _module(networks) if module is None else module
         if self.batch_norm == "recalibrate" and batch_norm_layers(module) and data is None:

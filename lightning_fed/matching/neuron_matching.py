@@ -43,8 +43,7 @@ class NeuronMatch(NamedTuple):
     Attributes:
         assignments: Global index of each neuron by client, int64, shape ``(L_j,)``.
         means: Mean over the client neurons of each global neuron, shape ``(L, D)``.
-        estimate: Most probable global neurons, shape ``(L, D)``: means shrunk towards the prior mean. With all
-            variances 1 and prior mean 0, the sum over n owners divided by n + 1.
+        estimate: Most probable global neurons, shape ``(L, D)``: means shrunk towards the prior mean.
         owners: Number of clients with each global neuron, int64, shape ``(L,)``.
         variance: Variances in use, shape ``(J, D)``.
         prior_variance: Prior variances in use, shape ``(D,)``.
@@ -103,35 +102,28 @@ def match_neurons(
     changes nothing.
 
     Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
-    prior :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. (With a common
-    variance, clients far from a common initialization would get separate neurons.) All variances start at half the
-    variance of the values. Matching and estimation alternate until the matching is stable, at most three times.
+    prior :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. All variances start
+    at half the variance of the values. Matching and estimation alternate until the matching is stable, at most three
+    times.
 
     Args:
         clients: Neurons of each client, shape ``(L_j, D)``, floating point; computed at least in float32.
         generator: Draws the client order.
         score: ``"published"`` or ``"marginal"``.
         gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1.
-        variance: :math:`\sigma_j^2`, greater than 0, broadcast to ``(J, D)``. Values with infinite variance are
-            ignored. By default 1 (published), or estimated.
-        prior_variance: :math:`\sigma_0^2`, greater than 0, broadcast to ``(D,)``. By default 1 (published), or
-            estimated.
+        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``; infinity ignores a value. By default 1 (published),
+            or estimated.
+        prior_variance: :math:`\sigma_0^2` > 0, broadcast to ``(D,)``. By default 1 (published), or estimated.
         prior_mean: :math:`\mu`, broadcast to ``(D,)``. The authors use 0.1 for biases.
         blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
-            Blocks with constant values are ignored.
         passes: Maximum number of passes over the clients; 0 matches each client once.
         max_width: Maximum number of global neurons, at least the width of each client.
 
     Example:
         >>> ann = torch.tensor([[4.0, 0.0], [0.0, 4.0], [-5.0, -5.0]])
         >>> bob = torch.tensor([[0.0, 3.8], [3.8, 0.0]])
-        >>> match = match_neurons([ann, bob], np.random.default_rng(0))
-        >>> match.assignments
+        >>> match_neurons([ann, bob], np.random.default_rng(0)).assignments
         [tensor([0, 1, 2]), tensor([1, 0])]
-        >>> match.means
-        tensor([[ 3.9000,  0.0000],
-                [ 0.0000,  3.9000],
-                [-5.0000, -5.0000]])
     """
     check_option("score", score, MatchScore)
     neurons = _checked(clients)

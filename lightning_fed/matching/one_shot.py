@@ -1,9 +1,7 @@
 """One-shot matching for networks with equal architecture: matches each group of neurons, then averages.
 
-- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: from the last
-  layer to the first.
-- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: from the first to the last, but without
-  the training between layers, which is essential for FedMA's accuracy.
+Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019; Wang et al.,
+"Federated Learning with Matched Averaging" (FedMA), ICLR 2020, without the training between layers.
 """
 
 from __future__ import annotations
@@ -96,10 +94,8 @@ def match_states(
     sweeps come first. All neurons then have a common order, so groups are compared by all incoming weights (``"pfnm"``:
     by all weights).
 
-    Prior means are 0 and all networks have equal variances, unless ``options`` override both. The programs for PFNM and
-    FedMA use 0.1 for biases, and PFNM one variance per class in the last layer's columns.
-
-    BatchNorm's running statistics are also averaged: recalibrate the statistics with the merged network.
+    Prior means are 0 and all networks have equal variances, unless ``options`` override both. BatchNorm's running
+    statistics are also averaged: recalibrate the statistics with the merged network.
 
     Args:
         states: One state per network, with equal entries.

@@ -27,12 +27,12 @@ Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
 
 class GroupEntry(NamedTuple):
-    """Positions of neurons on one axis of an entry.
+    """Neuron positions on one axis of an entry.
 
     Attributes:
         positions: Indices on the axis, int64, shape ``(neurons, copies)``.
-        role: ``"out"`` for axes that produce neurons (rows of a weight), ``"in"`` for axes that read neurons (columns),
-            ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
+        role: ``"out"`` for axes with neurons as results (rows of a weight), ``"in"`` for axes with neurons as inputs
+            (columns), ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
         length: Axis length, including positions of other groups.
     """
 
@@ -49,8 +49,7 @@ class PermutationGroup:
         name: Layer with the neurons as outputs.
         size: Neuron count.
         entries: Positions by entry and axis.
-        blocks: Number of consecutive blocks with equal size (groups in a group normalization). Neurons are permuted
-            within blocks, and whole blocks are permuted.
+        blocks: Number of consecutive blocks with equal size (groups in a group normalization); neurons stay in a block.
         is_growable: Whether neurons can be added.
     """
 
@@ -72,10 +71,8 @@ class PermutationGroup:
         Example:
             >>> state = {"a.weight": torch.zeros(3, 2), "a.bias": torch.zeros(3), "b.weight": torch.zeros(5, 12)}
             >>> axes = {("a.weight", 0): "out", ("a.bias", 0): "vec", ("b.weight", 1): "in"}
-            >>> PermutationGroup.over(state, axes, 3).entries["b.weight", 1].positions
-            tensor([[ 0,  1,  2,  3],
-                    [ 4,  5,  6,  7],
-                    [ 8,  9, 10, 11]])
+            >>> PermutationGroup.over(state, axes, 3).entries["b.weight", 1].positions[1]
+            tensor([4, 5, 6, 7])
         """
         entries = {}
         for (name, axis), role in axes.items():
@@ -95,16 +92,13 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
     """Changes the number of neurons in each of a network's groups. Groups with a new size have no blocks.
 
     New neurons follow the existing neurons of the group. Groups later on the same axis (a concatenation) are shifted. A
-    group that cannot grow must keep the size.
+    group with a fixed width must keep the size.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
         >>> group = PermutationGroup.over(state, {("weight", 1): "in"}, 2)
-        >>> resize_groups([group], [4])[0].entries["weight", 1]
-        GroupEntry(positions=tensor([[0],
-                [1],
-                [2],
-                [3]]), role='in', length=4)
+        >>> resize_groups([group], [4])[0].entries["weight", 1].positions.flatten()
+        tensor([0, 1, 2, 3])
     """
     if len(groups) != len(sizes):
         raise ValueError(f"Expected one of `sizes` per group, but got {len(sizes)} for {len(groups)}.")
@@ -191,8 +185,7 @@ def grow_neurons(
 ) -> dict[str, Tensor]:
     """Places neurons at given indices of a wider network. New neurons are 0.
 
-    Outgoing weights of new neurons are 0, so the network computes the same function. :func:`slice_neurons` with the
-    same indices is the inverse.
+    The network computes the same function. :func:`slice_neurons` with the same indices is the inverse.
 
     Args:
         state: Any network entries. Entries outside the groups stay the same tensors.
@@ -237,9 +230,8 @@ def neuron_features(
     Example:
         >>> state = {"a.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([5.0, 6.0])}
         >>> group = PermutationGroup.over(state, {("a.weight", 0): "out", ("a.bias", 0): "vec"}, 2)
-        >>> torch.cat(list(neuron_features(state, group).values()), 1)
-        tensor([[1., 2., 5.],
-                [3., 4., 6.]])
+        >>> torch.cat(list(neuron_features(state, group).values()), 1).tolist()
+        [[1.0, 2.0, 5.0], [3.0, 4.0, 6.0]]
     """
     for role in roles:
         check_option("roles", role, Role)

@@ -66,19 +66,18 @@ class PermutationGroups:
         """Finds the permutation groups of a module.
 
         The module is traced with `torch.export` in evaluation mode. Each position on an entry's axis is followed
-        through the operations: positions that contribute to the same element belong to one neuron. Inputs, outputs and
-        neurons used in operations without a rule are fixed, so groups may be missing but are never wrong.
+        through the operations: positions behind the same element belong to one neuron. Inputs, outputs and neurons used
+        in operations without a rule are fixed, so groups may be missing but are never wrong.
 
         The groups are then checked with random values in the module. With all groups permuted, outputs must agree in
         float64 up to a relative error of 1e-9. Failing groups are removed with a warning. A growable group becomes
-        fixed if the module fails or changes its outputs with additional neurons (zero outgoing weights), for example
-        because of a fixed width in the code.
+        fixed if additional neurons break the module or change the outputs.
 
         Args:
             module: Any module; restored afterwards. ``forward`` must be deterministic in structure. Unused children
                 raise a warning, because ``training_step`` may use them.
-            example_input: A tensor, a tuple of positional inputs, or a dictionary of named inputs, with at least two
-                examples; two small images suffice.
+            example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two examples; small images
+                suffice.
             pin: Patterns for entry names (``"decoder.*"``) with fixed neurons.
             extra_groups: Manual groups, checked as well. These replace found groups with common positions.
 

@@ -46,10 +46,9 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
             stage (the first match counts).
 
     Example:
-        >>> import torch
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
-        >>> groups = PermutationGroups.of(net, torch.zeros(2, 2))
+        >>> groups = PermutationGroups.of(net, zeros(2, 2))
         >>> [stage.groups for stage in find_stages(groups, list(net.state_dict()))]
         [('0',), ('2',), ()]
     """

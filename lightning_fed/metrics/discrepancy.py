@@ -28,10 +28,8 @@ class MaximumMeanDiscrepancy(PooledSamples):
     discrepancy for the batch.
 
     Args:
-        num_classes: Number of classes, for the mean over class-wise discrepancies (classes in both sets); ``None`` for
-            the discrepancy over all samples.
-        bandwidth: :math:`\sigma`; "median" for the median distance between two reference samples, "pooled" for the
-            median over all samples, or a number.
+        num_classes: Number of classes, for the mean over class-wise discrepancies; ``None`` for one over all samples.
+        bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
         estimator: With or without kernels between a sample and itself.
         scales: Factors for the bandwidth, with a sum over kernels.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.

@@ -21,8 +21,8 @@ class SegmentationScores(Metric):
 
     over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
     and the result. If all classes are missing (for example healthy images without a false positive), there are no
-    means. Without a valid pixel the result is empty. If the ignored label is a class, this class has no score, as in
-    torchmetrics, but a prediction with this class counts as wrong.
+    means. If the ignored label is a class, this class has no score, as in torchmetrics, but a prediction with this
+    class counts as wrong.
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).

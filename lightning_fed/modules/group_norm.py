@@ -1,8 +1,7 @@
 """BatchNorm to GroupNorm: normalisation without statistics shared between clients.
 
-References:
-    Wu and He, "Group Normalization", ECCV 2018. Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine
-    Learning", ICML 2020 (GroupNorm instead of BatchNorm under label skew).
+Wu and He, "Group Normalization", ECCV 2018; Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine
+Learning", ICML 2020 (GroupNorm instead of BatchNorm under label skew).
 """
 
 from __future__ import annotations
@@ -32,17 +31,15 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
     have different :math:`\mu_c, \sigma_c`, and the average fits no client. GroupNorm uses the mean and variance over a
     channel group in *one* example, so training and evaluation agree, and only weights are averaged.
 
-    Unchanged: :math:`\gamma` and :math:`\beta` (the same `Parameter` objects, with device, dtype, ``requires_grad``,
-    ties and existing optimizers), :math:`\epsilon`, training mode, weight names, and sharing: a shared layer remains
-    one layer.
+    Unchanged: :math:`\gamma` and :math:`\beta` (the same `Parameter` objects), :math:`\epsilon`, training mode, weight
+    names, and sharing: a shared layer remains one layer.
 
     Lost: ``running_mean``, ``running_var`` and ``num_batches_tracked`` (three state entries per layer), and with these
     entries the function computed by a trained or pretrained model: fine-tune after the conversion. Hooks on the old
     layers are lost. Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) stay unchanged.
 
     Args:
-        model: Any module, for example from smp, timm or torchvision. For a batch normalisation the new layer is
-            returned.
+        model: Any module; for a batch normalisation the new layer is returned.
         num_groups: Maximum number of groups per layer. A layer with C channels gets the largest divisor of C up to this
             number, and `torch.nn.BatchNorm1d`, possibly with vectors as input, at most C / 16 groups (below 32
             channels: one group). A layer with a one-pixel input (global pooling) needs several channels per group:

@@ -2,13 +2,8 @@
 
 Each builder returns ``Sequential(features=..., classifier=...)``. ``features`` is the feature extractor, with maps as
 output in convolutional networks. ``classifier`` flattens the features and ends with the output layer,
-``classifier[-1]``. Feature-based methods (FedFusion, FedMargin, FedSS) need this split.
-
-References:
-    McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
-    Yao et al., "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019 (FedFusion).
-    Wang et al., "Federated Learning with Matched Averaging", ICLR 2020 (FedMA: LeNet and VGG-9).
-    Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022 (NIID-Bench).
+``classifier[-1]``. McMahan et al., AISTATS 2017; Yao et al., ICIP 2019 (FedFusion); Wang et al., ICLR 2020 (FedMA:
+LeNet and VGG-9); Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022 (NIID-Bench).
 """
 
 from __future__ import annotations
@@ -46,9 +41,6 @@ def build_network(
             ``img_size``.
         pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
         **kwargs: Arguments for the builder, or for the `timm` model.
-
-    Raises:
-        ValueError: If the name is unknown, a size is too small, or there are no published weights.
 
     Example:
         >>> network = build_network("mcmahan_cnn", num_classes=10)

@@ -37,16 +37,14 @@ class SegmentationTask(Task):
       in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
 
     Prediction returns class indices with shape ``(N, H, W)``; in the other modes 0 and 1 with shape ``(N, H, W)`` and
-    ``(N, num_classes, H, W)``. With ``tile``, prediction runs tile by tile, for large images or images with different
-    sizes.
+    ``(N, num_classes, H, W)``. With ``tile``, prediction runs tile by tile.
 
     The Dice loss is smp's: the mean over classes c of :math:`1 - 2 \sum p_c t_c / \sum (p_c + t_c)`, with sums over the
     batch's pixels, and 0 for a class without true pixels. A batch with only ignored pixels has loss 0 and no gradient.
 
     Args:
-        model: Name of a `segmentation_models_pytorch` architecture (``"Unet"``, ...), or a module from images to logits
-            with shape ``(N, num_classes, H, W)``. A module is not a saved hyperparameter: pass the module to
-            ``load_from_checkpoint(path, model=...)``.
+        model: Name of an smp architecture (``"Unet"``, ...), or a module from images to logits ``(N, num_classes, H,
+            W)``. A module is not a saved hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
         encoder_name: The architecture's encoder, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
         encoder_weights: Pretrained encoder weights: ``"imagenet"``, a download, or a file path (``.safetensors``, or

@@ -38,8 +38,8 @@ class SpreadOut(FederatedCallback):
     no client's loss separates a class from absent classes. Any rule works; server momentum ignores the step. Reference:
     Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
 
-    The authors use unit vectors. Here class vectors keep their lengths: the regulariser only depends on directions, so
-    each step is orthogonal to the vector and would lengthen the vector, and training turns long vectors more slowly.
+    The authors use unit vectors. Here class vectors keep their lengths, because the step would lengthen each vector,
+    and training turns long vectors more slowly.
 
     ``"top_k"`` separates the round's classes from the nearest classes
     (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The round's classes have rows on a client; if clients
@@ -57,8 +57,7 @@ class SpreadOut(FederatedCallback):
         lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
         comparison: Number of classes, drawn per round, for the nearest-class search with ``"top_k"``; ``None`` for all.
         normalize: Class vectors keep the lengths.
-        entry: Weight name, one row per class; ``"auto"`` for the classifier proven by a training step: the layer with
-            outputs that meet class labels in the loss.
+        entry: Weight name, one row per class; ``"auto"`` for the classifier proven by a training step.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.

@@ -21,7 +21,8 @@ class FedAwS(Method):
 
     Clients train with a softmax over their positive classes (:class:`~lightning_fed.callbacks.SampledSoftmax` with
     ``objective="posonly"``), and the server performs a step with :class:`~lightning_fed.callbacks.SpreadOut` after
-    every round.
+    every round. Reference: Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. The paper has one
+    class per client and another loss; the softmax over positive classes follows the FedSS paper.
 
     - Sends: the model with class vectors only for the client's classes, both ways.
     - Keeps: a float64 vector on the server for momentum.
@@ -43,14 +44,6 @@ class FedAwS(Method):
         head: Name of the head; ``"auto"`` for a model with one head.
         target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' positive classes; ``None`` reads the classes from the data.
-
-    Example:
-        >>> FedAwS(strength=1.0).callbacks[1].strength
-        1.0
-
-    References:
-        Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. The paper has one class per client and
-        another loss; the softmax over positive classes follows the FedSS paper.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Pairs are processed in chunks: memory is linear in the weight, time quadratic in the number of classes. A zero
-    vector has distance 1 to all others. Reference: Yu et al., ICML 2020, equation 7.
+    Memory is linear in the weight, time quadratic in the number of classes. A zero vector has distance 1 to all others.
+    Reference: Yu et al., ICML 2020, equation 7.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.

@@ -1,12 +1,6 @@
-"""FedFusion: fuses a client's features with the broadcast model's features.
+"""FedFusion: fuses a client's features with the broadcast model's features; the server averages as in FedAvg.
 
-Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019. The
-server averages as in FedAvg. The files, in reading order:
-
-- equations: ``equations`` (1 to 3, and the weights' moving average), ``operators`` (F as layers);
-- in a network: ``extractors`` (the extractor's last layer), ``frozen_extractor`` (E_g), ``layers`` (F with E_l and
-  E_g), ``model_surgery`` (adds F to a model and removes F);
-- in a federation: ``callback`` (``FeatureFusion``, Algorithm 1), ``feature_cache`` (cached features from E_g).
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
 """
 
 from lightning_fed.algorithms.fedfusion.callback import FeatureFusion as FeatureFusion

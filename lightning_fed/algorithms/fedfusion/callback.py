@@ -55,9 +55,8 @@ class FeatureFusion(FederatedCallback):
     extractor, in evaluation mode and never sent. :math:`E_l`, :math:`F` and :math:`C` train and are averaged by any
     aggregator. In addition to federated averaging, messages contain :math:`F`: 1 number with ``"single"``, :math:`C`
     with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, per level. ``personal=["feature_fusion.*"]`` keeps :math:`F` on
-    the clients.
-
-    After the fit the module keeps the fusion; :func:`~lightning_fed.modules.unwrap` removes the fusion.
+    the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP
+    2019, Algorithm 1; https://github.com/thu-media/FedFusion.
 
     Args:
         at: Layer with the features as output, or ``"auto"``, see :func:`~lightning_fed.modules.find_extractor`.
@@ -89,9 +88,6 @@ class FeatureFusion(FederatedCallback):
         mean weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); for "conv"
         ``fedfusion/<level>/global_share``, the global features' share in the squared weights. The checkpoint state
         contains ``reference``: with "previous", the previous global model's extractor.
-
-    References:
-        Yao et al., ICIP 2019, Algorithm 1; https://github.com/thu-media/FedFusion.
     """
 
     can_recalibrate_remotely = False

@@ -60,16 +60,11 @@ def find_extractor(
 
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
-        at: Name of the layer with the features as output, a ``FeatureLayer`` for a layer's input or output, or
-            ``"auto"``.
+        at: Name of the layer with the features as output, ``FeatureLayer`` for an input or output, or ``"auto"``.
         network: Name of the module called with the data, around the layer; ``""`` for ``module``. ``"auto"`` uses the
             layer, if found by name or a direct child of a LightningModule, else the outermost module other than a
             LightningModule.
         classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
-
-    Raises:
-        ValueError: If the layer does not exist, or is outside the network; with ``"auto"``, if the network has several
-            classifiers (timm's distilled networks).
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))

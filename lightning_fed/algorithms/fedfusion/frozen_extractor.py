@@ -133,7 +133,7 @@ class FrozenExtractor:
 
 
 def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
-    """Whether a layer has one argument and one tensor of features."""
+    """True for a layer with one argument and one tensor of features."""
     return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 

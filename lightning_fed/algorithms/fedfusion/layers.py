@@ -40,10 +40,8 @@ class FusionLayer(nn.Module):
         network: The module called with the data.
         layer: Input or output of a layer in the network; ``""`` for the network's output.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
-        channels: Number of channels, or a list for several fused features; ``"infer"`` runs the network up to the
-            layer.
-        levels: Fused features, for an extractor with several (an encoder's maps): positions (negative from the end) or
-            keys; ``"all"`` skips the input data.
+        channels: Number of channels, or a list for several levels; ``"infer"`` runs the network up to the layer.
+        levels: Fused features, for an extractor with several: positions or keys; ``"all"`` skips the input data.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Add a bias to "conv".
         channel_axis: Channel axis; ``None`` infers the axis.
@@ -110,7 +108,7 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """Whether features are fused with the frozen extractor's features; otherwise with local copies."""
+        """True if features are fused with the frozen extractor's features; otherwise with local copies."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
@@ -273,8 +271,7 @@ class FusedExtractor(nn.Module):
     """An extractor with fusion, F(E_l, E_g): a feature extractor E_l, an operator F, and a frozen copy E_g.
 
     For networks written with this class; :class:`~lightning_fed.callbacks.FeatureFusion` detects the class, and adds
-    fusion to any other network. Before :meth:`refer`, features are fused with themselves. The frozen copy is not a
-    submodule.
+    fusion to any other network. Before :meth:`refer`, features are fused with themselves.
 
     Args:
         local: The extractor E_l.

@@ -33,10 +33,6 @@ class FedFusion(Method):
         conv_init: Initialisation for "conv".
         conv_bias: Add a bias to "conv".
         aggregator: The method, by name or as an object.
-
-    Example:
-        >>> FedFusion("multi").callbacks[0].operator
-        'multi'
     """
 
     def __init__(

@@ -54,9 +54,7 @@ class MultiFusion(MixingOperator):
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Example:
-        >>> operator = MultiFusion(channels=4)
-        >>> local, reference = torch.rand(2, 4, 8, 8), torch.rand(2, 4, 8, 8)
-        >>> torch.equal(operator(local, reference), local)
+        >>> torch.equal(MultiFusion(channels=4)(torch.ones(2, 4), torch.zeros(2, 4)), torch.ones(2, 4))
         True
     """
 
@@ -96,8 +94,7 @@ class ConvFusion(FusionOperator):
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Example:
-        >>> operator = ConvFusion(channels=64)
-        >>> sum(parameter.numel() for parameter in operator.parameters())
+        >>> sum(parameter.numel() for parameter in ConvFusion(channels=64).parameters())
         8256
     """
 

@@ -50,21 +50,19 @@ class FedMA(Aggregator):
     positions of its neurons, permutes the inputs of the next layers, freezes the matched layers and trains the rest.
     The output layer is averaged by class shares. The last round yields a new global model; earlier rounds validate the
     previous model. The global model becomes wider if clients have unmatched neurons. In the next pass each client
-    starts from its neurons of the global model, at its original width.
+    starts from its neurons at its original width.
 
     Neurons and stages are found in any network (:class:`~lightning_fed.matching.PermutationGroups`,
     :func:`~lightning_fed.matching.find_stages`); all residual blocks with tied channels form one stage. Module layers
     are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients
     are excluded for the rest of the pass. With too few clients a new pass starts.
 
-    Clients measure BatchNorm statistics for a matched stage (``batch_norm="recalibrate"``). The statistics are fixed
-    while later layers train, and measured again for the complete model.
+    Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically, and measure BatchNorm
+    statistics for a matched stage (``batch_norm="recalibrate"``), and again for the complete model.
 
     With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper and the
     authors' program. By default weights are numbers of examples. Reference: Wang et al., ICLR 2020,
     https://arxiv.org/abs/2002.06440.
-
-    The client side is the callback :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
     - Keeps: each client's widths.
@@ -77,9 +75,9 @@ class FedMA(Aggregator):
             groups of fixed width are permuted.
         stages: ``"auto"``; the maximum number of stages (1 for all layers in one exchange); or patterns for entry names
             by stage.
-        last_layer: Whether to weight output layers by class shares (``"class"``; clients send numbers of examples or
-            pixels per class) or by numbers of examples (``"size"``, also used for models without classes). Class counts
-            reveal label statistics. Labels are class indices; multi-hot labels require ``"size"``.
+        last_layer: Weights for output layers: class shares (``"class"``; clients send numbers of examples or pixels per
+            class, which reveal label statistics) or numbers of examples (``"size"``, also used for models without
+            classes). Multi-hot labels require ``"size"``.
         initial: Whether all clients start from the module (``"shared"``), or from separate random weights
             (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
             initial weights, see :func:`~lightning_fed.model.initial_state.shuffled_state`.
@@ -93,7 +91,7 @@ class FedMA(Aggregator):
             marginal score, and no limit with the published score.
         prior_weight: Weight of a prior with mean 0, in clients. With 1 and ``weighting="uniform"`` the mean over *n*
             owners is multiplied by n/(n+1), as in the authors' program for convolutional networks, but not in the
-            paper. The logged agreement shrinks as well.
+            paper.
         seed: Seed for the order of clients.
 
     Note:
@@ -102,12 +100,6 @@ class FedMA(Aggregator):
         (share of the squared norm of incoming weights preserved by averaging: 1 for equal neurons, about 1/n for n
         unrelated neurons) and ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (size of the global model
         relative to a client).
-
-    Example:
-        >>> rule = FedMA("permute")
-        >>> from lightning_fed.method import build_method
-        >>> rule.initial, [type(callback).__name__ for callback in build_method(rule).callbacks]
-        ('shared', ['LayerwiseTraining'])
     """
 
     resizes = True
@@ -218,9 +210,8 @@ class FedMA(Aggregator):
     def broadcast(self, request: Request) -> Broadcast:
         """Sends the last matched stage, or a whole model to start a pass.
 
-        From a wider global model each client receives its own neurons, or the most common neurons if the client missed
-        the last pass. A client with its model of the last pass only receives the last stage and entries changed since
-        then (BatchNorm statistics of the complete model).
+        From a wider global model each client receives its neurons, or the most common neurons if the client missed the
+        last pass. A client with a current model only receives the last stage and entries changed since then.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:

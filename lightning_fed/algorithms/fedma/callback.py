@@ -66,8 +66,7 @@ class LayerwiseTraining(FederatedCallback):
     Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths in all Trainer functions. Other width
-    changes, such as a different number of classes, are refused. For this check the state contains the growable axes: a
-    few numbers per entry.
+    changes, such as a different number of classes, are refused.
 
     Args:
         example_input: Arguments for the module's ``forward`` (without a ``forward``, for the network trained in
@@ -76,7 +75,7 @@ class LayerwiseTraining(FederatedCallback):
             ``example_input_array``, or the inputs in two of a client's examples: the first element of a batch, or the
             mapping's entries with the names of ``forward`` arguments, as in transformers.
         pin: Patterns for entry names. Neurons in matching entries keep the order, as in all entries that are not sent.
-        extra_groups: Additional groups of neurons, with a client's widths.
+        extra_groups: Additional neuron groups, with a client's widths.
         target: Labels in a batch: index, key or function; ``None`` for the labels in the loss. Without labels in one
             tensor, the output layer is averaged by numbers of examples, with a warning.
         inputs: Inputs in a batch: index, key or function.

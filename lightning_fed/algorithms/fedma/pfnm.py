@@ -35,10 +35,6 @@ class PFNM(FedMA):
         passes: Maximum number of matching passes over the clients per group.
         max_width: Maximum width of a group relative to a client, see :class:`FedMA`.
         seed: Seed for the order of clients.
-
-    Example:
-        >>> PFNM(gamma=1.0).stages
-        1
     """
 
     def __init__(

@@ -1,14 +1,7 @@
 """FedMargin: weights clients by the movement of class prototypes (Michieli, Toldo and Ozay, IEEE IoT Journal 2022).
 
 The accessible text contains no equations. This implementation is a reconstruction from the description, with options
-for ambiguous points; tuning constants (the softmax scale, the decay of the moving average) are fixed. The files, in
-reading order:
-
-- equations: ``prototypes`` (feature means by class), ``margins`` (LPM, APM, AMM), ``attention`` (client weights);
-- client: ``callback`` (``ClassPrototypes``, also for a plain Trainer), ``feature_sums`` (passes over the data),
-  ``prototype_messages`` (extras in client updates);
-- server: ``aggregator`` (``FedMargin``);
-- metric and figures: ``aggregate_margin``, ``prototype_plots`` with ``principal_axes``, and ``attention_map``.
+for ambiguous points; tuning constants (the softmax scale, the decay of the moving average) are fixed.
 """
 
 from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMargin as AggregateMeanMargin

@@ -23,8 +23,7 @@ class AggregateMeanMargin(Float64States):
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
-    over the :math:`C'` observed classes, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. States
-    are :math:`C \times d` float64 sums, summed over processes.
+    over the :math:`C'` observed classes, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`.
 
     Args:
         num_classes: Number of classes :math:`C`.

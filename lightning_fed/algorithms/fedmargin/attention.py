@@ -23,8 +23,7 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     r"""Attention to the clients in a round: larger for larger margins, shape ``(K,)``, float64, with sum 1.
 
-    Reconstructed from "as prototypes deviate from reference prototypes in terms of margin, higher attention is
-    applied".
+    Reconstructed from "as prototypes deviate from reference prototypes [...], higher attention is applied".
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
@@ -85,8 +84,6 @@ def combine_attention(
         >>> local, aggregate = torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75])
         >>> combine_attention(local, aggregate).tolist()
         [0.5, 0.5]
-        >>> combine_attention(local, aggregate, num_samples=[30, 10]).tolist()
-        [0.75, 0.25]
     """
     check_option("combine", combine, Combination)
     if local.ndim != 1 or not len(local) or local.shape != aggregate.shape:

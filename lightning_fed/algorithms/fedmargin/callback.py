@@ -60,15 +60,15 @@ class ClassPrototypes(FederatedCallback):
     features include weight changes, augmentation and dropout. Margins of short visits are noisy.
 
     Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
-    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. Passes
-    leave random numbers and module state unchanged. Batches with ``training_step`` returning ``None`` are skipped.
+    data set stays active, but both passes draw the same random numbers.Batches are loaded in the main process. Passes
+    leave random numbers and module state unchanged.
 
     Args:
         layer: Name of the layer with the features as output; ``"auto"`` for
             :func:`~lightning_fed.modules.find_feature_layer` at the classifier, found in a trial training step.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
-        ignore_index: Label for void pixels; ``None`` without void pixels; ``"auto"`` for the label ignored in the loss,
-            or 255 unless 255 is a class.
+        ignore_index: Label for void pixels, or ``None``; ``"auto"`` for the label ignored in the loss, or 255 unless
+            255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         target: Index, key or function for the labels; by default the labels in the loss. With a given ``layer`` and
             ``num_classes`` there is no trial step, and the default is the second element, or ``batch["target"]``,
@@ -87,10 +87,6 @@ class ClassPrototypes(FederatedCallback):
         ValueError: If an option is unknown or outside its range; in ``fit``, if the layer is missing, or a resumed fit
             has a different layer.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
-
-    Example:
-        >>> prototypes = ClassPrototypes(layer="model.encoder", exclude_classes=[0])
-        >>> trainer = L.Trainer(max_epochs=5, callbacks=[prototypes], logger=False)
     """
 
     def __init__(

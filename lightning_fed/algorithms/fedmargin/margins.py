@@ -1,13 +1,9 @@
 """Margins between class prototypes: LPM and APM of a client, AMM of the aggregate (FedMargin, reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The accessible text contains no equations. All equations here are reconstructions from the
-description, with options for ambiguous points.
-
-References:
-    - Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (the hypothesis
-      margin).
-    - Nova and Estevez, "A review of learning vector quantization classifiers", 2014 (the relative distance).
+of Things Journal 2022, contains no equations in the accessible text. Hypothesis margin: Crammer, Gilad-Bachrach, Navot
+and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002. Relative distance: Nova and Estevez, "A review of
+learning vector quantization classifiers", 2014.
 """
 
 from __future__ import annotations
@@ -116,7 +112,7 @@ def aggregate_prototype_margin(
     margin: MarginKind = "semantic",
     class_reduction: ClassReduction = "mean",
 ) -> Tensor:
-    r"""APM: distance of a client's prototypes from the aggregate prototypes; NaN if undefined for all classes.
+    r"""APM: distance between a client's prototypes and the aggregate prototypes; NaN if undefined for all classes.
 
     Reconstructed from "deviation of aggregate prototypes from local prototypes".
 

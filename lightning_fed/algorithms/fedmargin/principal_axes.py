@@ -14,10 +14,7 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """Center, shape ``(d,)``, and orthonormal axes, shape ``(k, d)``, of a projection, in float64.
-
-    Missing axes are zeros.
-    """
+    """Center ``(d,)`` and orthonormal axes ``(k, d)`` of a projection, in float64; missing axes are zeros."""
 
     center: Tensor
     axes: Tensor
@@ -29,8 +26,7 @@ class PrincipalAxes(NamedTuple):
     def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:
         """Rotates or reflects the axes within their plane to match ``reference``.
 
-        Orthogonal Procrustes problem (Schoenemann, "A generalized solution of the orthogonal Procrustes problem",
-        1966).
+        Schoenemann, "A generalized solution of the orthogonal Procrustes problem", 1966.
         """
         left, _, right = torch.linalg.svd(reference.axes @ self.axes.T)
         return PrincipalAxes(self.center, left @ right @ self.axes)

@@ -62,12 +62,7 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
 
 
 def lpm_key(margin: str, class_reduction: str) -> str:
-    """Key for a local prototype margin in the extras, with the kind and the reduction.
-
-    Example:
-        >>> lpm_key("semantic", "mean")
-        'prototypes:lpm:semantic:mean'
-    """
+    """Key for a local prototype margin in the extras, such as ``"prototypes:lpm:semantic:mean"``."""
     return f"{_LPM}{margin}:{class_reduction}"
 
 

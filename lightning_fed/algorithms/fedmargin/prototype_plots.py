@@ -51,10 +51,8 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
 
     The plane has the largest spread among the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`),
     with equal weight for all classes. Each picture has a separate plane, rotated to the axes of the previous picture.
-    The title shows the share of the spread (sum of squared distances from the mean) within the plane.
-
-    The first picture is drawn in the first epoch (round) with two classes. Other loggers than TensorBoard get no
-    pictures.
+    The title shows the share of the spread (sum of squared distances from the mean) within the plane. The first picture
+    is drawn in the first epoch (round) with two classes. Other loggers get no pictures.
 
     State: ``last_epoch``, the epoch with the last picture, and ``view``, the plane (3 d numbers).
 
@@ -67,11 +65,6 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     Raises:
         ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
         MisconfigurationException: In ``fit``, if ``ClassPrototypes`` is missing, or comes after this callback.
-
-    Example:
-        >>> from lightning_fed.callbacks import ClassPrototypes
-        >>> callbacks = [ClassPrototypes(), PrototypePlots(class_names=["road", "sky", "tree"])]
-        >>> trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=False)
     """
 
     # TensorBoard image name; the projector uses `prototypes`.

@@ -31,7 +31,7 @@ class Prototypes(NamedTuple):
 
     Attributes:
         means: Mean features, shape ``(C, d)``; zeros for absent classes.
-        counts: Number of feature vectors per class, shape ``(C,)``, integers; 0 for absent classes.
+        counts: Numbers of feature vectors, shape ``(C,)``, integers; 0 for absent classes.
     """
 
     means: Tensor
@@ -52,16 +52,15 @@ def class_sums(
     ignore_index: VoidLabel = "auto",
     exclude_classes: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    r"""Sums feature vectors by class, shape ``(C, d)``, float64, and counts feature vectors, shape ``(C,)``, int64.
+    """Sums feature vectors by class, shape ``(C, d)``, float64, and counts feature vectors, shape ``(C,)``, int64.
 
-    Sums and counts add up over batches, see :func:`class_prototypes`.
+    Both add up over batches, see :func:`class_prototypes`.
 
     Args:
         features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; floating point.
         labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps.
         num_classes: Number of classes :math:`C`.
-        ignore_index: Label for void pixels, outside :math:`0 \dots C - 1`; ``None`` for no void label, ``"auto"`` for
-            255 unless 255 is a class.
+        ignore_index: Label for void pixels, or ``None``; ``"auto"`` for 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
 
     Example:
@@ -104,7 +103,7 @@ def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch
     .. math:: p_k[c] = \frac{1}{n_{k,c}} \sum_{(x, u): \text{label} = c} E(x)_u
 
     Args:
-        sums: Feature sums by class, shape ``(C, d)``, see :func:`class_sums`.
+        sums: Sums over features by class, shape ``(C, d)``, see :func:`class_sums`.
         counts: Number of feature vectors per class :math:`n_{k,c}`, shape ``(C,)``.
         dtype: The means' dtype.
 
@@ -169,13 +168,13 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
         P_t[c] & \text{if } c \text{ is seen for the first time} \\
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
-    The rule is a reconstruction of "over previous rounds and clients". The default :math:`\beta = 0.1` gives new values
-    the weight 0.9, as in the code of FedSpace (with a common author). ``memory="cumulative"`` is the running mean
-    weighted by counts, as in SDR's code. Counts are summed over rounds.
+    The rule is a reconstruction. The default :math:`\beta = 0.1` gives new values the weight 0.9, as in FedSpace's
+    code. ``memory="cumulative"`` is the running mean weighted by counts, as in SDR's code. Counts are summed over
+    rounds.
 
     Args:
-        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first round.
-        current: Prototypes of the round :math:`P_t`, see :func:`aggregate_prototypes`.
+        previous: Aggregate prototypes :math:`\bar P_{t-1}` before the round; ``None`` in the first round.
+        current: The round's prototypes :math:`P_t`, see :func:`aggregate_prototypes`.
         memory: Moving average, or mean over all rounds weighted by counts.
 
     Example:

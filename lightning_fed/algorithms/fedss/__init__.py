@@ -1,11 +1,6 @@
 """FedSS: clients hold, train and send only some classes, with a sampled softmax.
 
-"Efficient image representation learning with federated sampled softmax", submission to ICLR 2022. The server averages
-rows as in FedAvg. The files, in reading order:
-
-- equations: ``losses`` (1 to 8; ``gradient_noise`` is the metric in figure 9);
-- in a network: ``sampled_classes``, ``head`` (the last layer), ``head_conversion`` (the head for any classifier);
-- in a federation: ``callback`` (``SampledSoftmax``, Algorithm 1), ``method``.
+"Efficient image representation learning with federated sampled softmax", submission to ICLR 2022.
 """
 
 from lightning_fed.algorithms.fedss.callback import SampledSoftmax as SampledSoftmax

@@ -44,12 +44,10 @@ class SampledSoftmax(FederatedCallback):
     as ``clients/sampled_classes``. A label outside the client's classes or the head excludes the client. Reference:
     FedSS, section 3 and Algorithm 1.
 
-    A label outside the client's classes or the head excludes the client.
-
     The client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with labels as logit columns,
     and the head corrects the logits. So ``F.cross_entropy(self(x), y)`` computes the FedSS loss without changes to the
-    step. Lightning's hooks get the original batch. Validation and prediction use all classes. In ``training_step`` the
-    logits have fewer than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics.
+    step. Validation and prediction use all classes. In ``training_step`` the logits have fewer than ``num_classes``
+    columns: pass ``logits.argmax(dim=1)`` to metrics.
 
     Args:
         num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement.
@@ -69,12 +67,6 @@ class SampledSoftmax(FederatedCallback):
         MisconfigurationException: In ``setup``, if the Trainer has no federation; in ``fit``, if an option does not
             support sliced entries (``optimizer_state="keep"``, BatchNorm with ``batch_norm="recalibrate"``, a rule for
             whole entries), if the head shares its weight, or the head is in evaluation mode during training.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> from lightning_fed.modules import SampledSoftmaxHead
-        >>> model = torch.nn.Sequential(torch.nn.Flatten(), SampledSoftmaxHead(784, num_classes=10_000))
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SampledSoftmax(num_negatives=100)], logger=False)
     """
 
     def __init__(

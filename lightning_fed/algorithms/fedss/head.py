@@ -132,13 +132,9 @@ class SampledSoftmaxHead(LogitsLayer):
         """Starts a batch for the next forward passes in training; returns the labels as logit columns, int64.
 
         Args:
-            target: The batch's class labels, whole numbers, any shape; negative labels stay unchanged.
+            target: The batch's class labels, whole numbers, all positives; negative labels stay unchanged.
             columns: Positions of the batch's classes among the held classes, int64, strictly increasing, with all
                 positives; ``None`` for all.
-
-        Raises:
-            RuntimeError: If the layer holds all classes, see :meth:`hold`.
-            ValueError: If the columns are unsorted or lack a positive, or a label is not a positive.
         """
         if self._held is None:
             raise RuntimeError("The head holds all classes: call `hold` before `begin_batch`.")
@@ -201,15 +197,12 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Computes the largest logits in chunks, without correction or mask, also in training.
+        """Computes the largest logits and class numbers (also with held classes), both in shape ``(*, k)``, in chunks.
 
         Args:
             features: Features, shape ``(*, in_features)``.
             k: Number of logits.
             chunk_size: Number of classes per chunk; by default 16 MiB of logits.
-
-        Returns:
-            Logits in descending order, and class numbers (also with held classes), both in shape ``(*, k)``.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 4, normalize=False)

@@ -28,7 +28,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
 
     If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, the function replaces
     this loss with a ``MarginLoss`` instead. The new loss has the same margin, scale and weights (now under
-    ``head.weight``), and a step calls the loss as before, with embeddings and labels.
+    ``head.weight``).
 
     The head uses the linear layer's weight, so the ``state_dict`` name, the values, the device and ``requires_grad``
     stay unchanged. With ``normalize=False`` the head also uses the bias, and the model's output stays unchanged. Cosine

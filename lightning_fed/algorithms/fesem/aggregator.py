@@ -48,7 +48,7 @@ class FeSEM(Aggregator):
     trains this model. Evaluation by client uses the client's centre. The callback
     :class:`~lightning_fed.callbacks.CenterEvaluation` evaluates all centres on the validation data: monitor
     ``fesem/<metric>``. Logged: ``fesem/clients/<index>``, the number of clients per centre, and ``fesem/moved``, the
-    number of clients in the round with a new centre.
+    number of clients with a new centre.
 
     - Sends: 1 model down, 1 up.
     - Keeps: ``num_centers`` models on the server.

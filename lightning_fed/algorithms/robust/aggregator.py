@@ -75,11 +75,9 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines the updates: new float64 entries by name, and the share of each row in the result, from 0 to 1.
+        """Combines the updates; f = ``num_malicious`` rows may be malicious.
 
-        Args:
-            steps: Client updates, at least the number required by the rule.
-            num_malicious: Number f of malicious rows.
+        Returns new float64 entries by name, and the share of each row in the result, from 0 to 1.
         """
 
     def start(self, info: RoundInfo, state: State) -> None:

@@ -70,16 +70,6 @@ class CenteredClipping(RobustAggregator):
         radius: Norm :math:`\tau`, positive; ``None`` for the median distance from v, in each iteration.
         iterations: Number of iterations.
         num_malicious: See :class:`RobustAggregator`.
-
-    Example:
-        >>> from lightning_fed.rule import RoundInfo
-        >>> from lightning_fed import ClientUpdate
-        >>> rule = CenteredClipping(radius=1.0, iterations=1)
-        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
-        >>> for client, value in {"a": 1.0, "b": 0.5, "c": 1e9}.items():
-        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
-        >>> rule.aggregate()
-        {'w': tensor(0.8333)}
     """
 
     def __init__(

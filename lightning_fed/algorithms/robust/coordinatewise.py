@@ -52,8 +52,8 @@ class Median(RobustAggregator):
 class TrimmedMean(RobustAggregator):
     """Coordinate-wise mean of the clients' models without the ``f`` smallest and ``f`` largest values.
 
-    Requires at least ``2 f + 1`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference: Yin et
-    al., ICML 2018, definition 2.
+    Requires at least ``2 f + 1`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference: Yin et al.,
+    ICML 2018, definition 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -62,17 +62,6 @@ class TrimmedMean(RobustAggregator):
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
-
-    Example:
-        >>> from lightning_fed.rule import RoundInfo
-        >>> import torch
-        >>> from lightning_fed import ClientUpdate
-        >>> rule = TrimmedMean(num_malicious=1)
-        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
-        >>> for client, value in {"a": 1.0, "b": 2.0, "c": 3.0, "d": 1e9}.items():
-        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
-        >>> rule.aggregate()
-        {'w': tensor(2.5000)}
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:

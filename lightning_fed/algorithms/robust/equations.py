@@ -17,10 +17,7 @@ from torch import Tensor
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Squared Euclidean distances between rows, from inner products.
-
-    Args:
-        gram: Inner products between rows, shape ``(n, n)``, symmetric.
+    """Squared Euclidean distances between rows, from inner products with shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
@@ -41,19 +38,13 @@ def squared_distances(gram: Tensor) -> Tensor:
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
     """Krum's scores: sum of squared distances to the nearest ``n - f - 2`` other clients, at least one.
 
-    Args:
-        distances: Squared distances, shape ``(n, n)``.
-        num_malicious: Number f of malicious clients.
+    Squared distances have shape ``(n, n)``, and ``num_malicious`` is f. Reference: Blanchard, El Mhamdi, Guerraoui &
+    Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
 
     Example:
-        >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [100.0]]).double()
+        >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [9.0]]).double()
         >>> krum_scores(squared_distances(rows @ rows.T), num_malicious=1)
-        tensor([5.0000e+00, 2.0000e+00, 2.0000e+00, 5.0000e+00, 1.9013e+04],
-               dtype=torch.float64)
-
-    References:
-        Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient
-        Descent", NeurIPS 2017, section 4.
+        tensor([ 5.,  2.,  2.,  5., 85.], dtype=torch.float64)
     """
     size = len(distances)
     distances_to_others = distances + torch.diag(distances.new_full((size,), float("inf")))
@@ -77,14 +68,10 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 
 
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
-    """Selects ``n - 2f`` clients by repeated Krum; returns sorted indices.
+    """Selects ``n - 2f`` clients by repeated Krum with f = ``num_malicious``; returns sorted indices.
 
     Ties follow the order over all clients. Reference: El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of
     Distributed Learning in Byzantium", ICML 2018, section 4.
-
-    Args:
-        distances: Squared distances, shape ``(n, n)``.
-        num_malicious: Number f of malicious clients.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [8.0], [100.0]]).double()
@@ -112,7 +99,8 @@ def geometric_median_weights(
     .. math:: v \leftarrow \frac{\sum_i w_i u_i}{\sum_i w_i}, \qquad w_i = \frac{1}{\max(\nu, \lVert v - u_i \rVert)}
 
     Initial weights decrease with a client's median distance to all clients, so that few distant clients do not slow the
-    convergence. Iterations stop once the weights are stable.
+    convergence. Iterations stop once the weights are stable. Reference: Pillutla, Kakade & Harchaoui, "Robust
+    Aggregation for Federated Learning", IEEE Transactions on Signal Processing 2022, Algorithm 2.
 
     Args:
         gram: Inner products between client updates, shape ``(n, n)``.
@@ -124,10 +112,6 @@ def geometric_median_weights(
         >>> rows = torch.tensor([[1.0], [4.0], [7.0]]).double()
         >>> geometric_median_weights(rows @ rows.T) @ rows
         tensor([4.0000], dtype=torch.float64)
-
-    References:
-        Pillutla, Kakade & Harchaoui, "Robust Aggregation for Federated Learning", IEEE Transactions on Signal
-        Processing 2022, Algorithm 2.
     """
     spread = squared_distances(gram).sqrt().median(dim=1).values
     weights = _normalized(1 / spread.clamp_min(smoothing))
@@ -146,11 +130,8 @@ def geometric_median_weights(
 def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
     r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` to clip updates, shape ``(n,)``; 1 for norm 0.
 
-    Reference: Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019, section 3.
-
-    Args:
-        norms: Update norms, shape ``(n,)``.
-        radius: Norm C; ``None`` for the median of ``norms``.
+    Clips to ``radius`` C, by default the median norm. Reference: Sun, Kairouz, Suresh & McMahan, "Can You Really
+    Backdoor Federated Learning?", 2019, section 3.
 
     Example:
         >>> clipping_weights(torch.tensor([0.0, 1.0, 4.0]), radius=2.0)
@@ -197,21 +178,14 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
 
 def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple[Tensor, Tensor]:
-    r"""Client weights by similarity to a trusted update.
+    r"""Client weights in :math:`g`, and trust scores :math:`t_i`, both in shape ``(n,)``.
 
     .. math:: g = \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    Reference: Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021,
-    equations 2 to 4.
-
-    Args:
-        norms: Norms of client updates, shape ``(n,)``.
-        products: Inner products with the trusted update, shape ``(n,)``.
-        trusted_norm: Norm of the trusted update.
-
-    Returns:
-        Client weights in :math:`g` (all 0 if all scores are 0) and trust scores :math:`t_i`, both in shape ``(n,)``.
+    Weights are 0 if all scores are 0. ``norms`` are the clients' norms, and ``products`` the inner products with the
+    trusted update :math:`u_0`. Reference: Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via
+    Trust Bootstrapping", NDSS 2021, equations 2 to 4.
 
     Example:
         >>> weights, scores = trust_weights(torch.tensor([2.0, 1.0]), torch.tensor([2.0, -1.0]), trusted_norm=1.0)
@@ -232,22 +206,15 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
 
 
 def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise mean without the ``f`` smallest and ``f`` largest values; the median for f = ``(n - 1) // 2``.
+    """Coordinate-wise mean of rows ``(n, k)`` without the f smallest and f largest values, f = ``num_trimmed``.
 
-    Args:
-        rows: Values from n clients, shape ``(n, k)``.
-        num_trimmed: Number f of values to exclude at each end, less than ``n / 2``.
-
-    Returns:
-        Means, shape ``(k,)``, and the number of included coordinates per client, shape ``(n,)``.
+    The result is the median for f = ``(n - 1) // 2``. Also returns the number of included coordinates per client.
+    Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+    Rates", ICML 2018, definitions 1 and 2.
 
     Example:
         >>> trimmed_mean(torch.tensor([[0.0, 9.0], [2.0, 1.0], [50.0, 2.0]]).double(), num_trimmed=1)
         (tensor([2., 2.], dtype=torch.float64), tensor([0., 1., 1.], dtype=torch.float64))
-
-    References:
-        Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
-        ICML 2018, definitions 1 and 2.
     """
     if not num_trimmed:
         return rows.mean(0), rows.new_full((len(rows),), rows.shape[1])
@@ -257,14 +224,9 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise mean of the ``count`` values nearest to the median.
+    """Coordinate-wise mean of the ``count`` values nearest to the median, from rows with shape ``(n, k)``.
 
-    Args:
-        rows: Values from n clients, shape ``(n, k)``.
-        count: Number of values, from 1 to n.
-
-    Returns:
-        Means, shape ``(k,)``, and the number of included coordinates per client, shape ``(n,)``.
+    Returns means, shape ``(k,)``, and the number of included coordinates per client, shape ``(n,)``.
 
     Example:
         >>> mean_around_median(torch.tensor([[0.0], [2.0], [3.0], [50.0]]).double(), count=2)
@@ -282,22 +244,16 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
-    """Mixing matrix that replaces each update by the mean of its ``n - f`` nearest updates, including itself.
+    """Mixing matrix: each new update is the mean over the ``n - f`` nearest updates, including itself.
 
-    Args:
-        gram: Inner products between client updates, shape ``(n, n)``.
-        num_malicious: Number f of malicious clients.
+    The Gram matrix has shape ``(n, n)``, and ``num_malicious`` is f. Reference: Allouah, Farhadkhani, Guerraoui, Gupta,
+    Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm
+    2 ("NNM").
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [9.0]]).double()
-        >>> nearest_neighbor_mixing(rows @ rows.T, num_malicious=1) @ rows
-        tensor([[0.5000],
-                [0.5000],
-                [5.0000]], dtype=torch.float64)
-
-    References:
-        Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML
-        under Heterogeneity", AISTATS 2023, Algorithm 2 ("NNM").
+        >>> (nearest_neighbor_mixing(rows @ rows.T, num_malicious=1) @ rows).flatten().tolist()
+        [0.5, 0.5, 5.0]
     """
     distances = squared_distances(gram).fill_diagonal_(-1.0)
     count = len(gram) - num_malicious
@@ -306,15 +262,10 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
 
 
 def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Tensor:
-    """Mixing matrix that averages random groups of clients, shape ``(ceil(n / s), n)``. The last group may be smaller.
+    """Mixing matrix that averages random groups of s = ``bucket_size`` clients, shape ``(ceil(n / s), n)``.
 
-    Reference: Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022,
-    Algorithm 1.
-
-    Args:
-        size: Number n of clients.
-        bucket_size: Number s of clients per group.
-        generator: Draws the groups.
+    The last group may be smaller. Reference: Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous
+    Datasets via Bucketing", ICLR 2022, Algorithm 1.
 
     Example:
         >>> bucketing(3, 2, np.random.default_rng(0)).sum(1)
@@ -331,22 +282,14 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
     r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to a common norm.
 
-    The matrix is diagonal. The common norm is the largest remaining norm.
-
-    Args:
-        gram: Inner products between client updates, shape ``(n, n)``.
-        num_malicious: Number f of malicious clients.
+    The matrix is diagonal, and f is ``num_malicious``. The common norm is the largest remaining norm. Reference:
+    Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning",
+    ICLR 2025, Algorithm 2 ("ARC").
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()
-        >>> adaptive_clipping(rows @ rows.T, num_malicious=1) @ rows
-        tensor([[ 1.],
-                [-2.],
-                [ 2.]], dtype=torch.float64)
-
-    References:
-        Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning",
-        ICLR 2025, Algorithm 2 ("ARC").
+        >>> (adaptive_clipping(rows @ rows.T, num_malicious=1) @ rows).flatten().tolist()
+        [1.0, -2.0, 2.0]
     """
     norms = gram.diagonal().sqrt()
     num_clipped = 2 * num_malicious * (len(gram) - num_malicious) // len(gram)

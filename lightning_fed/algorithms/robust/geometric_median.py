@@ -22,9 +22,9 @@ class GeometricMedian(RobustAggregator):
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
-    Requires at least ``2 f + 1`` clients. Iterations stop once all client weights are stable. The paper weights clients
-    by examples; here all clients have equal weight. The number of malicious clients only affects BatchNorm's running
-    statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2 ("RFA", "smoothed Weiszfeld").
+    Requires at least ``2 f + 1`` clients. The paper weights clients by examples; here all clients have equal weight.
+    The number of malicious clients only affects BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP
+    2022, Algorithms 1 and 2 ("RFA", "smoothed Weiszfeld").
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -34,17 +34,6 @@ class GeometricMedian(RobustAggregator):
     Args:
         num_malicious: See :class:`RobustAggregator`.
         smoothing: Lower bound :math:`\nu` for distances, positive.
-
-    Example:
-        >>> from lightning_fed.rule import RoundInfo
-        >>> import torch
-        >>> from lightning_fed import ClientUpdate
-        >>> rule = GeometricMedian()
-        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
-        >>> for client, value in {"a": 1.0, "b": 4.0, "c": 7.0}.items():
-        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
-        >>> rule.aggregate()
-        {'w': tensor(4.)}
     """
 
     def __init__(

@@ -71,16 +71,6 @@ class MultiKrum(RobustAggregator):
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
         num_selected: Number of clients in the mean; ``None`` for ``n - f``.
-
-    Example:
-        >>> from lightning_fed.rule import RoundInfo
-        >>> from lightning_fed import ClientUpdate
-        >>> rule = MultiKrum(num_malicious=1)
-        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
-        >>> for client, value in {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 1e9}.items():
-        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
-        >>> rule.aggregate()
-        {'w': tensor(2.5000)}
     """
 
     least = (2, 3)
@@ -102,9 +92,9 @@ class MultiKrum(RobustAggregator):
 class Bulyan(RobustAggregator):
     """Coordinate-wise mean around the median over clients selected by repeated Krum.
 
-    Krum selects ``n - 2 f`` clients one after another. For each coordinate the ``n - 4 f`` values nearest to the
-    median are averaged. Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
-    Reference: El Mhamdi et al., ICML 2018, section 4.
+    Krum selects ``n - 2 f`` clients one after another. For each coordinate the ``n - 4 f`` values nearest to the median
+    are averaged. Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference:
+    El Mhamdi et al., ICML 2018, section 4.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -113,16 +103,6 @@ class Bulyan(RobustAggregator):
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
-
-    Example:
-        >>> from lightning_fed.rule import RoundInfo
-        >>> from lightning_fed import ClientUpdate
-        >>> rule = Bulyan(num_malicious=1)
-        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
-        >>> for client, value in enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 1e9]):
-        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
-        >>> rule.aggregate()
-        {'w': tensor(3.)}
     """
 
     least = (4, 3)

@@ -16,7 +16,7 @@ _ROUNDING = 1e-12  # tolerance for a sum of weights
 
 
 class Steps:
-    """Updates of n clients (local minus global), as rows of a matrix that is never fully in memory.
+    """Client updates (local minus global), as rows in a matrix that is never fully in memory.
 
     In addition to the client states, memory holds some float64 columns and the n x n inner products. Results are new
     states: the global model plus a combination of updates, in float64.
@@ -31,8 +31,6 @@ class Steps:
         >>> steps.gram
         tensor([[1., 3.],
                 [3., 9.]], dtype=torch.float64)
-        >>> steps.mean(torch.tensor([0.5, 0.5]).double())
-        {'w': tensor([3.], dtype=torch.float64)}
     """
 
     def __init__(self, start: State, states: Sequence[State], names: Sequence[str]) -> None:
@@ -65,7 +63,7 @@ class Steps:
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
-        """Inner products of the rows with a vector (float64 entries), shape ``(rows,)``."""
+        """Inner products between the rows and a vector (float64 entries), shape ``(rows,)``."""
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
             direction_values = _as_real(direction[name])

@@ -2,10 +2,7 @@
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), equation 9: MAP@R with a fixed R. With
 R equal to the number of other images in the class, the metric equals MAP@R in Musgrave, Belongie and Lim, "A Metric
-Learning Reality Check", ECCV 2020, section 3.2.
-
-Neighbours are searched in blocks with ``chunk_size`` queries and ``chunk_size`` images, so memory is not quadratic in
-the number of images.
+Learning Reality Check", ECCV 2020, section 3.2. Neighbours are searched in blocks, to save memory.
 """
 
 from __future__ import annotations
@@ -46,9 +43,9 @@ def mean_average_precision_at_r(
     excluded from the query's own neighbours. With a fixed R, a perfect model reaches 1 only if every class has more
     than R images: with five images per class MAP@10 is at most 0.4.
 
-    Among equally near images, other classes come first. The result then does not depend on the order of the images, and
-    a model with a constant output gets no credit. Distances with seven equal digits count as equal. The result is a
-    float64 scalar; NaN if an embedding is not finite, or every query is skipped.
+    Among equally near images, other classes come first, so a model with a constant output gets no credit. Distances
+    with seven equal digits count as equal. The result is a float64 scalar; NaN if an embedding is not finite, or every
+    query is skipped.
 
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
@@ -64,8 +61,6 @@ def mean_average_precision_at_r(
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
         >>> mean_average_precision_at_r(embeddings, torch.tensor([0, 0, 1, 1]), r="relevant").item()
         1.0
-        >>> mean_average_precision_at_r(embeddings, torch.tensor([0, 0, 1, 1]), r=2).item()
-        0.5
     """
     check_r(r)
     search = _Search(embeddings, labels, metric, gallery, gallery_labels, chunk_size)
