@@ -34,7 +34,7 @@ class Sites(Transport):
             )  # fmt: skip
         return self.runners[site]
 
-    def meet(self, expected, patience):
+    def await_clients(self, expected, patience):
         return expected
 
     def discover(self):
