@@ -1,8 +1,6 @@
-"""Logging for several processes with different clients.
+"""Logging for several processes: all processes log the joint values at the end of a round.
 
-Lightning reduces a logged value over the processes at the end of an epoch, provided all processes log the value. In a
-federated round a process may have no client, or a client on another branch of the training step. Therefore every
-process accumulates the values from local batches, and all processes log the joint values at the end of the round.
+Lightning's own reduction needs the same logged names in all processes, but a process may have no client in a round.
 """
 
 from __future__ import annotations
@@ -33,13 +31,8 @@ _IRRELEVANT_WARNINGS = (
 class _Entry:
     """Accumulated values for one logged name.
 
-    Args:
-        options: Lightning's ``prog_bar`` and ``logger``.
-        logged: Epoch value; without a total if the name is only logged per step.
-        metric: Path of the logged metric, instead of values.
-        is_per_step: Whether single steps are logged, too.
-        last: Value from the last step.
-        position: Position of the last step's visit in the round.
+    ``logged`` has no total if the name is only logged per step; ``metric`` is the path of a logged metric; ``position``
+    is the index of the last step's visit in the round.
     """
 
     options: dict[str, Any]
@@ -61,11 +54,9 @@ class _Entry:
 class DistributedLog(L.Callback):
     """Replaces ``LightningModule.log`` during training and evaluation batches.
 
-    Every process forwards per-step values directly to Lightning; loggers only see the first process. The callback
-    accumulates per-epoch values with Lightning's weights, and all processes log the joint values after the last visit
-    in a round (:meth:`log_all`) and at the end of an evaluation. Torchmetrics metrics are passed to Lightning at this
-    point; Lightning then synchronises the metric states. :class:`~lightning_fed.callbacks.Federation` adds this
-    callback.
+    Per-step values go directly to Lightning; loggers only see the first process. Per-epoch values are accumulated with
+    Lightning's weights, and logged after the last visit in a round (:meth:`log_all`) and at the end of an evaluation.
+    Torchmetrics metrics are then passed to Lightning, which synchronises the metric states.
     """
 
     def __init__(self) -> None:
@@ -85,7 +76,6 @@ class DistributedLog(L.Callback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Replaces ``log`` on the module and on all callbacks."""
         self._restore()
         self._reset()
         self._module, self._ranks = pl_module, process_group_of(trainer)
@@ -109,7 +99,6 @@ class DistributedLog(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Starts to accumulate values."""
         self._start_evaluation(batch, dataloader_idx, len(trainer.num_val_batches))
 
     def on_test_batch_start(
@@ -120,23 +109,18 @@ class DistributedLog(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Starts to accumulate values."""
         self._start_evaluation(batch, dataloader_idx, len(trainer.num_test_batches))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the joint values."""
         self._log_evaluation(trainer.val_dataloaders)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the joint values."""
         self._log_evaluation(trainer.test_dataloaders)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores ``log``."""
         self._restore()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restores ``log``."""
         self._restore()
 
     # A round
@@ -155,11 +139,7 @@ class DistributedLog(L.Callback):
         return {name: entry.on_cpu() for name, entry in entries.items()}
 
     def log_all(self, parts: Iterable[Mapping[str, _Entry]]) -> None:
-        """Logs the joint values from all processes.
-
-        Args:
-            parts: Results of :meth:`take_entries` from every process, in rank order.
-        """
+        """Logs the joint values from all processes, given in rank order."""
         joint: dict[str, _Entry] = {}
         for part in parts:
             for name, entry in part.items():

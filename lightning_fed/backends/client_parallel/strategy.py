@@ -32,10 +32,9 @@ from lightning_fed.server.schedule import Schedule
 class ClientParallelStrategy(DDPStrategy, ClientSharing):
     """Trains each round's clients in several processes.
 
-    The strategy requires a Trainer with :class:`~lightning_fed.callbacks.Federation`. Every process draws the same
-    cohort and trains a share of the clients, exactly as a single process would. The processes merge the aggregators
-    once per round, and every process loads the same new global model. Gradients are never synchronised, and the module
-    is not wrapped.
+    Every process draws the same cohort and trains a share of the clients of a
+    :class:`~lightning_fed.callbacks.Federation`, exactly as a single process would. The processes merge the aggregators
+    once per round. Gradients are never synchronised, and the module is not wrapped.
 
     During visits a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``, ``self.all_gather``
     and torchmetrics stay within the process. Between rounds, in validation and in tests, the strategy behaves like
@@ -51,16 +50,10 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         checkpoint_io: See ``DDPStrategy``; set by the Trainer.
         precision_plugin: See ``DDPStrategy``; set by the Trainer.
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
-        timeout: Maximum wait for other processes, followed by an error. The first process waits for the last process at
-            the end of each round, so the value must exceed one process's visits in a round.
-        balance: Measure for equal shares. ``"batches"`` counts batches; shares and summation order then depend only on
-            the data, and two runs agree bit for bit. ``"time"`` multiplies the batches by the client's measured seconds
-            per batch, for clients or devices with different speeds; two runs agree up to float64 rounding.
-
-    Raises:
-        ValueError: If ``balance`` is unknown.
-        MisconfigurationException: In ``fit``, if the module has synchronised BatchNorm layers or differs between
-            processes.
+        timeout: Maximum wait for other processes. The first process waits for the last process at the end of each
+            round, so the value must exceed one process's visits in a round.
+        balance: Measure for equal shares: ``"batches"``, where two runs agree bit for bit, or ``"time"``, batches times
+            the client's measured seconds per batch, where two runs agree up to float64 rounding.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -112,7 +105,6 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         schedule: Schedule,
         progress: RoundProgress,
     ) -> RoundSynchronisation:
-        """Returns the synchronisation for a fit."""
         check_processes(trainer, store)
         (log,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, DistributedLog))
         processes = self.process_group
@@ -124,7 +116,6 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         return 1 if self._processes.is_independent else super().world_size
 
     def setup_environment(self) -> None:
-        """Initialises the process group."""
         super().setup_environment()
         if super().world_size > 1:
             self._processes = TorchProcessGroup(self.root_device)
@@ -159,7 +150,6 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         return obj if self._processes.is_independent else super().broadcast(obj, src)
 
     def teardown(self) -> None:
-        """Releases the module."""
         self._processes.is_independent = False
         super().teardown()
 

@@ -37,16 +37,9 @@ _ROUNDING = 1e-4  # largest relative difference between norms of equal models
 class _Share:
     """One process's results for a round.
 
-    Args:
-        is_cut: Whether the round ended before the last visit was complete.
-        should_stop: Whether the Trainer received a request to stop.
-        steps: Number of optimizer steps.
-        report: Report on the visits.
-        visit_costs: Seconds per batch, by client.
-        finals: Final scheduler states, see ``LocalOptimizers``.
-        logged: Values logged in the visits.
-        stored: Client states for the next rounds, see ``ClientStore.share``.
-        noted: Values yielded by the callbacks' ``share_round``.
+    ``visit_costs`` are seconds per batch by client, ``finals`` the scheduler states (see ``LocalOptimizers``),
+    ``stored`` the client states (see ``ClientStore.share``), and ``noted`` the values yielded by the callbacks'
+    ``share_round``.
     """
 
     is_cut: bool
@@ -61,18 +54,7 @@ class _Share:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises the processes in a fit.
-
-    Args:
-        trainer: The Trainer.
-        server: The server.
-        store: Store for client states.
-        schedule: Source for the rounds' seeds.
-        progress: Lightning's progress in checkpoints.
-        processes: The process group.
-        log: Replacement for the module's ``log``.
-        balance: Measure for equal shares: batches or time.
-    """
+    """Synchronises the processes in a fit; ``balance`` is the measure for equal shares, batches or time."""
 
     visit_costs: VisitCosts  # measured costs, for equal shares
 
@@ -105,7 +87,6 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._seconds, self._should_stop = {}, False
 
     def start_visit(self, planned: PlannedVisit) -> None:
-        """Stores the start time."""
         self._log.start_visit(planned.position)
         self._visit_start = time.perf_counter()
 
@@ -166,11 +147,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._merge(state)
 
     def check_state(self, local: LocalModel) -> None:
-        """Checks for equal global models in all processes.
-
-        Raises:
-            RuntimeError: If the models differ by more than rounding.
-        """
+        """Raises ``RuntimeError`` if the processes' global models differ by more than rounding."""
         state = {name: local.entries[name] for name in local.shared}
         norms = self._processes.gather(float(norm(state.values())))
         if len(set(norms)) == 1:
@@ -208,12 +185,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
-    """Checks settings for a fit with several processes.
-
-    Raises:
-        MisconfigurationException: For ``max_steps``, an unshared store, checkpoints within a round, or a callback
-            without ``share_round``.
-    """
+    """Refuses ``max_steps``, an unshared store, checkpoints within a round, and callbacks without ``share_round``."""
     if trainer.max_steps != -1:
         raise MisconfigurationException(
             "`max_steps` counts the steps of a single process within a round: use"

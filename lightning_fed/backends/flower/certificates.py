@@ -23,22 +23,6 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
 
     The authority's certificate is valid ten times as long, so a new server certificate needs no new ``ca.crt`` on the
     nodes.
-
-    Args:
-        folder: Target folder for ``ca.crt`` (distributed to all nodes), ``ca.key``, ``server.crt`` and ``server.key``.
-        names: Names and addresses of the server, as used by nodes.
-        days: Validity of the server's certificate in days.
-
-    Returns:
-        The new files.
-
-    Raises:
-        FileExistsError: If the folder already has a server certificate.
-
-    Example:
-        >>> import tempfile
-        >>> [path.name for path in write_certificates(Path(tempfile.mkdtemp()), ["fed.example.org"])]
-        ['ca.key', 'ca.crt', 'server.key', 'server.crt']
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(
@@ -74,11 +58,7 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
 
 
 def write_node_key(folder: Path, name: str) -> list[Path]:
-    """Writes a node's key pair ``<name>.key`` and ``<name>.key.pub``, in the format of ``ssh-keygen -t ecdsa``.
-
-    Raises:
-        FileExistsError: If the key exists.
-    """
+    """Writes a node's key pair ``<name>.key`` and ``<name>.key.pub``, in the format of ``ssh-keygen -t ecdsa``."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private, public = folder / f"{name}.key", folder / f"{name}.key.pub"
     if private.exists():

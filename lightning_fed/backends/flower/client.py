@@ -32,28 +32,22 @@ def client_app(
     """Client half as a Flower app, on the machine with the data.
 
     A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
-    (personal layers, kept optimizer state, callback state) stays in ``store``. Only local settings decide about the
-    state; the server cannot request the state.
+    (personal layers, kept optimizer state, callback state) stays in ``store``; the server cannot request the state.
 
     A machine may serve several clients: all clients in ``data``, or, with ``partition-id`` and ``num-partitions`` in
     the node configuration, every ``num-partitions``-th client, as in a Flower simulation.
 
     Args:
         federation: The federation, with the server's arguments.
-        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
-            the federation's seed).
+        model: The LightningModule, or a function returning the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the node configuration to one of these.
         trainer: Arguments for ``L.Trainer``.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work ordered by the server; unlimited by default.
-        policy: File with the site policy; no answer leaves without the file. By default ``site_policy.toml`` in
-            ``store``; without traces of a policy in ``store``, every answer leaves. See
-            :mod:`lightning_fed.backends.site`.
-
-    Raises:
-        ValueError: If ``trainer`` has an argument reserved for the server.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
+            default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
 
     Example:
         >>> import torch

@@ -27,19 +27,7 @@ class Broken(Exception):
 
 
 def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:
-    """Checks name, port, certificate, gateway, versions, clocks, and the node's key.
-
-    Args:
-        address: The gateway's address, such as ``"fed.example.org:9092"``.
-        ca: The authority's certificate, ``ca.crt``.
-        key: The node's private key; ``None`` skips the last check.
-
-    Yields:
-        A line for each passed check.
-
-    Raises:
-        Broken: At the first failed check.
-    """
+    """Checks name, port, certificate, gateway, versions, clocks, and the node's key; yields a line per passed check."""
     name, port = split_address(address)
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})

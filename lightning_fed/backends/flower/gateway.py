@@ -65,11 +65,7 @@ class Registry:
         self._known: dict[bytes, float] = {}
 
     async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Returns the registered key behind a call's signature; ``None`` without a key.
-
-        Raises:
-            sqlite3.Error: If the database cannot be read, and the key was not found in the last minute.
-        """
+        """Returns the registered key behind a call's signature, or ``None``; raises for an unreadable database."""
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
             signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]
@@ -179,12 +175,6 @@ class Gateway:
     """ASGI application that passes SuperNodes' calls to a SuperLink.
 
     To ``GET /`` it answers with the versions of Flower and lightning-fed, for ``lightning-fed doctor --flower``.
-
-    Args:
-        superlink: The SuperLink's address, such as ``"127.0.0.1:8000"``.
-        ca: File with the authority's certificate.
-        registry: Registered nodes' keys.
-        listeners: The listening sockets.
     """
 
     def __init__(self, superlink: str, ca: str, registry: Registry, listeners: list[Listener] | None = None) -> None:
@@ -197,7 +187,6 @@ class Gateway:
         self._calls = Counter[bytes]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
         if scope["type"] == "lifespan":
             for event in ("startup", "shutdown"):
                 await receive()
@@ -275,11 +264,7 @@ class _TooLargeError(Exception):
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:
-    """Parts from a request's body, one after another.
-
-    Raises:
-        _TooLargeError: If the body is too large or breaks off.
-    """
+    """Yields parts from a request's body; raises for a too large or broken body."""
     size, has_more = 0, True
     while has_more:
         message = await receive()
@@ -302,17 +287,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
-    """Runs a gateway until the end of the process.
-
-    Args:
-        superlink: The SuperLink's address on this machine.
-        host: This machine's name or address.
-        port: Port.
-        ca: File with the authority's certificate.
-        certificate: File with the server's certificate.
-        key: File with the server's private key.
-        database: The SuperLink's SQLite file, with registered nodes' keys.
-    """
+    """Runs a gateway until the end of the process; ``database`` is the SuperLink's SQLite file with the nodes' keys."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(

@@ -38,34 +38,25 @@ def server_app(
     saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. A new run
     needs another folder.
 
-    The network only carries messages: the global model and additional tensors from the method in one direction, updates
-    in the other. Messages are validated and never unpickled. A round excludes a client without a valid answer within
-    the time limit, and the log names the client.
+    The network only carries messages: the global model and additional tensors in one direction, updates in the other.
+    Messages are validated and never unpickled. A round excludes a client without a valid answer within the time limit.
 
     Args:
         federation: The federation. The client half needs equal arguments.
-        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
-            the federation's seed).
-        val_data: Validation data for the global model, in any form accepted by
-            :class:`~lightning_fed.data.FederatedDataModule`, or a datamodule with a validation loader (``setup``
-            receives the stage ``"validate"``).
+        model: The LightningModule, or a function returning the module (called with the federation's seed set).
+        val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
+            datamodule with a validation loader (``setup`` receives the stage ``"validate"``).
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
-        clients: The client names, or the number of clients. Training starts as soon as all clients are connected. Later
-            clients are ignored, and a resumed run waits for the original clients. A mapping binds each client to a
-            SuperNode's public key (text of the ``.key.pub`` file) or number (from ``flwr supernode register``); other
-            nodes can then neither answer for the client nor receive the client's messages.
+        clients: The client names, or the number of clients. Training starts when all are connected; later clients are
+            ignored, and a resumed run waits for the original clients. A mapping binds each client to a SuperNode's
+            public key (text of the ``.key.pub`` file) or number (from ``flwr supernode register``); other nodes can then
+            neither answer for the client nor receive the client's messages.
         folder: Folder for checkpoints, including ``last.ckpt``.
         callbacks: Additional callbacks.
-        time_limit: Seconds per round for the clients' answers. A :class:`Deadline` also limits the wait for late
-            answers and for lost connections.
+        time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
         patience: Seconds for all clients to connect.
-        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages. Required by sites with the
+        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages, required by sites with the
             server's public key in the policy.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range, or a Trainer argument is unsupported.
-        MisconfigurationException: At the start of the app, if a callback or option needs the clients' data on the
-            server.
 
     Example:
         >>> from torch import nn

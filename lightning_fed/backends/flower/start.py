@@ -38,18 +38,10 @@ _GRACE_SECONDS = 10.0
 def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000) -> None:
     """Runs SuperLink, SuperExec and gateway, until one process ends.
 
-    The SuperLink listens on the loopback address, accepts registered nodes only, and stores state in ``server`` in
-    Flower's folder. A shared secret between SuperLink and SuperExec prevents other users from running an app.
-
-    Args:
-        keys: Folder with ``ca.crt``, ``server.crt`` and ``server.key`` (:func:`write_certificates`).
-        address: Name and port of the gateway, as used by nodes.
-        host: Name or address for the gateway's listening socket; by default the name in ``address``.
-        port: Port of the SuperLink on the loopback address, used by ``flwr``.
-
-    Raises:
-        FileNotFoundError: If a certificate is missing.
-        OptionError: If a port is in use.
+    The SuperLink listens on the loopback address at ``port``, accepts registered nodes only, and stores state in
+    ``server`` in Flower's folder. A shared secret between SuperLink and SuperExec prevents other users from running an
+    app. The folder ``keys`` is from :func:`write_certificates`; the gateway listens on ``host``, by default the name in
+    ``address``.
     """
     name, gateway_port = split_address(address)
     ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
@@ -80,16 +72,6 @@ def start_node(app: Path, keys: Path, address: str, client: str, config: str = "
 
     The SuperNode listens on the loopback address. A shared secret between SuperNode and SuperExec prevents other users
     on the machine from answering for the client. Secret and socket are in ``node-<client>`` in Flower's folder.
-
-    Args:
-        app: App folder, with the data in ``clients.py``.
-        keys: Folder with ``ca.crt`` and the node's key ``<client>.key``.
-        address: Name and port of the server's gateway.
-        client: Client name.
-        config: Additional node configuration, in the format of ``flower-supernode``.
-
-    Raises:
-        FileNotFoundError: If a certificate or key is missing.
     """
     split_address(address)
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
@@ -113,15 +95,7 @@ def start_node(app: Path, keys: Path, address: str, client: str, config: str = "
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits an address into name and port.
-
-    Raises:
-        OptionError: If name or port is missing or invalid.
-
-    Example:
-        >>> split_address("fed.example.org:9092")
-        ('fed.example.org', 9092)
-    """
+    """Splits an address into name and port."""
     name, _, port = address.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 2**16:
         raise OptionError(f"Expected an address such as 'fed.example.org:9092', but got {address!r}.")
@@ -185,10 +159,9 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts the processes in order, and ends all processes after one exits or after a signal.
+    """Starts the processes in order.
 
-    Raises:
-        SystemExit: If a process exits, with the exit status.
+    After an exit or a signal, ends all and raises ``SystemExit`` with the exit status.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

@@ -38,22 +38,12 @@ _COLLECTION = 3600.0  # seconds after the time limit to read answers from before
 
 
 def split_bytes(data: bytes) -> list[memoryview]:
-    """Splits a packet's bytes into arrays, because Flower makes four copies of an array to assemble the array.
-
-    Example:
-        >>> [len(part) for part in split_bytes(bytes(60 * 2**20))], [len(part) for part in split_bytes(b"")]
-        ([41943040, 20971520], [0])
-    """
+    """Splits a packet's bytes into arrays, because Flower makes four copies of an array to assemble the array."""
     return [memoryview(data)[start : start + _ARRAY] for start in range(0, max(len(data), 1), _ARRAY)]
 
 
 def to_records(packet: Packet) -> RecordDict:
-    """Converts a packet to Flower's records.
-
-    Example:
-        >>> from_records(to_records(Packet("text", b"1234")))
-        Packet(text='text', data=b'1234')
-    """
+    """Converts a packet to Flower's records."""
     arrays = {
         str(i): Array(dtype="uint8", shape=(len(part),), stype=_STYPE, data=bytes(part))
         for i, part in enumerate(split_bytes(packet.data))
@@ -62,11 +52,7 @@ def to_records(packet: Packet) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> Packet:
-    """Converts Flower's records to a packet.
-
-    Raises:
-        PacketError: If the records have no text and tensors.
-    """
+    """Converts Flower's records to a packet; raises ``PacketError`` without text and tensors."""
     try:
         text, record = content["packet"]["text"], content["tensors"]
         arrays = [record[str(i)] for i in range(len(record))]
@@ -79,17 +65,10 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport(Transport):
-    """Sends packets over Flower's grid.
+    """Sends packets over Flower's grid: asks each node for the node's clients, again after a lost node reconnects.
 
-    The transport asks each node for the node's clients, and asks again after a lost node reconnects.
-
-    Args:
-        grid: Flower's grid.
-        deadline: Time limit for a round's answers, or seconds.
-        poll: Seconds between checks for answers.
-        bound: Client to permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other nodes
-            receive no message. With ``None``, the first connected node to name a client serves the client.
-        key: Private key for signed messages; ``None`` for unsigned messages.
+    ``bound`` maps a client to the permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other
+    nodes receive no message. With ``None``, the first connected node to name a client serves the client.
     """
 
     def __init__(
@@ -109,7 +88,6 @@ class FlowerTransport(Transport):
         self._retry_times: dict[int, float] = {}  # time of the next request for clients
 
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for all expected clients."""
         deadline = time.monotonic() + patience
         wanted = None if isinstance(expected, int) else set(expected)
         while True:
@@ -129,7 +107,6 @@ class FlowerTransport(Transport):
         return chosen
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Sends a packet to a client's node."""
         node = self._find_node(client)
         # Messages outlive the time limit: the round may still wait for an earlier client when an answer arrives.
         return (
@@ -137,7 +114,6 @@ class FlowerTransport(Transport):
         )
 
     def pull(self, name: str) -> Answer | None:
-        """Answer to a message; ``None`` before the answer arrives."""
         try:
             message = next(iter(self._grid.pull_messages([name])), None)
         except Exception as error:  # Flower cannot assemble the node's message
@@ -153,7 +129,6 @@ class FlowerTransport(Transport):
             return unreadable(error)
 
     def connection(self, client: Client) -> int | None:
-        """Node of a client; ``None`` for a disconnected client."""
         self.discover()
         return self._node_of(client)
 
@@ -244,11 +219,7 @@ class FlowerTransport(Transport):
 
 
 def read_node_key(node: int | str) -> int | bytes:
-    """Converts a node's public key to Flower's format. A node number is unchanged.
-
-    Raises:
-        ValueError: If the text is not a public key.
-    """
+    """Converts a node's public key to Flower's format. A node number is unchanged."""
     if not isinstance(node, str):
         return node
     try:

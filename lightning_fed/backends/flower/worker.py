@@ -1,9 +1,4 @@
-"""Worker: long-lived client process to answer messages from the SuperNode's short-lived processes.
-
-A SuperNode starts a process for every message. With a worker, this process only forwards the message: the ``client.py``
-from ``lightning-fed flower new`` does not import torch. A message then takes one second, and the worker builds model
-and data only once.
-"""
+"""Worker: long-lived client process, with a model and data built once, for the SuperNode's short-lived processes."""
 
 from __future__ import annotations
 
@@ -29,17 +24,8 @@ _log = logging.getLogger(__name__)
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
     """Answers messages from a Unix socket, one after another.
 
-    Other users cannot reach the socket, because the folder is private. Messages are text and bytes; nothing is
-    unpickled.
-
-    Args:
-        app: App from :func:`~lightning_fed.backends.flower.client_app`.
-        socket: Path for the socket; an abandoned socket is replaced.
-
-    Raises:
-        TypeError: If the app is not from ``client_app``.
-        FileExistsError: If the path is a file, or another worker uses the socket.
-        PermissionError: If other users can reach the folder.
+    Other users cannot reach the socket, because the folder is private; otherwise the call raises. An abandoned socket
+    is replaced, and nothing is unpickled.
     """
     if not isinstance(app, LightningClientApp):
         raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")

@@ -29,27 +29,21 @@ class FederationController(Controller):  # type: ignore[misc]
     """Server half as an NVFLARE controller. Each message is a task for one site.
 
     The controller trains like ``Trainer.fit``: after every round, Lightning validates, logs and saves the global model
-    in ``folder``. A resubmitted job resumes from the last complete round in ``folder``. A new run needs another folder.
+    in ``folder``. A resubmitted job resumes from the last complete round; a new run needs another folder.
 
     Args:
         federation: The federation. The client half needs equal arguments.
-        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
-            the federation's seed).
-        val_data: Validation data for the global model, in any form accepted by
-            :class:`~lightning_fed.data.FederatedDataModule`, or a datamodule with a validation loader.
+        model: The LightningModule, or a function returning the module (called with the federation's seed set).
+        val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
+            datamodule with a validation loader.
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: Client names equal to the site names, or a mapping from client to site name.
-        folder: Folder for checkpoints (``last.ckpt``). Use a folder outside the job: NVFLARE deletes the job's folder.
+        folder: Folder for checkpoints (``last.ckpt``), outside the job: NVFLARE deletes the job's folder.
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
         patience: Seconds for all sites to connect.
-        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages. Required by sites with the
+        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages, required by sites with the
             server's public key in the policy.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range, or a Trainer argument is unsupported.
-        MisconfigurationException: At the start of the job, if a callback or option needs the clients' data on the
-            server.
 
     Example:
         >>> from torch import nn

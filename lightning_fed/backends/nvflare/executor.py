@@ -30,21 +30,19 @@ class FederationExecutor(Executor):  # type: ignore[misc]
     """Client half as an NVFLARE executor, on the machine with the data.
 
     A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
-    stays in ``store``. Only local settings decide about the state; the server cannot request the state.
+    stays in ``store``; the server cannot request the state.
 
     Args:
         federation: The federation, with the server's arguments.
-        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
-            the federation's seed).
+        model: The LightningModule, or a function returning the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the site configuration (``{"site": name}``) to one of these.
         trainer: Arguments for ``L.Trainer``.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work ordered by the server; unlimited by default.
-        policy: File with the site policy; no answer leaves without the file. By default ``site_policy.toml`` in
-            ``store``; without traces of a policy in ``store``, every answer leaves. See
-            :mod:`lightning_fed.backends.site`.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
+            default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
 
     Example:
         >>> import torch
@@ -79,7 +77,6 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         self._runner: ClientRunner | None = None
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """Answers a task."""
         if self._runner is None:
             workspace = Path(fl_ctx.get_engine().get_workspace().get_root_dir())
             self._runner = self._make(store=workspace / "lightning-fed" if self._store is None else self._store)

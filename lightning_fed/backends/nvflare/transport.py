@@ -19,21 +19,12 @@ from lightning_fed.messages import Client
 
 
 def to_shareable(packet: Packet) -> Shareable:
-    """Converts a packet to an NVFLARE record.
-
-    Example:
-        >>> from_shareable(to_shareable(Packet("text", b"1234")))
-        Packet(text='text', data=b'1234')
-    """
+    """Converts a packet to an NVFLARE record."""
     return Shareable({"text": packet.text, "data": bytes(packet.data)})
 
 
 def from_shareable(content: Shareable) -> Packet:
-    """Converts an NVFLARE record to a packet.
-
-    Raises:
-        PacketError: If the record has no text and data.
-    """
+    """Converts an NVFLARE record to a packet; raises ``PacketError`` without text and data."""
     text, data = content.get("text"), content.get("data")
     if not isinstance(text, str) or not isinstance(data, bytes):
         raise PacketError("it is not a message from lightning-fed")
@@ -43,17 +34,8 @@ def from_shareable(content: Shareable) -> Packet:
 class FlareTransport(Transport):
     """Sends packets as tasks from a controller.
 
-    NVFLARE's certificates identify an answer's site, and ``sites`` identifies the site's client. A reconnected site
+    NVFLARE's certificates identify an answer's site, and ``sites`` maps clients to site names. A reconnected site
     resumes the task, or delivers the finished answer.
-
-    Args:
-        controller: The controller.
-        context: The controller's context.
-        abort: NVFLARE's signal for the end of the job.
-        sites: Client to site name.
-        deadline: Time limit for a round's answers, or seconds.
-        poll: Seconds between checks for answers.
-        key: Private key for signed packets; ``None`` for unsigned packets.
     """
 
     def __init__(
@@ -73,7 +55,6 @@ class FlareTransport(Transport):
         self._answers: dict[str, Callable[[], Answer]] = {}
 
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the sites of all expected clients."""
         deadline = time.monotonic() + patience
         wanted = list(self._sites) if isinstance(expected, int) else list(expected)
         while missing := {self._sites[client] for client in wanted} - self._connected():
@@ -99,17 +80,11 @@ class FlareTransport(Transport):
         return name
 
     def pull(self, name: str) -> Answer | None:
-        """Answer to a task; ``None`` before the answer arrives.
-
-        Raises:
-            RuntimeError: If NVFLARE aborts the job.
-        """
         self._check_abort()
         answer = self._answers.pop(name, None)
         return None if answer is None else answer()
 
     def connection(self, client: Client) -> str | None:
-        """Site of a client; ``None`` for a disconnected site."""
         site = self._sites[client]
         is_lost = self._controller.get_client_disconnect_time(site) is not None
         return None if is_lost else site

@@ -46,14 +46,8 @@ class SiteGate:
     """Checks orders and answers against the site's policy, and appends both to the site's record.
 
     The gate reads the policy anew for every message, before the visit and before the answer leaves. Without a readable
-    policy and a sound record, only a constant text leaves.
-
-    Args:
-        path: The policy's file.
-        is_required: Whether answers need the file. Otherwise the policy applies as soon as the file, a record, or a
-            file with a similar name exists.
-        half: The client half.
-        store: Folder of the client state.
+    policy and a sound record, only a constant text leaves. If the file is not required, the policy applies as soon as
+    the file, a record, or a file with a similar name exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -69,11 +63,7 @@ class SiteGate:
             _log.info("No policy at %s: every answer leaves.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        """Answers a packet. The packet's text may have a signature; ``answer`` receives the unsigned packet.
-
-        Raises:
-            PacketError: If the packet is unreadable, or asks for the clients' names without permission.
-        """
+        """Answers a packet. The packet's text may have a signature; ``answer`` receives the unsigned packet."""
         bare = Packet(split_signature(packet.text)[0], packet.data)
         if not self.is_in_force():
             return answer(bare)
@@ -105,11 +95,7 @@ class SiteGate:
         return left
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Judges the names of an update's entries before training.
-
-        Raises:
-            Refusal: If the policy does not allow an entry.
-        """
+        """Judges the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
         if self.is_in_force():
             try:
                 read_policy(self._path).judge_entries(names)
@@ -131,11 +117,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Records an order or a reply, and returns the packet for the server; ``None`` if the visit may begin.
-
-        Raises:
-            PacketError: Instead of a fault, if the order asks for the clients' names.
-        """
+        """Records an order or a reply, and returns the packet for the server; ``None`` if the visit may begin."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)
@@ -162,11 +144,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns the matching pattern per rule and the names in the answer.
-
-        Raises:
-            Refusal: If the answer must not leave.
-        """
+        """Returns the matching pattern per rule and the names in the answer; refuses a forbidden answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

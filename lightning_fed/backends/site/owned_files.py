@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Checks a file's owner and mode.
-
-    Raises:
-        OSError: If other users can change the file.
-    """
+    """Raises ``OSError`` if other users can change the file."""
     if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
         raise OSError(
             "other users can change the file or folder: use chmod go-w, and chown to root or the worker's user"
@@ -20,12 +16,9 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def check_parents(path: Path) -> None:
-    """Checks all folders above a file: a user with write access to a folder can replace files in the folder.
+    """Raises ``OSError`` if other users can replace the file, through write access to a folder above the file.
 
     In a folder with the sticky bit (``/tmp``) users cannot rename other users' entries.
-
-    Raises:
-        OSError: If other users can replace the file.
     """
     for depth, folder in enumerate(path.resolve().parents):
         status = folder.stat()

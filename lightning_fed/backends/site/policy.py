@@ -86,18 +86,10 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """A server's message under judgement.
+    """A server's message under judgement; ``answer`` is the requested kind, see :data:`ANSWERS`.
 
-    Args:
-        answer: Requested answer kind, see :data:`ANSWERS`.
-        text: Text, without the signature.
-        data: Tensors as bytes.
-        signature: Signature; empty for an unsigned message.
-        client: Requested client; ``None`` for the query for all names.
-        run: Fit name.
-        round: Round index.
-        stage: Secure sum stage.
-        sum_size: Number of clients in the secure sum; ``None`` if unknown or without a secure sum.
+    ``text`` is without the signature, ``client`` is ``None`` for the query for all names, ``stage`` belongs to a secure
+    sum, and ``sum_size`` is ``None`` for an unknown number of clients.
     """
 
     answer: str
@@ -197,11 +189,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Judges an order before training. Returns a mapping from rule to matching pattern.
-
-        Raises:
-            Refusal: If the policy does not allow the answer.
-        """
+        """Judges an order before training. Returns a mapping from rule to matching pattern."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -229,23 +217,11 @@ class SitePolicy:
         return allowed
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Judges the names of an update's entries before training.
-
-        Raises:
-            Refusal: If an entry is not allowed.
-        """
+        """Judges the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Judges an outgoing answer. Returns a mapping from rule to matching patterns, and all names in the answer.
-
-        Args:
-            answer: Requested answer kind, see :data:`ANSWERS`.
-            text: Answer text.
-
-        Raises:
-            Refusal: If any content is not allowed.
-        """
+        """Judges an outgoing answer. Returns a mapping from rule to matching patterns, and all names in the answer."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
@@ -286,11 +262,10 @@ class SitePolicy:
 
 
 def read_policy(path: Path) -> SitePolicy:
-    """Reads a policy and checks the owner and permissions of the file.
+    """Reads a policy, and checks the owner and permissions of the file.
 
-    Raises:
-        PolicyError: If the path is unreadable, a symbolic link or not a regular file; if other users (except root)
-            own or can change the file or the folder; or if the content has unknown rules or values.
+    Raises ``PolicyError`` for unreadable content, unknown rules, a symbolic link, and a file or folder that other users
+    (except root) own or can change.
     """
     try:
         content = _read_own_file(path)
@@ -378,11 +353,7 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
 
 
 def _simple_name(name: str) -> str:
-    """Logged name or metric name in the name of an evaluation's tensor.
-
-    For example ``logged|mean|val_loss`` and ``value|p|val_loss`` become ``val_loss``; ``state|acc|tp`` and
-    ``updates|@1@acc`` become ``acc``.
-    """
+    """Logged or metric name in a tensor's name: ``val_loss`` for ``value|p|val_loss``, ``acc`` for ``state|acc|tp``."""
     kind, _, rest = name.partition("|")
     if kind in ("state", "updates"):
         key = rest.partition("|")[0]

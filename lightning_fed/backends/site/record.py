@@ -59,14 +59,6 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
     A crash can leave a truncated line in the file. The next line stores the digest of the truncated line as ``"torn"``.
 
-    Args:
-        file: Lines after ``head``.
-        head: Digest of the previous line.
-        number: Number of the previous line.
-
-    Raises:
-        RecordError: At the first altered line.
-
     Example:
         >>> first = write_line(START, {"round": 0})
         >>> second = write_line(first[:64].decode(), {"round": 1})
@@ -96,11 +88,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 
 def read_record(path: Path) -> Iterator[Line]:
-    """Reads and verifies a complete record under a shared lock.
-
-    Raises:
-        RecordError: At the first altered line.
-    """
+    """Reads and verifies a complete record under a shared lock; raises ``RecordError`` for an altered line."""
     with path.open("rb") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -127,13 +115,8 @@ CLOCK = "clock"
 class Record:
     """An append-only record, shared by one or more processes.
 
-    Args:
-        path: The file. A missing file is created, unless the head file lists lines.
-        head: The head file.
-
-    Attributes:
-        last: Last line read or written.
-        recent: Lines in the 24 hours before the last line.
+    ``recent`` has the lines in the last 24 hours before ``last``. A missing file is created, unless the head file lists
+    lines.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -145,12 +128,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens and locks the record, and verifies all lines since the last call.
-
-        Raises:
-            RecordError: If the record is altered or shortened, or other users can write to the file.
-            OSError: If the file cannot be opened, or the path is a symbolic link.
-        """
+        """Opens and locks the record, and verifies all lines since the last call; raises for an altered record."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but {str(self._head)!r} has the head of line {head[0]}")
@@ -171,11 +149,7 @@ class Record:
             os.close(descriptor)
 
     def append(self, content: Mapping[str, Any]) -> Line:
-        """Appends a line and flushes the line to disk.
-
-        Raises:
-            OSError: If the write fails.
-        """
+        """Appends a line and flushes the line to disk."""
         end = b""
         if self._torn:
             content, end = {**content, "torn": hashlib.sha256(self._torn).hexdigest()}, b"\n"

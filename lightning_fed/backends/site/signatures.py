@@ -1,7 +1,4 @@
-"""Signatures for a server's messages. A site policy lists the public keys of permitted servers.
-
-Keys are Ed25519 keys in OpenSSH format (``ssh-keygen -t ed25519``). ``cryptography`` makes and verifies the signatures.
-"""
+"""Signatures for a server's messages, with Ed25519 keys in OpenSSH format; a site policy lists permitted servers."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ LIFETIME = 20 * 3600.0
 
 
 def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
-    """Reads a server's private key, written by ``ssh-keygen -t ed25519 -N ""``.
-
-    Raises:
-        ValueError: If the file has no Ed25519 private key without a passphrase.
-    """
+    """Reads a server's Ed25519 private key without passphrase, from ``ssh-keygen -t ed25519 -N ""``."""
     try:
         key = load_ssh_private_key(Path(path).read_bytes(), None)
     except (ValueError, TypeError) as error:
@@ -37,11 +30,7 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
 
 
 def read_public_key(line: str) -> Ed25519PublicKey:
-    """Reads a public key from a line of a ``.pub`` file.
-
-    Raises:
-        ValueError: If the line is not an Ed25519 public key.
-    """
+    """Reads an Ed25519 public key from a line of a ``.pub`` file."""
     try:
         key = load_ssh_public_key(line.encode())
     except Exception as error:  # a malformed line raises several error types
@@ -54,20 +43,14 @@ def read_public_key(line: str) -> Ed25519PublicKey:
 def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
     """Signs a message: type, text (run, client, round and order) and tensors as bytes.
 
-    Returns:
-        The text, and a second line with expiry (nanoseconds since 1970) and signature.
+    The result is the text, and a second line with expiry (nanoseconds since 1970) and signature.
     """
     expiry = str(time.time_ns() + int(min(seconds, LIFETIME) * 1e9))
     return f"{text}\n{expiry}:{key.sign(_signed(kind, expiry, text, data)).hex()}"
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Splits a message into the text and the line with expiry and signature; empty without a signature.
-
-    Example:
-        >>> split_signature('{"version": 4}\n17:0f')
-        ('{"version": 4}', '17:0f')
-    """
+    r"""Splits a message into the text and the line with expiry and signature; empty without a signature."""
     text, _, signature = text.partition("\n")
     return text, signature
 

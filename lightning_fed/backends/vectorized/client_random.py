@@ -28,11 +28,6 @@ class PerClientRandom(TorchFunctionMode):
     ``vmap(..., randomness="different")`` draws for all examples at once, so the numbers differ from separate runs.
     Unknown random functions reach ``vmap``, with an error under the default ``randomness="error"``.
 
-    Args:
-        switch_to: Switches PyTorch's global generator to the generator for an example, by index.
-        places: Index of each example.
-        index: Number of the current example inside the mapped function: an element of ``torch.arange(examples)``.
-
     Example:
         >>> def noise(index):
         ...     with PerClientRandom(torch.manual_seed, [5, 7], index):
@@ -50,7 +45,6 @@ class PerClientRandom(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replaces random functions and calls other functions unchanged."""
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)

@@ -37,11 +37,7 @@ class Obstacle(Exception):
 
 
 def check_vectorizable(fit: FederatedFit) -> None:
-    """Checks the Trainer, module, rule and callbacks.
-
-    Raises:
-        Obstacle: If a part does not support vectorised visits.
-    """
+    """Raises ``Obstacle`` if the Trainer, module, rule or a callback does not support vectorised visits."""
     trainer, module, rule = fit.trainer, fit.module, fit.server.rule
     clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
     sliced = [name for name, policy in fit.policies.items() if policy == "sliced"]
@@ -75,11 +71,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
-    """Checks the parameters and buffers with a value per client.
-
-    Raises:
-        Obstacle: If the tensors cannot be stacked.
-    """
+    """Raises ``Obstacle`` for parameters and buffers with a value per client that cannot be stacked."""
     known = set(names)
     names_by_storage: dict[int, str] = {}
     for name, value in tensors_by_path(module).items():

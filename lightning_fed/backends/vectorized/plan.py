@@ -37,9 +37,6 @@ class Vectorized(VisitsAtOnce):
     Args:
         clients: Maximum number of clients at once.
 
-    Raises:
-        ValueError: If ``clients`` is not a positive integer.
-
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation(clients_per_round=16, visits=Vectorized(8))
@@ -51,7 +48,6 @@ class Vectorized(VisitsAtOnce):
         check_count("clients", self.clients)
 
     def plan(self, fit: FederatedFit) -> VisitPlan | None:
-        """See :class:`~lightning_fed.rounds.VisitsAtOnce`."""
         trainer, module, population = fit.trainer, fit.module, fit.population
         entries = entry_names(module)
         paths = tensors_by_path(module).items()

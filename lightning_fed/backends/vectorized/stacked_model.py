@@ -30,12 +30,6 @@ class StackedModel:
     The module receives one client's values after another, and :meth:`add_client` copies the values into the stack.
     Between :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects hold the stack, so an elementwise
     optimizer steps all clients. Afterwards :meth:`load_row` copies a client's values back into the module.
-
-    Args:
-        module: The module.
-        names: Names of the parameters and buffers with a value per client.
-        size: Maximum number of clients.
-        draws: Whether the training step draws random numbers.
     """
 
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
@@ -86,10 +80,9 @@ class StackedModel:
     def check_step(self) -> None:
         """Checks for equal gradients after a step with batches in several shapes.
 
-        Raises:
-            RuntimeError: If the clients' losses depend on different parameters. In a separate run, a parameter without
-                a gradient is constant; in a stack the row's gradient is zero, and momentum and weight decay move the
-                row.
+        Raises ``RuntimeError`` if the clients' losses depend on different parameters. In a separate run, a parameter
+        without a gradient is constant; in a stack the row's gradient is zero, and momentum and weight decay move the
+        row.
         """
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}
@@ -130,19 +123,9 @@ class StackedModel:
     def step(
         self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
     ) -> Tensor:
-        """Runs the training step for the clients in a batch.
+        """Runs the training step for the clients in a batch, and returns losses with shape ``(clients,)``.
 
-        Args:
-            training_step: The module's training step.
-            part: The clients' batches.
-            rest: Further arguments for the training step.
-            numbers: The clients' random generators.
-
-        Returns:
-            Losses with shape ``(clients,)``.
-
-        Raises:
-            Exception: An error in the training step. Buffers and generators are restored.
+        After an error, buffers and generators are restored.
         """
         rows = _rows_of(part.clients, self._count)
         trained = {name: parameter for name, parameter in self._step_inputs.items() if parameter.requires_grad}
@@ -235,12 +218,7 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
 
 
 def reduced(values: Tensor, reduction: str) -> Tensor:
-    """Reduces the first axis (clients) to one value.
-
-    Example:
-        >>> reduced(torch.tensor([1.0, 3.0]), "max"), reduced(torch.tensor([1, 3]), "mean")
-        (tensor(3.), tensor(2.))
-    """
+    """Reduces the first axis (clients) to one value."""
     if reduction in ("max", "min"):
         return values.amax(0) if reduction == "max" else values.amin(0)
     return values.sum(0) if reduction == "sum" else at_least_float32(values).mean(0)

@@ -29,7 +29,6 @@ class StackedVisits(VisitDriver):
         self._visits: list[ClientVisit] = []
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts grouped visits, before the first batch."""
         if len(group) == 1:
             super().start(group)
             return
@@ -79,7 +78,6 @@ class StackedVisits(VisitDriver):
             backward(*args, **kwargs)
 
     def end(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends grouped visits after the last batch."""
         if len(group) == 1:
             super().end(group)
             return

@@ -38,21 +38,10 @@ _LOW_TOLERANCE = 0.1  # for low precision
 
 
 def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
-    """Trains two clients on a batch, at once and one after the other, and compares the results.
+    """Trains two clients on a batch, at once and one after the other; raises ``Obstacle`` for different results.
 
-    The trial restores the module's values, metrics and attributes. The caller restores the random generators.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        names: Names of the parameters and buffers with a value per client.
-        batch: A batch from the loader.
-
-    Returns:
-        Whether the training step draws random numbers.
-
-    Raises:
-        Obstacle: If the results differ, or a step fails.
+    Returns whether the step draws random numbers. The trial restores the module's values, metrics and attributes; the
+    caller restores the random generators.
     """
     (optimizer,) = trainer.optimizers
     modes = [(layer, layer.training) for layer in module.modules()]

@@ -17,10 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """Last finished visit of a client. A repeated order gets the same update, without new training.
-
-    ``data`` are the tensors in the order, as bytes.
-    """
+    """Last finished visit of a client: a repeated order (equal ``data``) gets the same update, without training."""
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)

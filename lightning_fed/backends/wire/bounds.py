@@ -20,9 +20,6 @@ class OrderBounds:
         max_lr: Maximum learning rate for optimizers and schedulers.
         min_clients: Minimum clients in a secure sum with this client. A sum over few clients reveals more about each.
 
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
     Example:
         >>> from lightning_fed.server.schedule import Visit
         >>> order = TrainRequest("0a", Visit("hospital-a", 0, 7, epochs=50), -1, 0, 0, "", {"groups": [[{"lr": 0.1}]]})

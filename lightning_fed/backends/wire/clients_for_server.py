@@ -67,11 +67,9 @@ class RemotePopulation(Population):
     """Clients without data in this process."""
 
     def num_samples(self, client: Client) -> int:
-        """Unknown to the server."""
         raise self._error(client)
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Unknown to the server."""
         raise self._error(client)
 
     def stream(
@@ -89,14 +87,7 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """A federation's clients, for a server with a transport.
-
-    Args:
-        transport: Carries the packets.
-        client_store: Record of the rounds with stored client state.
-        clients: The clients' keys.
-        seed: The federation's seed.
-    """
+    """A federation's clients, behind a transport; ``client_store`` records the rounds with stored client state."""
 
     has_server = True
 
@@ -258,7 +249,6 @@ class RemoteClientSide(RemoteSide):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Measures BatchNorm inputs on the clients."""
         reports: list[tuple[Client, State]] = []
         models: dict[Client, State] = {}
 
@@ -382,11 +372,7 @@ def _is_lacking(reply: Packet | str) -> bool:
 
 
 def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
-    """Adds an update's unsent entries from the broadcast.
-
-    Raises:
-        BadUpdate: If the client reports another number of unsent entries.
-    """
+    """Adds an update's unsent entries from the broadcast; raises ``BadUpdate`` for another number of entries."""
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())
@@ -406,13 +392,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps in a visit, as reported by the client.
-
-    Args:
-        num_steps: Steps of the optimizers.
-        of_schedulers: Steps of every per-step scheduler; ``None`` without per-step schedulers and loss scale.
-        scaler: State of the loss scale; empty without a loss scale.
-    """
+    """Steps in a visit, as reported by the client, with steps by scheduler (if any) and the loss scale's state."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -424,9 +404,6 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
     The server repeats scheduler steps by count, because a learning rate must not come from a client. A loss scale comes
     from the client, inside a plausible range.
-
-    Raises:
-        BadUpdate: If a number is implausible.
     """
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, and {most} are possible")
@@ -452,15 +429,7 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
 @dataclass
 class _RemoteVisit:
-    """A visit on another machine.
-
-    Args:
-        visit: The visit.
-        position: Index of the visit in the round.
-        request: The client's request; ``None`` without one.
-        broadcast: The message; set by the visit.
-        steps: The reported steps; ``None`` without a good update.
-    """
+    """A visit on another machine: its index in the round, the client's request, the message, and the reported steps."""
 
     visit: Visit
     position: int
@@ -476,10 +445,7 @@ class _Unreadable(Fault):
 def _exclude(
     server: ServerInterface, client: Client, answer: Request | tuple[ClientUpdate, Answer] | Fault, otherwise: str
 ) -> None:
-    """Excludes a client without a good answer: refused after a bad answer, failed without an answer.
-
-    ``otherwise`` is the reason for an answer of another kind.
-    """
+    """Excludes a client without a good answer: refused after a bad answer, failed without an answer."""
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)
     else:

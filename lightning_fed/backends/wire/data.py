@@ -18,9 +18,7 @@ from lightning_fed.data.population import Population
 class HalfData(EvaluationData):
     """Validation data and batch hooks of a datamodule. Each half has a separate population.
 
-    Args:
-        data: Validation data in any form accepted by :class:`~lightning_fed.data.FederatedDataModule`, or a datamodule
-            after ``setup``. ``ClientsBatch()`` stands for the clients' validation and test data.
+    ``ClientsBatch()`` stands for the clients' validation and test data.
     """
 
     def __init__(self, data: Any = None) -> None:
@@ -34,16 +32,11 @@ class HalfData(EvaluationData):
                 setattr(self, hook, getattr(source, hook))
 
     def train_dataloader(self) -> Any:
-        """Returns an empty loader; the federation replaces the loader."""
         return []
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Sets up data, and returns the population and the validation data. A ``partition`` splits a plain datamodule.
-
-    Raises:
-        MisconfigurationException: If the data have clients in addition to a partition, or neither.
-    """
+    """Sets up data, and returns the population and the validation data. A ``partition`` splits a plain datamodule."""
     partition = federation.partition
     if isinstance(data, Mapping):
         data = FederatedDataModule(data)

@@ -20,16 +20,6 @@ class HeldFile:
     """File with entries not sent again by the server, shared by all clients on a node.
 
     A new process for the next message reads the entries from this file.
-
-    Example:
-        >>> import tempfile, torch
-        >>> held = HeldFile(Path(tempfile.mkdtemp()))
-        >>> held.read()
-        {}
-        >>> held.store({"w": torch.ones(1), "b": torch.ones(1)})
-        >>> held.store({"w": torch.zeros(1)})
-        >>> held.read()["w"], held.read()["b"]
-        (tensor([0.]), tensor([1.]))
     """
 
     def __init__(self, folder: Path) -> None:

@@ -16,18 +16,7 @@ _LARGE = 1e300
 
 
 def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts an optimizer or scheduler state to JSON-compatible values.
-
-    Args:
-        state: Primitives, containers of primitives, and tensors with one element.
-
-    Raises:
-        MisconfigurationException: For other types.
-
-    Example:
-        >>> pack_numbers({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
-        {'lr': 0.5, 'betas': [0.9, 0.99]}
-    """
+    """Converts an optimizer or scheduler state (primitives, containers, one-element tensors) to JSON values."""
     packed: dict[str, Any] = _pack(state, "")
     return packed
 
@@ -49,15 +38,7 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Restricts received numbers to the structure of local numbers from :func:`pack_numbers`.
-
-    Args:
-        numbers: Received numbers; additional names are dropped.
-        like: Local numbers.
-        path: Name for the error message.
-
-    Raises:
-        ValueError: If the structures differ, or a value is not a number.
+    """Restricts received numbers to the structure of local numbers; raises ``ValueError`` for other structures.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
@@ -79,21 +60,12 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Class names of optimizers, without wrappers.
-
-    Example:
-        >>> name_optimizers([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])])
-        ['SGD']
-    """
+    """Class names of optimizers, without wrappers."""
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Loads received options into the optimizers' parameter groups.
-
-    Raises:
-        ValueError: If the numbers of parameter groups differ.
-    """
+    """Loads received options into the optimizers' parameter groups."""
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(
@@ -121,11 +93,6 @@ def on_device(state: State, device: torch.device) -> State:
 
 
 def digest_request(request: Request) -> str:
-    """Digest of a client's request.
-
-    Example:
-        >>> len(digest_request(Request("a", {"head.weight": torch.tensor([3])})))
-        32
-    """
+    """Digest of a client's request."""
     parts = {"rows": request.rows, "extras": request.extras}
     return digest({f"{kind}:{name}": part[name] for kind, part in parts.items() for name in part})

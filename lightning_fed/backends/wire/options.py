@@ -7,16 +7,7 @@ from typing import Any
 
 
 def check_options(trainer: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
-    """Checks the user's arguments for ``L.Trainer`` against the names in ``ours``, set by the federation.
-
-    Raises:
-        TypeError: If ``trainer`` is not a mapping.
-        ValueError: If an argument is reserved.
-
-    Example:
-        >>> check_options({"accelerator": "cpu"}, ["callbacks"])
-        {'accelerator': 'cpu'}
-    """
+    """Checks the user's arguments for ``L.Trainer``: a reserved name is an error."""
     if not (trainer is None or isinstance(trainer, Mapping)):
         raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")
     options = dict(trainer or {})

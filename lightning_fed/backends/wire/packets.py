@@ -1,7 +1,6 @@
 """Messages as text and bytes: a JSON header, followed by the raw memory of all tensors. Nothing is pickled.
 
-The tensors form one byte string: a network can split a large model into chunks, and many small entries need only one
-object.
+All tensors form one byte string, for networks with chunks or objects.
 """
 
 from __future__ import annotations
@@ -109,11 +108,8 @@ class TrainRequest:
 class Answer:
     """A client's report, sent with the update.
 
-    Args:
-        steps: Number of optimizer steps.
-        after: Steps of every per-step scheduler (``"steps"``) and loss scale (``"scaler"``) after the visit.
-        keeps: Whether the client has stored state for the next visit.
-        unsent: Number of unchanged entries missing in the update.
+    ``after`` has the steps of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``), ``keeps`` marks
+    stored state for the next visit, and ``unsent`` counts unchanged entries missing in the update.
     """
 
     steps: int = 0
@@ -134,15 +130,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Makes a packet.
-
-    Args:
-        kind: Packet kind.
-        header: Primitives and plain containers.
-        tensors: Groups of tensors by name.
-
-    Raises:
-        PacketError: If an entry has an unsupported type or layout.
+    """Makes a packet from a header with plain containers, and groups of tensors by name.
 
     Example:
         >>> packet = write_packet("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
@@ -165,11 +153,7 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
 
 
 def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tuple[dict[str, Any], dict[str, State]]:
-    """Reads a packet's header and tensors. With several allowed kinds, the header contains the ``"kind"``.
-
-    Raises:
-        PacketError: If the packet is invalid, or has another kind, version or client.
-    """
+    """Reads a packet's header and tensors. With several allowed kinds, the header contains the ``"kind"``."""
     try:
         content = json.loads(packet.text)
         version, kind, header, table = (content[name] for name in ("version", "kind", "header", "tensors"))
@@ -233,7 +217,7 @@ def is_answer(packet: Packet) -> bool:
 
 
 def is_client(key: object) -> bool:
-    """True for a valid client name.
+    """True for a valid client name: text or integer.
 
     Example:
         >>> is_client("ann"), is_client(3), is_client(True), is_client(None)
@@ -282,11 +266,7 @@ def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broad
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
-    """Reads a packet from :func:`write_train_request`. Without a broadcast, the returned broadcast has no tensors.
-
-    Raises:
-        PacketError: If the packet is not a valid train request.
-    """
+    """Reads a packet from :func:`write_train_request`. Without a broadcast, the returned broadcast has no tensors."""
     header, tensors = read_packet(packet, kind)
     try:
         visit = Visit(**header.pop("visit"))
@@ -331,12 +311,7 @@ def _check_train_request(train_request: TrainRequest) -> None:
 
 
 def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") -> str | None:
-    """Returns the first learning rate outside the allowed range, as text, or ``None``.
-
-    Args:
-        numbers: Nested optimizer options and scheduler states; names with ``lr`` are rates.
-        highest: Maximum rate.
-        name: Name of the numbers.
+    """Returns the first learning rate (names with ``lr``) outside the allowed range, as text, or ``None``.
 
     Example:
         >>> find_bad_rate({"groups": [[{"lr": 0.1, "momentum": 0.9}]], "schedulers": [{"base_lrs": [-1.0]}]})
@@ -384,11 +359,7 @@ def write_fault(fault: Fault) -> Packet:
 
 
 def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads a client's answer: a request, an update, or a fault.
-
-    Raises:
-        PacketError: If the packet has another kind, or belongs to another client.
-    """
+    """Reads a client's answer: a request, an update, or a fault; raises ``PacketError`` for another client."""
     header, tensors = read_packet(packet, "request", "update", "fault", client=client)
     try:
         if header["kind"] == "fault":

@@ -16,12 +16,6 @@ class RemoteClientStore(ClientStore):
 
     A visit without a used update (answer lost, late or invalid, or server killed) has no effect: the next train request
     names the previous state.
-
-    Example:
-        >>> store = RemoteClientStore()
-        >>> store.record_update("a", 3)
-        >>> store.kept("a"), store.kept("b")
-        (3, -1)
     """
 
     def __init__(self) -> None:
@@ -43,7 +37,6 @@ class RemoteClientStore(ClientStore):
         """Does nothing: the client stores the state."""
 
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Drops the round for clients without a used update."""
         if round == self._round:
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
@@ -55,18 +48,13 @@ class RemoteClientStore(ClientStore):
         self._of_round[client] = round
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Rounds of all clients at the end of round ``round - 1``."""
         if round > self._checkpoints[1]:
             self._checkpoints = self._checkpoints[1], round
         rounds = self._rounds | (self._of_round if self._round < round else {})
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values())}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the rounds from a checkpoint.
-
-        Raises:
-            ValueError: If the checkpoint is from a fit in one process, with other client states.
-        """
+        """Restores the rounds from a checkpoint; raises ``ValueError`` for a checkpoint of a fit in one process."""
         if "folder" in state or state.get("states"):
             raise ValueError(
                 "Expected a checkpoint with remote clients, but got a checkpoint with client states from one process."

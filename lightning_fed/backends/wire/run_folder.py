@@ -21,11 +21,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks a run's folder against other processes.
-
-    Raises:
-        RuntimeError: If another process holds the lock.
-    """
+    """Locks a run's folder; raises ``RuntimeError`` if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         if fcntl is not None:

@@ -108,11 +108,7 @@ class ClientRunner:
         )
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """Answers a packet, subject to the site policy. ``node`` is the receiving node's configuration.
-
-        Raises:
-            PacketError: If the packet is invalid or has no answer. A network may send the reason to the server.
-        """
+        """Answers a packet, subject to the site policy. ``node`` is the receiving node's configuration."""
         try:
             return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
         except PacketError:
@@ -168,11 +164,7 @@ class ClientRunner:
         population: Population,
         datamodule: HalfData,
     ) -> Packet:
-        """Executes an order.
-
-        Raises:
-            ClientFault: If the order has no answer.
-        """
+        """Executes an order; raises ``ClientFault`` for an order without an answer."""
         run, round, client = train_request.run, train_request.visit.round, train_request.visit.client
         remote = RemoteServerSide(
             kind, train_request, broadcast, population, self._gate.judge_entries, HeldFile(self._store / run)
@@ -208,11 +200,7 @@ class ClientRunner:
     def _check_order(
         self, kind: str, train_request: TrainRequest, clients: Sequence[Client], population: Population
     ) -> None:
-        """Checks an order before any work.
-
-        Raises:
-            ClientFault: If the client refuses the order.
-        """
+        """Checks an order before any work; raises ``ClientFault`` for a refused order."""
         visit, seed = train_request.visit, self._federation.schedule.seed
         if visit.client not in clients:
             raise ClientFault(NOT_HERE)

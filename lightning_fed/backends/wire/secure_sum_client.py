@@ -55,12 +55,7 @@ class ClientSum:
     A restarted sum (after a client with unreadable shares, or a killed server) has new keys. After a release, the
     client only repeats the release for the same clients: the difference of two sums would reveal an update.
 
-    Args:
-        folder: Client state folder.
-        run: Name of the fit.
-        client: The client.
-        share: Fraction of clients necessary to unmask a sum, more than half.
-        min_clients: Minimum clients in a sum with this client.
+    ``share`` is the fraction of clients necessary to unmask a sum, more than half.
     """
 
     def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
@@ -82,17 +77,7 @@ class ClientSum:
             return write_fault(Fault(self._client, str(fault)))
 
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
-        """Masks an update in place.
-
-        Args:
-            update: The update.
-            sent: Model received by the client.
-            peers: Clients with masks in common, including this client.
-            round: Round index.
-
-        Raises:
-            ClientFault: If the update has unmaskable parts, or keys or peers are missing.
-        """
+        """Masks an update in place (``peers`` include this client); raises ``ClientFault`` for unmaskable parts."""
         numbers = dict(sorted(maskable(update, sent).items()))
         known = self._take(round, "opened")
         keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
@@ -189,11 +174,7 @@ class ClientSum:
         write_private(path, json.dumps(values).encode())
 
     def _take(self, round: int, stage: str) -> dict[str, Any]:
-        """Returns and deletes an earlier step's values. Only one of several concurrent processes gets the values.
-
-        Raises:
-            ClientFault: If the step has no values.
-        """
+        """Returns and deletes an earlier step's values. Only one of several concurrent processes gets the values."""
         path = self._folder / f"{round}-{stage}.json"
         claimed = path.with_suffix(f".{os.getpid()}")
         try:
@@ -211,8 +192,7 @@ class ClientSum:
 def maskable(update: ClientUpdate, sent: State) -> State:
     """Returns an update's numbers for masking, by name. ``sent`` is the model received by the client.
 
-    Raises:
-        ClientFault: If the update has changed values of another type, or metrics: a mask would not cover these.
+    Changed values of another type, and metrics, raise ``ClientFault``: a mask would not cover these.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

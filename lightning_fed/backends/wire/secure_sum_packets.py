@@ -39,18 +39,10 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant, and per row
 class SumRequest:
     """Request to a client, for one step of a secure sum.
 
-    Args:
-        stage: The step: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares sealed by
-            ``peers`` (``"open"``); release shares for ``peers``, to unmask the survivors' sum (``"unmask"``).
-        run: Name of the fit.
-        round: Round index.
-        client: The client.
-        least: Number of shares necessary to restore a secret.
-        peers: Clients in the sum: with published keys (``"shares"``), with shared secrets (``"open"``), or with common
-            masks (``"unmask"``).
-        survivors: Whether the sum has a peer's vector, for every peer; only for ``"unmask"``.
-        rows: A row per peer: published keys (``"shares"``), or shares sealed for the client with zeros for the client
-            (``"open"``).
+    The stages are: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares sealed by
+    ``peers`` (``"open"``); release shares for ``peers``, to unmask the survivors' sum (``"unmask"``, with ``survivors``
+    for every peer). ``least`` is the number of shares necessary to restore a secret. ``rows`` has published keys
+    (``"shares"``), or shares sealed for the client, with zeros for the client (``"open"``), per peer.
     """
 
     stage: Stage
@@ -78,11 +70,7 @@ def write_sum_request(request: SumRequest) -> Packet:
 
 
 def read_sum_request(packet: Packet) -> SumRequest:
-    """Reads a packet from :func:`write_sum_request`.
-
-    Raises:
-        PacketError: If the packet is not a valid request.
-    """
+    """Reads a packet from :func:`write_sum_request`; raises ``PacketError`` for an invalid request."""
     header, tensors = read_packet(packet, "sum")
     if set(header) != {"stage", "run", "round", "client", "least", "peers", "survivors"}:
         raise PacketError("its request has missing or unknown fields")
@@ -112,11 +100,7 @@ def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Reads a client's answer: the rows, or a fault.
-
-    Raises:
-        PacketError: If the packet is not a valid answer, belongs to another client, or exceeds the size limit.
-    """
+    """Reads a client's answer, rows or a fault; raises ``PacketError`` for another client or a too large answer."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(f"it has {len(packet.text)} characters and {len(packet.data)} bytes")

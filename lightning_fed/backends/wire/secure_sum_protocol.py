@@ -58,9 +58,7 @@ SEALED = NONCE + 2 * SECRET + 16
 class SumError(ValueError):
     """Raised with the reason for a failed secure sum. The reason never quotes received data.
 
-    Args:
-        text: The reason.
-        dealer: Client responsible for the shares, unless many other clients lie; ``None`` if unknown.
+    ``dealer`` is the client responsible for the shares, unless many other clients lie.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -72,10 +70,8 @@ class SumError(ValueError):
 class Secrets:
     """A client's secrets for one round.
 
-    Args:
-        sealing: Private key for the encryption of shares, 32 bytes; never shared.
-        pairing: Secret behind the private key for pairwise masks, 16 bytes.
-        seed: Seed for the private mask, 16 bytes.
+    ``sealing`` is the private key (32 bytes, never shared) for the encryption of shares, ``pairing`` (16 bytes) the
+    secret behind the private key for pairwise masks, and ``seed`` (16 bytes) belongs to the private mask.
     """
 
     sealing: bytes
@@ -104,11 +100,7 @@ def make_secrets() -> Secrets:
 
 
 def check_public(public: bytes) -> None:
-    """Checks a published row.
-
-    Raises:
-        SumError: If a key has the wrong length or does not allow a key exchange.
-    """
+    """Raises ``SumError`` if a key in a published row has the wrong length or does not allow a key exchange."""
     if len(public) != PUBLIC:
         raise SumError(f"its keys have {len(public)} bytes instead of {PUBLIC}")
     probe = os.urandom(KEY)
@@ -119,15 +111,8 @@ def check_public(public: bytes) -> None:
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
     """Checks the clients before a client shares secrets.
 
-    Args:
-        peers: Published rows of all clients, including this client.
-        client: The client.
-        own: The client's published row.
-        least: Number of shares necessary to restore a secret.
-
-    Raises:
-        SumError: If the client is missing, keys are duplicates, or half of the clients could restore a secret: two
-            halves could then restore different secrets.
+    Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is not more than half of the
+    clients: two halves could then restore different secrets.
     """
     if peers.get(client) != own:
         raise SumError("its own keys are missing in the sum")
@@ -145,18 +130,8 @@ def share_secrets(
 ) -> tuple[dict[Client, bytes], Share]:
     """Shares a client's secrets. Any ``least`` clients can restore either secret, fewer clients cannot.
 
-    Args:
-        secrets: The secrets.
-        client: The client.
-        peers: Published rows of all clients, in the common order.
-        least: Number of shares necessary to restore a secret.
-        context: Run and round.
-
-    Returns:
-        Sealed shares for all other clients, and the client's own share.
-
-    Raises:
-        SumError: If a key is invalid.
+    The result has sealed shares for all other clients, and the client's own share. ``peers`` are in the common order,
+    and ``context`` is from :func:`context_of`.
     """
     count = len(peers)
     pairing = [part for _, part in Shamir.split(least, count, secrets.pairing, ssss=False)]
@@ -172,18 +147,7 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Opens a sealed pair of shares.
-
-    Args:
-        sealing: The receiver's private key.
-        sender: The sender's published row.
-        receiver: The receiver's published row.
-        sealed: The sealed shares.
-        context: Run and round.
-
-    Raises:
-        SumError: If sender, receiver or context does not match.
-    """
+    """Opens a sealed pair of shares; raises ``SumError`` if sender, receiver or context does not match."""
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
@@ -195,17 +159,7 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
-    """Masks a client's vector in place.
-
-    Args:
-        vector: The vector.
-        secrets: The client's secrets.
-        others: Published rows of the other clients with opened shares.
-        context: Run and round.
-
-    Raises:
-        SumError: If a key is invalid.
-    """
+    """Masks a client's vector in place; ``others`` are published rows of the other clients with opened shares."""
     vector += _numbers(_derive(secrets.seed, b"own", context), len(vector))
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
 
@@ -221,20 +175,9 @@ def find_masks(
 ) -> tuple[Vector, list[Client]]:
     """Computes the masks in a sum of masked vectors.
 
-    Args:
-        size: Length of the vectors.
-        peers: Published rows of all clients with common masks.
-        survivors: Clients with a vector in the sum.
-        shares: Released shares, by client and peer: the seed of a survivor, the pairing secret of a lost client.
-        positions: Position of every client among the clients with shared secrets, from 0.
-        least: Number of shares necessary to restore a secret.
-        context: Run and round.
-
-    Returns:
-        The sum of all masks, for subtraction; and the clients with wrong, unnecessary shares.
-
-    Raises:
-        SumError: If too few clients answered, or the restored secrets do not match the published rows.
+    Returns the sum of all masks, for subtraction, and the clients with wrong, unnecessary shares. ``shares`` are by
+    client and peer: the seed of a survivor, the pairing secret of a lost client. ``positions`` count among the clients
+    with shared secrets, from 0. Raises ``SumError`` for too few clients or restored secrets unlike the published rows.
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
@@ -256,11 +199,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores a client's secret from shares, including wrong shares; also returns the clients with wrong shares.
-
-    Raises:
-        SumError: If the secret cannot be restored.
-    """
+    """Restores a client's secret from shares, including wrong shares; also returns the clients with wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:

@@ -33,15 +33,8 @@ _log = logging.getLogger(__name__)
 class ServerSum:
     """Server half of the secure sum in one round.
 
-    Args:
-        transport: Sends the messages.
-        server: Counts bytes, and excludes clients.
-        secret_sum: The round's sum.
-        run: Name of the fit.
-        distrusted: Clients with unusable shares in earlier sums; updated by this class.
-
-    Attributes:
-        peers: Published rows of the clients with shared secrets, in the common order.
+    ``distrusted`` are clients with unusable shares in earlier sums, updated by this class. ``peers`` has the published
+    rows of the clients with shared secrets, in the common order.
     """
 
     def __init__(
@@ -176,11 +169,7 @@ class ServerSum:
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
         """Sends a request to each client, and yields the rows of valid answers in the clients' order.
 
-        Args:
-            stage: The step.
-            clients: The clients.
-            fields: Additional fields for a client's request.
-            counts: Whether to exclude a client without an answer; ``False`` for clients with a vector in the sum.
+        ``counts`` excludes a client without an answer; ``False`` for clients with a vector in the sum.
         """
         report = self._server.report
         requests = {

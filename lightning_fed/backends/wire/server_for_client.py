@@ -65,14 +65,7 @@ def find_public_reason(error: Exception) -> str:
 class RemoteServer(ServerInterface):
     """A client's connection to the server, for one broadcast and one update in answer.
 
-    Args:
-        server: The federation's own server, with the method.
-        broadcast: The received message.
-        asked: Digest of the client's earlier request.
-
-    Attributes:
-        update: The update; ``None`` before the update and without one.
-        fault: Reason for a missing update.
+    ``fault`` is the reason for a missing update, and ``asked`` the digest of the client's earlier request.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -82,21 +75,18 @@ class RemoteServer(ServerInterface):
         self.fault: str | None = None
 
     def start_round(self, info: RoundInfo, state: State) -> None:
-        """Starts the report, and the round in the steps."""
         self.report = RoundReport(info.round)
         for step in self.chain.steps:
             step.start(info, state)
 
     def arrive(self, device: torch.device) -> None:
-        """Moves the received message to the module's device."""
         broadcast = self._broadcast
         broadcast.state, broadcast.extras = on_device(broadcast.state, device), on_device(broadcast.extras, device)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Returns the received message.
 
-        Raises:
-            ClientFault: If the message does not match the request, or is not finite.
+        Raises ``ClientFault`` if the message is not finite or does not match the request.
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
@@ -109,12 +99,10 @@ class RemoteServer(ServerInterface):
         return self._broadcast
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts the update."""
         self.report.up_bytes += update.nbytes
         return True
 
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks the update, and takes the update for the server's answer."""
         fault = find_non_finite(update.state) or find_non_finite(update.extras)
         if fault is not None:
             return self.fail(update.client, fault)
@@ -140,18 +128,9 @@ class RemoteServer(ServerInterface):
 class RemoteServerSide(RemoteSide):
     """The server's half of a federation, as a client sees it in one visit or one query.
 
-    Args:
-        kind: Kind of the query.
-        train_request: The train request.
-        broadcast: The message with the request.
-        population: The clients of this node.
-        judge_entries: Raises an exception, before training, for a forbidden entry.
-        held: File with entries from earlier messages, for entries missing in this message.
-
-    Attributes:
-        request: The client's request, if the server asked for a request.
-        answer: A callback's answer, or statistics of BatchNorm inputs, if the server asked for one of these.
-        left: Final state of per-step schedulers and loss scale after the visit; ``None`` if no later visit needs it.
+    ``judge_entries`` raises for a forbidden entry before training. ``held`` completes the message with entries from
+    earlier messages. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs the
+    state.
     """
 
     has_server = False
@@ -173,25 +152,17 @@ class RemoteServerSide(RemoteSide):
         self.left: dict[str, Any] | None = None
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the connection to the server."""
         self.server = RemoteServer(server, self._broadcast, self._train_request.asked)
         return self.server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Cohort with this client only."""
         return Cohort((self._train_request.visit,))
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """The visit, or no visit if the server asks for something else."""
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Sets optimizers, schedulers and the client's store to the state at the start of this round.
-
-        Raises:
-            ClientFault: If the client has lost stored state.
-            HalvesMismatch: If the server has another model.
-        """
+        """Sets optimizers, schedulers and store to the round's start; raises ``ClientFault`` for lost state."""
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
             keep_schedulers(trainer, [])
@@ -220,11 +191,7 @@ class RemoteServerSide(RemoteSide):
 
     @staticmethod
     def _load_optimizers(trainer: L.Trainer, sent: dict[str, Any]) -> None:
-        """Sets optimizers and schedulers to the state at the start of this round.
-
-        Raises:
-            HalvesMismatch: If the server has another model.
-        """
+        """Sets optimizers and schedulers to the round's start; raises ``HalvesMismatch`` for another model."""
         if sent["optimizers"] != name_optimizers(trainer.optimizers):
             raise HalvesMismatch(
                 f"the server's optimizers are {sent['optimizers']}, but the client's are"
@@ -242,11 +209,7 @@ class RemoteServerSide(RemoteSide):
             load_numbers(scaler, sent["scaler"])
 
     def _fill_in(self, fit: FederatedFit, entries: State) -> None:
-        """Adds entries missing in the server's message.
-
-        Raises:
-            ClientFault: If the client's entries differ from the server's.
-        """
+        """Adds entries missing in the server's message; raises ``ClientFault`` if entries differ from the server's."""
         broadcast, kept = self._broadcast, self._held.read()
         shared = [name for name in entries if fit.policies[name] == "shared"]
         restored = [

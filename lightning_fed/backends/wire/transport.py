@@ -40,9 +40,6 @@ class Deadline:
         rest: Seconds for the other clients.
         reconnect: Seconds for a client to reconnect.
 
-    Raises:
-        ValueError: If a number is outside the allowed range.
-
     Example:
         >>> Deadline(3600, min_clients=3, rest=60)
         Deadline(seconds=3600, min_clients=3, rest=60, reconnect=60.0)
@@ -63,18 +60,8 @@ class Deadline:
 class Transport(ABC):
     """Sends packets to clients and yields the answers in the order of the packets.
 
-    Subclasses implement sending and polling for a network. The base class implements the common behaviour: time limits,
-    order of answers, and late answers.
-
-    Args:
-        deadline: Time limit for a round's answers, or seconds.
-        poll: Seconds between checks for answers.
-        key: Private key for signed packets; ``None`` for unsigned packets.
-
-    Attributes:
-        sent: Bytes of all sent tensors.
-        received: Bytes of all received tensors.
-        late: Number of answers after the end of the round.
+    Subclasses implement sending and polling for a network. The base class implements time limits, order of answers, and
+    late answers. ``sent`` and ``received`` count bytes, ``late`` answers after the end of the round.
     """
 
     def __init__(self, deadline: Deadline | float, poll: float = 0.1, key: Ed25519PrivateKey | None = None) -> None:
@@ -85,10 +72,9 @@ class Transport(ABC):
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the clients (given by names or number) and returns the names, in the order of a mapping of clients.
+        """Waits for the clients (names or number), and returns the names.
 
-        Raises:
-            TimeoutError: If clients are missing after ``patience`` seconds.
+        Raises ``TimeoutError`` after ``patience`` seconds.
         """
 
     @abstractmethod
@@ -130,11 +116,7 @@ class Transport(ABC):
         Answers wait in the network until their turn: only one answer is in memory, and sums have the same order in
         every run. With ``min_clients`` answers are fetched immediately and stored in temporary files.
 
-        Args:
-            kind: Message type.
-            packets: Clients and packets; consumed one at a time.
-            round: Round index.
-            again: Makes a client's packet again, for a restarted client; ``None`` if clients are not asked again.
+        ``packets`` are consumed one at a time. ``again`` makes a client's packet again, for a restarted client.
         """
         self.discover()
         self._count_late()
@@ -227,15 +209,7 @@ class Transport(ABC):
 
 @dataclass
 class _Message:
-    """A message without an answer.
-
-    Args:
-        client: The client.
-        name: Message name in the network.
-        connection: Connection at the time of sending.
-        checked_at: Time of the last connection check.
-        lost_at: Time of the loss of the connection; ``None`` for a good connection.
-    """
+    """A message without an answer, with the connection at sending and the times of the last check and of a loss."""
 
     client: Client
     name: str
