@@ -58,7 +58,6 @@ class Compression(UpdateStep, ABC):
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses client-specific shapes, and steps that need exact values on the wire."""
         refuse_rule(self, rule, "resizes")
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
@@ -80,7 +79,6 @@ class Compression(UpdateStep, ABC):
         """Decodes an update to float64. An ``extra`` of another kind raises :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
-        """Replaces trained entries by codes."""
         return state | {name: self.code_like(state[name]) for name in self.names(state)}
 
     @torch.no_grad()
@@ -100,7 +98,6 @@ class Compression(UpdateStep, ABC):
 
     @torch.no_grad()
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Decodes the update and adds the broadcast model."""
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
@@ -110,7 +107,6 @@ class Compression(UpdateStep, ABC):
         return update
 
     def names(self, state: State) -> list[str]:
-        """Names of the encoded entries: all trained entries."""
         untrained = self.info.untrained
         trainable = self.info.trainable
         return [
@@ -127,11 +123,7 @@ class Quantized(Compression):
     .. math:: q_i = \lfloor u_i / s + \xi_i \rfloor, \qquad \xi_i \sim \mathcal{U}[0, 1), \qquad
         s = \max_i |u_i| / (2^{b - 1} - 1)
 
-    Args:
-        bits: Number of bits b.
-
-    Raises:
-        ValueError: If ``bits`` is neither 8 nor 4, or with FedMA, secure aggregation or central differential privacy.
+    ``bits`` (b) is 8 or 4. FedMA, secure aggregation and central differential privacy raise ``ValueError``.
 
     Example:
         >>> from lightning_fed import Federation
@@ -147,7 +139,6 @@ class Quantized(Compression):
         self.bits = bits
 
     def code_like(self, value: Tensor) -> Tensor:
-        """One byte per one or two values."""
         size = math.ceil(value.numel() * self.bits / 8)
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
@@ -164,7 +155,6 @@ class Quantized(Compression):
         return code, scale
 
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Multiplies by the scale."""
         scale = read_scale(extra)
         if self.bits == 4:
             code = torch.stack([code & 15, code >> 4], 1).flatten()
@@ -176,8 +166,7 @@ class Quantized(Compression):
 class Float16(Compression):
     """Sends updates as float16, scaled by the largest magnitude in each entry.
 
-    Raises:
-        ValueError: With FedMA, secure aggregation or central differential privacy.
+    FedMA, secure aggregation and central differential privacy raise ``ValueError``.
 
     Example:
         >>> from lightning_fed import Federation
@@ -185,7 +174,6 @@ class Float16(Compression):
     """
 
     def code_like(self, value: Tensor) -> Tensor:
-        """Same shape as float16."""
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -194,18 +182,14 @@ class Float16(Compression):
         return (step / scale if float(scale) else step).half(), scale
 
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Multiplies by the largest magnitude."""
         return code.to(like.device, torch.float64) * read_scale(extra).to(like.device)
 
 
 class TopK(Compression):
     """Sends the values with the largest magnitude in each entry, with positions.
 
-    Args:
-        share: Fraction of values to send per entry, rounded up; in (0, 1].
-
-    Raises:
-        ValueError: If ``share`` is outside (0, 1], or with FedMA, secure aggregation or central differential privacy.
+    ``share`` is the fraction of values to send per entry, rounded up, in (0, 1]. FedMA, secure aggregation and central
+    differential privacy raise ``ValueError``.
 
     Example:
         >>> from lightning_fed import Federation
@@ -221,16 +205,13 @@ class TopK(Compression):
         self.share = float(share)
 
     def code_like(self, value: Tensor) -> Tensor:
-        """One float32 per sent value."""
         return torch.empty(self._count(value), dtype=torch.float32, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns the values as float32, and sorted positions as int32."""
         positions = step.flatten().abs().topk(self._count(step)).indices.sort().values
         return step.flatten()[positions].float(), positions.to(torch.int32)
 
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Restores the values at their positions. All other values are 0."""
         is_list = extra.dtype == torch.int32 and extra.shape == code.shape
         if not is_list or int(extra[0]) < 0 or int(extra[-1]) >= like.numel() or not is_increasing(extra):
             raise BadUpdate("it sends invalid positions")
@@ -250,17 +231,13 @@ class Downlink(UpdateStep):
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    A client with an earlier model receives all codes since then if the codes are smaller than the model. Other clients
-    receive the full model. On remote machines all clients of a node share one model file, and a digest verifies the
-    file bit by bit. Partial rows, BatchNorm statistics, extras and models outside visits are sent without compression.
+    A client with an earlier model receives all codes since then if the codes are smaller than the model; other clients
+    receive the full model. On remote machines all clients of a node share one model file, verified by a digest. Partial
+    rows, BatchNorm statistics, extras and models outside visits are sent without compression. The state has compression
+    errors and recent codes, at most the size of two models.
 
-    State: compression errors and recent codes, at most the size of two models.
-
-    Args:
-        step: Compression. Place ``Downlink`` after all steps that change the new model.
-
-    Raises:
-        ValueError: With rules for several models or client-specific shapes, and inside a step that changes the model.
+    Place ``Downlink`` after all steps that change the new model. Rules for several models or client-specific shapes
+    raise ``ValueError``.
 
     Example:
         >>> from lightning_fed import Federation
@@ -279,7 +256,6 @@ class Downlink(UpdateStep):
         self._client_versions: dict[Client, int] = {}  # model version by client
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules without a single shared model, and later steps that change the model."""
         refuse_rule(self, rule, "resizes")
         refuse_rule(self, rule, "has_clusters")
         for step in steps[[step is self for step in steps].index(True) + 1 :]:
@@ -299,7 +275,6 @@ class Downlink(UpdateStep):
             self._codes = [*self._codes[:-1], newest]
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Adds the model version."""
         broadcast.extras[VERSION] = torch.tensor(self._version)
 
     def on_sent(self, client: Client, broadcast: Broadcast) -> None:
@@ -321,12 +296,7 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def restore(self, client_model: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
-        """Client side: decodes the compressed entries of a broadcast.
-
-        Args:
-            client_model: The client's current model.
-            extras: Extras in the broadcast.
-        """
+        """Client side: decodes the compressed entries of a broadcast, from the client's model and the extras."""
         state, number = dict[str, Tensor](), int(client_model.get(VERSION, -1)) + 1
         while number and number <= int(extras.get(VERSION, -1)):
             codes = without_prefix(extras, f"{CODES}{number}:code:")
@@ -340,7 +310,6 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def on_aggregate(self, new: State, start: State) -> State:
-        """Encodes the change and returns the decoded model."""
         seed = derive_seed(self.info.seed, self.info.round, _DOWN_STREAM)
         generator, codes = torch.Generator().manual_seed(seed), State()
         errors, names = self._errors, [name for name in self.step.names(new) if name not in self.info.sliced]
@@ -368,7 +337,6 @@ class Downlink(UpdateStep):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Compression errors, recent codes, and model versions."""
         return {
             "version": self._version,
             "errors": dict(self._errors),

@@ -27,13 +27,7 @@ _DESCRIPTION = (
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-        SystemExit: With status 2 for a wrong command line, or after the help.
-        FileNotFoundError: If the checkpoint is missing.
-        OptionError: If the model has no BatchNorm, or the data do not fit.
-    """
+    """Runs the command."""
     parser = _parser()
     take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))

@@ -77,19 +77,6 @@ def run_demo(
 
     A Dirichlet distribution draws each client's classes. Generated images also have a different contrast and different
     colours for each client.
-
-    Args:
-        data_dir: Folder with CamVid; ``None`` generates scenes.
-        rounds: Number of rounds; ``None`` for 16.
-        out: Folder for logs and pictures; each run has a subfolder.
-        num_clients: Number of clients.
-        clients_per_round: Clients per round.
-        num_scenes: Number of generated training scenes.
-
-    Raises:
-        ModuleNotFoundError: If a package from the extra ``demo`` is missing.
-        ValueError: If a number is outside the allowed range.
-        FileNotFoundError: If ``data_dir`` has no CamVid.
     """
     missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
     if missing:
@@ -158,14 +145,7 @@ def run_demo(
 
 
 def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: Sequence[tuple[str, Tensor]]) -> None:
-    """Draws the clients' classes, the curves, and one held-out image per client with the prediction.
-
-    Args:
-        result: The rounds and the picture's path.
-        data: The classes.
-        counts: Images by client and dominant class, shape ``(num_clients, num_classes)``.
-        tiles: Title and picture by client.
-    """
+    """Draws the clients' classes, the curves, and one held-out image per client with the prediction."""
     from matplotlib.figure import Figure  # the extra `demo`
 
     colors = default_colors(data.num_classes)

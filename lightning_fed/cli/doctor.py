@@ -36,7 +36,6 @@ class PackageState:
 
     @property
     def is_good(self) -> bool:
-        """True if the installed version satisfies the requirement."""
         return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
 
     def __str__(self) -> str:

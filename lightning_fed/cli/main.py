@@ -57,11 +57,7 @@ work, too: --model my_project.MyModule. `fit -c RECIPE --print_config` shows all
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the program ``lightning-fed`` with the process's arguments, or with ``args``.
-
-    Raises:
-        SystemExit: With status 2 for a wrong command line, with status 1 for a failed run, or after the help.
-    """
+    """Runs the program ``lightning-fed`` with the process's arguments, or with ``args``."""
     arguments = sys.argv[1:] if args is None else list(args)
     try:
         _dispatch(arguments, args is None)

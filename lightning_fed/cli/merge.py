@@ -31,13 +31,7 @@ READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # recipe entries without e
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-        SystemExit: With status 2 for a wrong command line, or after the help.
-        FileNotFoundError: If a checkpoint is missing.
-        OptionError: If the checkpoints do not fit together, or data for BatchNorm's statistics are missing.
-    """
+    """Runs the command."""
     parser = _parser()
     take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))

@@ -43,12 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_methods() -> dict[str, str]:
-    """Names and docstrings of all registered methods, sorted by name.
-
-    Example:
-        >>> read_methods()["fedprox"].partition(";")[0]
-        'Average weighted by the numbers of examples'
-    """
+    """Names and docstrings of all registered methods, sorted by name."""
     # Parses the sources, because an import of the methods takes seconds.
     trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]
     statements = [statement for tree in trees for statement in tree.body]
@@ -77,9 +72,6 @@ def describe_method(name: str) -> str:
     """Describes a method, by name or import path: purpose, costs, options, and options for the method's callbacks.
 
     The costs are the points "Sends", "Keeps", "Costs" and "For" in the docstring.
-
-    Raises:
-        ValueError: If the method does not exist.
 
     Example:
         >>> print(describe_method("fedprox"))
@@ -111,12 +103,7 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""Reads the points "Sends", "Keeps", "Costs" and "For" in a method's docstring.
-
-    Example:
-        >>> costs_of("An average.\n\n- Sends: 1 model down,\n  1 up.\n- Keeps: nothing.")
-        {'Sends': '1 model down, 1 up.', 'Keeps': 'nothing.'}
-    """
+    r"""Reads the points "Sends", "Keeps", "Costs" and "For" in a method's docstring."""
     points = re.findall(r"^- (Sends|Keeps|Costs|For): (.*(?:\n  .*)*)", text, re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in points}
 

@@ -60,11 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
-    """Writes the command's tables in Markdown, optionally with an audit of the aggregation rule.
-
-    Raises:
-        OptionError: If the recipe has no differential privacy, or exceeds the budget.
-    """
+    """Writes the command's tables in Markdown, optionally with an audit of the aggregation rule."""
     from lightning_fed.privacy.accounting import calibrate
     from lightning_fed.privacy.audit import audit_mean
 
@@ -102,11 +98,7 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
 
 
 def draw_epsilon(recipe: Recipe, path: Path) -> None:
-    """Draws epsilon over the rounds, for the planned noise, half the noise and twice the noise.
-
-    Raises:
-        OptionError: If the recipe has no differential privacy or exceeds the budget, or matplotlib is missing.
-    """
+    """Draws epsilon over the rounds, for the planned noise, half the noise and twice the noise."""
     from lightning_fed.callbacks.pictures import has_matplotlib
 
     if not has_matplotlib():

@@ -42,17 +42,7 @@ _NOT_ON_SERVER = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Contents of a recipe for server half and client half.
-
-    Args:
-        federation: The federation.
-        model: The LightningModule.
-        data: The datamodule.
-        server_trainer: Arguments for the server's ``L.Trainer``.
-        client_trainer: Arguments for the clients' ``L.Trainer``, limited to training.
-        server_callbacks: All callbacks.
-        client_callbacks: Callbacks with a part in visits.
-    """
+    """Contents of a recipe for both halves; clients have the Trainer arguments and callbacks for visits only."""
 
     federation: Federation
     model: L.LightningModule
@@ -64,11 +54,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds a recipe's objects. Options in ``args`` take precedence over the recipe.
-
-    Raises:
-        OptionError: If the number of rounds is missing.
-    """
+    """Builds a recipe's objects. Options in ``args`` take precedence over the recipe."""
     from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():
@@ -111,19 +97,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes an app for a recipe.
-
-    Args:
-        folder: Target folder.
-        recipe: The recipe; copied into the app.
-        templates: File path in the app to template name.
-        network: Folder in ``backends`` with the templates.
-
-    Raises:
-        FileExistsError: If the folder already has an app.
-        FileNotFoundError: If the recipe is missing.
-        OptionError: If the folder's name is not a valid package name.
-    """
+    """Writes an app with a copy of the recipe, from templates by path in the app; an error for a folder with an app."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():

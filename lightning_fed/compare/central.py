@@ -31,11 +31,7 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Checks a recipe for the number of rounds and local epochs; centralised training needs both.
-
-    Raises:
-        MisconfigurationException: If a number is missing.
-    """
+    """Raises for a recipe without the number of rounds or local epochs; centralised training needs both."""
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
         raise MisconfigurationException(
@@ -85,8 +81,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 class _Rounds:
     """A loader with one epoch per round: consecutive parts of passes over the wrapped loader.
 
-    Random numbers depend only on the round and the pass, so a resumed run draws equal numbers. An iterator has no
-    effect before the first batch, because Lightning may create an unused iterator.
+    Random numbers depend only on the round and the pass, so a resumed run draws equal numbers.
     """
 
     def __init__(self, loader: Any, passes: Fraction, trainer: L.Trainer, seed: int) -> None:

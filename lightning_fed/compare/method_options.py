@@ -21,13 +21,9 @@ _SHARED = ("seed", "local_epochs")  # a method with these options receives the r
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method with options.
+    """A method or ``"central"`` with options, from text such as ``"fedprox:mu=0.1"``.
 
-    Args:
-        label: Text from the command line, such as ``"fedprox:mu=0.1"``.
-        name: Method name: ``"fedprox"``, or ``"central"``.
-        options: Options for :func:`~lightning_fed.method.build_method` and arguments for ``Federation``. Nested
-            arguments have dots: ``"availability.partial_work"``.
+    Options are for the method or for ``Federation``; nested arguments have dots: ``"availability.partial_work"``.
     """
 
     label: str
@@ -36,10 +32,7 @@ class MethodChoice:
 
     @classmethod
     def parse(cls, text: str) -> MethodChoice:
-        """Parses ``name[:option=value[:option=value...]]``.
-
-        Raises:
-            ValueError: If the method or an option is unknown, or a value is missing or invalid.
+        """Parses ``name[:option=value[:option=value...]]``; raises ``ValueError`` for unknown names or values.
 
         Example:
             >>> MethodChoice.parse("fedbn:clients_per_round=5").options
@@ -59,11 +52,7 @@ class MethodChoice:
     def federation(self, recipe: Federation) -> Federation:
         """Returns the recipe's federation with this method; for ``"central"`` the unchanged federation.
 
-        A method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value, unless ``options``
-        has a value.
-
-        Raises:
-            ValueError: If the method does not fit the recipe.
+        A method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
         """
         if self.name == CENTRAL:
             return recipe
@@ -71,7 +60,6 @@ class MethodChoice:
         return self._build(recipe, {name: getattr(recipe.schedule, name) for name in _SHARED if name in options})
 
     def _build(self, recipe: Federation, shared: Mapping[str, Any]) -> Federation:
-        """Returns the recipe's federation with this method. ``shared`` has defaults for the method's options."""
         method_options = list_options(find_method(self.name))
         if "local_epochs" in method_options:  # the method decides about a visit's epochs
             recipe = recipe.replace(local_epochs=1)

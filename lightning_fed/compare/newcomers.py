@@ -1,8 +1,7 @@
 """New clients: number of local epochs until a global model converges on an unseen client's data.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-figure 4. The paper counts the epochs until the accuracy converges, without a definition of convergence. The criterion
-in :func:`epochs_to_converge` is our choice.
+figure 4. The paper gives no definition of convergence; the criterion in :func:`epochs_to_converge` is our choice.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ def train_newcomers(
     seed: int = 0,
     **trainer_options: Any,
 ) -> dict[Client, list[float]]:
-    """Trains a copy of the global model on each client's data, with an evaluation after each epoch.
+    """Trains a copy of the global model on each client's data, with an evaluation before training and after each epoch.
 
-    Each client starts from the module's current weights, on a plain ``L.Trainer``. The function restores the module's
-    weights afterwards. A module with :class:`~lightning_fed.callbacks.FeatureFusion` fuses features with the initial
-    weights.
+    Each client starts from the module's weights, restored afterwards, on a plain ``L.Trainer``. A module with
+    :class:`~lightning_fed.callbacks.FeatureFusion` fuses features with the initial weights. The result maps each client
+    to ``max_epochs + 1`` metric values.
 
     Args:
         module: The global model.
@@ -49,12 +48,6 @@ def train_newcomers(
         monitor: Name of the logged metric.
         seed: Seed for the training.
         trainer_options: Further arguments for ``L.Trainer``.
-
-    Returns:
-        Client to metric values: before training and after each epoch, ``max_epochs + 1`` values.
-
-    Raises:
-        ValueError: If ``max_epochs`` is below 1, or the metric is not logged.
 
     Example:
         >>> import torch
@@ -89,18 +82,12 @@ def train_newcomers(
 
 
 def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: Literal["max", "min"] = "max") -> int:
-    """First epoch with a value close to the best value.
+    """First epoch with a value close to the best value; 0 if the model needs no training.
 
     Args:
         values: Metric before training and after each epoch.
         tolerance: Allowed difference to the best value; 0.005 is half a percentage point of accuracy.
         mode: ``"max"`` if larger values are better, ``"min"`` if smaller values are better.
-
-    Returns:
-        Index of the epoch; 0 if the model needs no training.
-
-    Raises:
-        ValueError: If ``values`` is empty.
 
     Example:
         >>> epochs_to_converge([0.2, 0.8, 0.9, 0.903, 0.89])

@@ -1,7 +1,6 @@
 """Plan of a comparison, and its runs, one after another.
 
-Every run is one method with one seed and one fraction of stragglers. The clients' data, the cohorts, the stragglers and
-the initial weights depend only on the seed, so all methods train on equal rounds.
+The clients' data, the cohorts, the stragglers and the initial weights depend only on a run's seed.
 """
 
 from __future__ import annotations
@@ -39,14 +38,9 @@ class Plan:
         stragglers: Fractions of stragglers; ``None`` for the recipe's.
         out: Folder for the results.
         monitor: Name of the compared metric; ``None`` for the metric in the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` if larger values are better, ``"min"`` if smaller values are; ``None`` for the mode in the
-            recipe's ``ModelCheckpoint`` for this metric, or else ``"max"``.
+        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else ``"max"``.
         test: Whether to evaluate the finished models on the test data.
-        overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` stands for the run's seed, as
-            in ``--data.seed {seed}`` for data with a new draw in each run.
-
-    Raises:
-        ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.
+        overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` stands for the run's seed.
     """
 
     recipe: Path
@@ -74,35 +68,27 @@ class Plan:
             raise ValueError(f"Expected `mode` to be 'max' or 'min', but got {self.mode!r}.")
 
     def build(self, seed: int) -> FederatedCLI:
-        """Builds the recipe's model, data and Trainer like ``lightning-fed fit``."""
         overrides = [text.replace("{seed}", str(seed)) for text in self.overrides]
         own = ["--seed_everything", str(seed), "--trainer.logger", "false"]
         return FederatedCLI(["--config", str(self.recipe), *overrides, *own], run=False)
 
 
 class Progress:
-    """A line per run: the name of the run, the progress (on a terminal), and the result.
-
-    Args:
-        stream: Output stream for the lines; ``None`` for the standard output.
-    """
+    """A line per run on an output stream: the name of the run, the progress (on a terminal), and the result."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._begin = ""
 
     def start(self, text: str) -> None:
-        """Begins a line."""
         self._begin = text
         self._write(text)
 
     def update(self, text: str) -> None:
-        """Rewrites the line, on a terminal."""
         if self._stream.isatty():
             self._write(f"\r\x1b[K{self._begin}: {text}")
 
     def end(self, text: str) -> None:
-        """Ends the line."""
         again = f"\r\x1b[K{self._begin}" if self._stream.isatty() else ""
         self._write(f"{again}: {text}\n")
 
@@ -115,10 +101,9 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     """Trains all unfinished runs, one after another.
 
     All runs with ``batch_norm="auto"`` have one treatment: each client's own statistics if a method cannot report
-    statistics (secure sums, central privacy, FedSS), otherwise the decision of the first run with a decision.
-
-    Every run has a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run
-    continues after the last complete round.
+    statistics (secure sums, central privacy, FedSS), otherwise the first run's decision. Every run has a folder in
+    ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run continues after the last
+    complete round.
 
     Args:
         plan: The plan.
@@ -127,10 +112,6 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     Returns:
         The results of all runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every round's
         numbers), ``test`` (numbers on the test data) and ``has_own_models`` (whether clients have personal models).
-
-    Raises:
-        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe or with
-            another treatment of BatchNorm, or the metric is not logged.
     """
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)

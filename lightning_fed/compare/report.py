@@ -34,8 +34,7 @@ class Cell:
     Args:
         score: Metric in the last rounds.
         loss: Training loss in the last round, if logged as ``train_loss``.
-        rounds_to_target: First round (from 1) at or above the target; ``None`` if no round reaches the target. Only for
-            seeds with a centralised run.
+        rounds_to_target: First round (from 1) at or above the target, only with a centralised run for the seed.
         megabytes: Megabytes sent in both directions, over all rounds.
         seconds: Wall-clock seconds for training and aggregation, over all rounds.
         cpu_seconds: CPU seconds for training and aggregation, over all rounds; excludes GPU work.
@@ -58,8 +57,8 @@ def summarize(
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Target as a fraction of the centralised score for the same seed (``#R@80%``). With mode ``"min"``, the
-            target is the centralised score divided by this fraction.
+        target: Target as a fraction of the centralised score for the same seed (``#R@80%``); a divisor with mode
+            ``"min"``.
         last: Number of final rounds in the mean score.
 
     Example:
@@ -92,14 +91,7 @@ def summarize(
 def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: float = 0.8, last: int = 1) -> str:
     """Writes ``rounds.csv``, ``summary.csv``, ``summary.md`` and ``curves.png`` (with matplotlib) into a folder.
 
-    Args:
-        results: Results from :func:`~lightning_fed.compare.run_comparison`, at least one.
-        folder: The folder.
-        target: See :func:`summarize`.
-        last: See :func:`summarize`.
-
-    Returns:
-        The table with notes, in Markdown.
+    The arguments are the arguments of :func:`summarize`, with at least one result. Returns the table in Markdown.
     """
     write_text_atomically(folder / "rounds.csv", _rounds(results))
     write_text_atomically(folder / "summary.csv", _summary(results, target, last))
@@ -113,13 +105,7 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
 
 
 def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1) -> str:
-    """Table with notes, in Markdown.
-
-    Args:
-        results: Results from :func:`~lightning_fed.compare.run_comparison`, at least one.
-        target: See :func:`summarize`.
-        last: See :func:`summarize`.
-    """
+    """Table with notes, in Markdown; for the arguments see :func:`summarize`."""
     cells, parts, monitor = summarize(results, target, last), _parts(results), results[0]["monitor"]
     has_test = any(cell.test for cell in cells.values())
     has_target = any(cell.rounds_to_target for cell in cells.values())
@@ -160,18 +146,9 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
 def paired_interval(
     scores: Sequence[float], others: Sequence[float], level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Mean difference between two methods over the same seeds, with Student's t confidence interval.
+    """Mean difference between two methods over the same seeds, with Student's t confidence interval at ``level``.
 
-    Args:
-        scores: Score for each seed.
-        others: The other method's scores, in the same order.
-        level: Confidence level.
-
-    Returns:
-        Mean, lower end, upper end; NaN for non-finite scores.
-
-    Raises:
-        ValueError: If the scores have different lengths, or fewer than two seeds.
+    The result is mean, lower end and upper end; NaN for non-finite scores.
 
     Example:
         >>> mean, low, high = paired_interval([0.75, 0.5, 1.0], [0.5, 0.5, 0.5])
@@ -192,14 +169,7 @@ def paired_interval(
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
     """Draws one panel per fraction of stragglers: mean over the seeds as a curve, range over the seeds as a band.
 
-    Args:
-        results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        path: The PNG file.
-        target: See :func:`summarize`.
-        last: See :func:`summarize`.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
+    The result is a PNG file; for the arguments see :func:`summarize`.
     """
     from matplotlib.figure import Figure  # the extra `demo`
 

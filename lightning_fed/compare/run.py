@@ -52,11 +52,7 @@ class Run:
 
 
 class RoundCurve(Callback):
-    """Records every round's logged values and training time. Checkpoints include the record.
-
-    Args:
-        on_round: Called after each round with the round's number (from 1) and values.
-    """
+    """Records every round's logged values and training time, also in checkpoints; ``on_round`` counts from 1."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None]) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
@@ -66,7 +62,6 @@ class RoundCurve(Callback):
         self._seconds = [0.0, 0.0]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starts the clocks."""
         self._begin = (time.perf_counter(), time.process_time())
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -74,7 +69,6 @@ class RoundCurve(Callback):
         self._stop()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Records the round."""
         self._stop()
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.rounds.append(values | {"seconds": self._seconds[0], "cpu_seconds": self._seconds[1]})
@@ -82,11 +76,9 @@ class RoundCurve(Callback):
         self._on_round(len(self.rounds), self.rounds[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Rounds so far, and the current round's seconds."""
         return {"rounds": [dict(values) for values in self.rounds], "seconds": list(self._seconds)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the rounds."""
         self.rounds = [dict(values) for values in state_dict["rounds"]]
         self._seconds = list(state_dict["seconds"])
 
@@ -100,15 +92,11 @@ class RoundCurve(Callback):
 def train(
     cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRound, decision: str = ""
 ) -> dict[str, Any]:
-    """Trains a run and returns the results as JSON-compatible values. An interrupted run resumes after the last round.
+    """Trains a run, and returns the results as JSON-compatible values. An interrupted run resumes after the last round.
 
-    Args:
-        cli: Model, data and Trainer of the recipe, built with the run's seed.
-        run: The run.
-        folder: Folder for ``last.ckpt``, written after every round.
-        logs: Folder for TensorBoard logs.
-        on_round: Called after each round with the round's number (from 1), the number of rounds, and the values.
-        decision: Decision for ``batch_norm="auto"`` from an earlier run of the comparison; empty without a decision.
+    ``folder`` has ``last.ckpt``, written after every round. ``on_round`` is called after each round with the round's
+    number (from 1), the number of rounds, and the values. ``decision`` is an earlier run's decision for
+    ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)

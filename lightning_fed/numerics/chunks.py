@@ -15,11 +15,7 @@ def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
     """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
 
     Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
-    Chunks of a contiguous tensor share its memory.
-
-    Example:
-        >>> [len(chunk) for chunk in cache_chunks(torch.zeros(3, 20_000))]
-        [32768, 27232]
+    Chunks of a contiguous tensor share the tensor's memory.
     """
     flat = value.reshape(-1)
     if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:

@@ -20,12 +20,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors without gradients.
-
-    Example:
-        >>> copies([torch.ones(2), torch.tensor(3)])
-        [tensor([1., 1.]), tensor(3)]
-    """
+    """Copies tensors without gradients."""
     results = [torch.empty_like(value) for value in tensors]
     copy_into(results, tensors)
     return results
@@ -63,12 +58,7 @@ def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Compares pairs of tensors with equal shapes, with one device synchronization.
-
-    Example:
-        >>> are_equal([torch.ones(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)])
-        [True, False]
-    """
+    """Compares pairs of tensors with equal shapes, with one device synchronization."""
     if _are_on_the_cpu(left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]
@@ -76,12 +66,7 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
 
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Euclidean norm of each tensor, shape ``()``: float64 for 64-bit tensors, else float32.
-
-    Example:
-        >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([2])])
-        [tensor(5.), tensor(2.)]
-    """
+    """Euclidean norm of each tensor, shape ``()``: float64 for 64-bit tensors, else float32."""
     return [
         at_least_float32(length)
         for batch in _batches((value if value.dtype in _NORMED else value.float(),) for value in tensors)

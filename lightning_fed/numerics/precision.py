@@ -14,33 +14,18 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def to_float64(value: Tensor, copy: bool = False) -> Tensor:
-    """Casts values to float64 (complex128), on the CPU if the device lacks float64.
-
-    Example:
-        >>> to_float64(torch.tensor([1, 2]))
-        tensor([1., 2.], dtype=torch.float64)
-    """
+    """Casts values to float64 (complex128), on the CPU if the device lacks float64."""
     on_device = value.to(float64_device(value.device))
     return on_device.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
 
 
 def cast_back(value: Tensor, like: Tensor) -> Tensor:
-    """Casts a result of :func:`to_float64` to the dtype and device of ``like``.
-
-    Example:
-        >>> cast_back(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
-        tensor([0.5000])
-    """
+    """Casts a result of :func:`to_float64` to the dtype and device of ``like``."""
     return value.to(like.dtype).to(like.device)
 
 
 def at_least_float32(value: Tensor) -> Tensor:
-    """Casts to float32, unless the values are float64.
-
-    Example:
-        >>> at_least_float32(torch.tensor([0.5], dtype=torch.float16))
-        tensor([0.5000])
-    """
+    """Casts to float32, unless the values are float64."""
     return value if value.dtype == torch.float64 else value.float()
 
 

@@ -51,13 +51,7 @@ class RowSums:
 
     @torch.no_grad()
     def add(self, rows: Tensor, values: Tensor, weight: float) -> None:
-        """Adds rows from one client.
-
-        Args:
-            rows: Distinct row indices: int64, shape ``(rows,)``.
-            values: Row values, shape ``(rows, *)``.
-            weight: Client weight, not negative.
-        """
+        """Adds rows from one client: distinct indices, int64, shape ``(rows,)``, and values, shape ``(rows, *)``."""
         sums = to_float64(values.detach(), copy=True).mul_(weight)
         self.add_sums(rows, sums, sums.new_full((len(rows),), weight))
         self.total += weight
@@ -79,16 +73,8 @@ class RowSums:
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
         """Returns the table with weighted means in the added rows.
 
-        Args:
-            base: Initial table on all clients, shape ``(n, *)``.
-            weighting: Denominator: the sum over all clients, or the sum over clients with the row.
-            total: Sum of all weights for ``"global"``, by default the sum of the added weights.
-
-        Returns:
-            New table with the dtype and device of ``base``. Rows without a client keep the value in ``base``.
-
-        Raises:
-            ValueError: If ``weighting`` is unknown.
+        The base table has shape ``(n, *)``. Rows without a client keep the value in ``base``. ``total`` is the sum of
+        all weights for ``"global"``, by default the sum of the added weights.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()
@@ -118,12 +104,7 @@ class RowSums:
 
 
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
-    """Describes an invalid request for table rows, or returns ``None``.
-
-    Example:
-        >>> find_bad_rows(torch.tensor([2, 1]), torch.zeros(3, 2))
-        'its rows are not strictly increasing'
-    """
+    """Describes an invalid request for table rows, or returns ``None``."""
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():

@@ -11,23 +11,13 @@ from torch.utils import _pytree  # no public equivalent; torch.fx and torch.func
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Lists the leaves in order.
-
-    Example:
-        >>> tree_leaves({"a": (1, [2]), "b": "c"})
-        [1, 2, 'c']
-    """
+    """Lists the leaves in order."""
     leaves: list[Any] = _pytree.tree_leaves(tree)
     return leaves
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies a function to each leaf.
-
-    Example:
-        >>> map_leaves(lambda leaf: leaf + 1, {"a": (1, [2])})
-        {'a': (2, [3])}
-    """
+    """Applies a function to each leaf."""
     return _pytree.tree_map(function, tree)
 
 
@@ -45,9 +35,5 @@ def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> d
     """Moves each tensor, for example from a checkpoint, to the device of the state entry with the same name.
 
     Tensors without such an entry stay in place.
-
-    Example:
-        >>> move_beside({"w": torch.ones(2)}, {"w": torch.zeros(3, device="meta")})["w"].device
-        device(type='meta')
     """
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}

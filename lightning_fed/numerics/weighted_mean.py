@@ -20,16 +20,10 @@ class WeightedMean:
 
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
-    Floating-point entries are summed in float64 and cast back once, in :meth:`mean`. Hence the mean of identical
-    float32 states is exact and independent of the client order. Integer and boolean entries (``num_batches_tracked``)
-    take the value from the state with the largest ``size``, or the largest value among equal sizes. :class:`RowSums`
-    averages entries with partial rows.
-
-    The mean is a monoid: :meth:`merge` adds the states from another process.
-
-    Attributes:
-        total: Sum over all added weights.
-        count: Number of added states.
+    Floating-point entries are summed in float64 and cast back once, so the mean of identical float32 states is exact
+    and independent of the client order. Integer and boolean entries (``num_batches_tracked``) take the value from the
+    state with the largest ``size``, or the largest value among equal sizes. :meth:`merge` adds the states from another
+    process.
 
     Example:
         >>> import torch
@@ -54,17 +48,10 @@ class WeightedMean:
     def add(
         self, state: Mapping[str, Tensor], weight: float, size: int, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Adds one state.
+        """Adds one state, with a weight and a number of examples (``size``); all states have equal names and shapes.
 
-        Args:
-            state: Entries of any shape, with equal names and shapes in all states. A missing floating-point entry
-                counts as unchanged from ``base`` in :meth:`mean`.
-            weight: Weight, not negative.
-            size: Number of examples. Integer entries of the state with the largest size are kept.
-            rows: Row indices for each partial entry: int64, shape ``(rows,)``.
-
-        Raises:
-            ValueError: If ``weight`` is negative or not finite.
+        A missing floating-point entry counts as unchanged from ``base`` in :meth:`mean`. ``rows`` has the row indices
+        for each partial entry: int64, shape ``(rows,)``.
         """
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
@@ -109,13 +96,8 @@ class WeightedMean:
     ) -> dict[str, Tensor]:
         """Returns the weighted mean of all added states, with each entry's dtype.
 
-        Args:
-            base: State before the round, required for partial entries. Missing entries count with the value in
-                ``base``, or 0 without ``base``.
-            row_weighting: Weighting for partial rows, see :meth:`RowSums.mean`.
-
-        Raises:
-            ValueError: If no state has a positive weight.
+        ``base``, the state before the round, is required for partial entries. Missing entries count with the value in
+        ``base``, or 0 without ``base``. Without a positive weight the result is a ``ValueError``.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")

@@ -49,8 +49,8 @@ def server_app(
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: The client names, or the number of clients. Training starts when all are connected; later clients are
             ignored, and a resumed run waits for the original clients. A mapping binds each client to a SuperNode's
-            public key (text of the ``.key.pub`` file) or number (from ``flwr supernode register``); other nodes can then
-            neither answer for the client nor receive the client's messages.
+            public key (text of the ``.key.pub`` file) or number (from ``flwr supernode register``); other nodes can
+            then neither answer for the client nor receive the client's messages.
         folder: Folder for checkpoints, including ``last.ckpt``.
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
