@@ -429,11 +429,11 @@ BAD = {  # change to the message, and reason
     "twice": ({"prototypes:classes": torch.tensor([1, 1])}, "a class twice"),
     "fractions": (
         {"prototypes:classes": torch.tensor([0.0, 1.0])},
-        r"forms torch.float32 of shape \(2,\), torch.float32 of",
+        r"counts: torch.float32 of shape \(2,\), torch.float32 of",
     ),
     "integers": (
         {"prototypes:means": torch.ones(2, 2, dtype=torch.int64)},
-        r"forms torch.int64 of shape \(2,\), torch.int64 of",
+        r"counts: torch.int64 of shape \(2,\), torch.int64 of",
     ),
     "numbers": ({"prototypes:counts": torch.tensor([5])}, r"of shape \(2, 2\), torch.int64 of shape \(1,\)"),
     "flat": (
@@ -442,7 +442,7 @@ BAD = {  # change to the message, and reason
     ),
     "nothing": ({"prototypes:counts": torch.tensor([5, 0])}, "the mean of 0 feature vectors"),
     "too many": ({"prototypes:counts": torch.tensor([5, 2**62])}, f"the mean of {2**62} feature vectors"),
-    "no means": ({"prototypes:means": None}, "without 'prototypes:means'"),
+    "no means": ({"prototypes:means": None}, "lack 'prototypes:means'"),
     "margins": ({"prototypes:lpm:semantic:mean": torch.ones(2)}, "margin is not a number"),
 }
 
