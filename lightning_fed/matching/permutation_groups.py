@@ -233,7 +233,7 @@ def _traced_names(tracer: Tracer) -> set[str]:
 
 
 def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tracer) -> list[str]:
-    """Matrix-like parameters that the trace did not reach."""
+    """Matrix-like parameters outside the trace."""
     traced = _traced_names(tracer)
     parameters = {name: value for name, value in tensors.items() if isinstance(value, nn.Parameter)}
     return [name for name, value in parameters.items() if value.ndim > 1 and names[name] not in traced]
