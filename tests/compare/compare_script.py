@@ -85,7 +85,8 @@ class Notes(FederatedCallback):
         federation = find_federation(trainer)
         planned = federation.current_visit
         self.fits[-1]["visits"].append((planned.visit, planned.num_batches, planned.num_samples))
-        self.fits[-1]["clients"] = getattr(federation.population.source, "indices", {})
+        datasets = federation.population.source.datasets
+        self.fits[-1]["clients"] = {client: np.asarray(datasets[client].indices) for client in datasets}
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.fits[-1]["seen"] += batch[0][:, 0].tolist()
