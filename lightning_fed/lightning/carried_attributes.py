@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_fed.console import round_number
-from lightning_fed.lightning.fingerprints import LIBRARIES, METRICS, VALUES, fingerprint, storage_address
+from lightning_fed.lightning.fingerprints import LIBRARIES, METRICS, VALUES, fingerprint, parts, storage_address
 from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
     OverriddenMethod,
@@ -39,7 +38,17 @@ _log = logging.getLogger(__name__)
 _INTERNAL = frozenset(vars(nn.Module()))
 # `state_dict` holds the first two; schedulers write the last ones.
 _OPTIMIZER_INTERNAL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], 0.1))) | {"_opt_called", "_step_count", "step"}
+_EXCLUDED: dict[type, Set[str]] = {nn.Module: _INTERNAL, Optimizer: _OPTIMIZER_INTERNAL, L.Callback: frozenset()}
 _MISSING = object()
+_ADVICE: dict[type, str] = {
+    nn.Module: "make what training uses a buffer, `register_buffer(name, tensor)`",
+    Optimizer: "keep what an optimizer remembers in `self.state[parameter]` or `param_groups`, so that"
+    " `optimizer_state` decides about the state",
+    L.Callback: "let a callback set its state anew in `on_client_start`",
+    object: "return every number of a scheduler in `state_dict`",
+}
+_OPTIMIZER = "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their state"
+_METRIC = "let a callback reset metrics that training uses in `on_client_start`"
 
 
 class _Known:
@@ -92,11 +101,7 @@ class CarriedAttributes:
     """
 
     def __init__(
-        self,
-        module: L.LightningModule,
-        trainer: L.Trainer | None = None,
-        is_shared: bool = True,
-        is_reset: bool = True,
+        self, module: L.LightningModule, trainer: L.Trainer | None = None, is_shared: bool = True, is_reset: bool = True
     ) -> None:
         self._module, self._trainer, self._is_shared, self._is_reset = module, trainer, is_shared, is_reset
         self._optimizers: list[Optimizer] = []  # in attributes
@@ -190,8 +195,7 @@ class CarriedAttributes:
                 f" {type(self._module).__name__} changed and read {_listed(refused)}: the values would pass from client"
                 f" to client beside the messages; {self._advise(refused)}."
             )
-        metrics = self._read_metrics - known.named
-        names = sorted(((found | blind) - known.named) | metrics)
+        names = sorted((found | blind | self._read_metrics) - known.named)
         if names:
             known.named.update(names)
             _log.warning(
@@ -204,15 +208,13 @@ class CarriedAttributes:
             )
 
     def _find_optimizers(self) -> Iterator[Optimizer]:
+        known = [] if self._trainer is None else self._trainer.optimizers
         for owner in self._owners().values():
             for value in vars(owner).values():
                 inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
                 for part in (value, *inside):
-                    if isinstance(part, Optimizer) and not any(part is each for each in self._trainer_optimizers()):
+                    if isinstance(part, Optimizer) and not any(part is each for each in known):
                         yield part
-
-    def _trainer_optimizers(self) -> list[Optimizer]:
-        return [] if self._trainer is None else self._trainer.optimizers
 
     def _clear_optimizers(self) -> None:
         for optimizer in self._optimizers:
@@ -233,27 +235,14 @@ class CarriedAttributes:
         return not isinstance(owner, nn.Module)
 
     def _advise(self, names: list[str]) -> str:
-        owners = self._owners()
-        places = [_owner_of(owners, name) for name in names if name not in self._read_metrics]
-        holders = [holder for holder, _ in places]
-        has_optimizers = any(isinstance(getattr(*place, None), Optimizer) for place in places)
-        advice = {
-            "make what training uses a buffer, `register_buffer(name, tensor)`": any(
-                isinstance(holder, nn.Module) for holder in holders
-            ),
-            "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their"
-            " state": has_optimizers,
-            "keep what an optimizer remembers in `self.state[parameter]` or `param_groups`, so that `optimizer_state`"
-            " decides about the state": any(isinstance(holder, Optimizer) for holder in holders),
-            "let a callback set its state anew in `on_client_start`": any(
-                isinstance(holder, L.Callback) for holder in holders
-            ),
-            "let a callback reset metrics that training uses in `on_client_start`": len(places) < len(names),
-            "return every number of a scheduler in `state_dict`": any(
-                not isinstance(holder, nn.Module | Optimizer | L.Callback) for holder in holders
-            ),
-        }
-        return "; ".join(text for text, is_due in advice.items() if is_due)
+        owners, advice = self._owners(), list[str]()
+        for name in names:
+            owner, attribute = _owner_of(owners, name)
+            is_metric = name in self._read_metrics
+            advice.append(_METRIC if is_metric else next(_ADVICE[kind] for kind in _ADVICE if isinstance(owner, kind)))
+            if isinstance(getattr(owner, attribute, None), Optimizer):
+                advice.append(_OPTIMIZER)
+        return "; ".join(dict.fromkeys(advice))
 
     def stop(self) -> None:
         """Removes all descriptors from classes, and all overrides from metrics and callbacks."""
@@ -273,9 +262,8 @@ class CarriedAttributes:
             key = type(owner), attribute
             # A compiled module reads attributes at compile time. A write to a class attribute replaces a descriptor.
             is_closed = isinstance(owner, nn.Module) and (is_compiled or name in self._known.named)
-            if is_closed or attribute not in getattr(owner, "__dict__", ()):
-                continue
-            if key not in self._watched and not _Watched.is_possible(*key):
+            is_possible = key in self._watched or _Watched.is_possible(*key)
+            if is_closed or not is_possible or attribute not in getattr(owner, "__dict__", ()):
                 continue
             if key not in self._watched:
                 self._watched[key] = _Watched(*key, self._note)
@@ -389,28 +377,21 @@ class CarriedAttributes:
     def _fingerprints(self) -> dict[str, Any]:
         saved = itertools.chain(self._module.parameters(), self._module.buffers())
         memory = {storage_address(tensor) for tensor in saved}
-        skipped = frozenset((id(self._module), id(self._trainer)))
-        if self._trainer is not None:
-            skipped |= {id(optimizer) for optimizer in self._trainer.optimizers}
-            skipped |= {id(config.scheduler) for config in self._trainer.lr_scheduler_configs}
+        configs = [] if self._trainer is None else self._trainer.lr_scheduler_configs
+        optimizers = [] if self._trainer is None else self._trainer.optimizers
+        schedulers = (config.scheduler for config in configs)
+        skipped = frozenset(map(id, (self._module, self._trainer, *optimizers, *schedulers)))
         found = {}
         for prefix, owner in self._owners().items():
-            if isinstance(owner, nn.Module):
-                excluded = _INTERNAL
-            elif isinstance(owner, Optimizer):
-                excluded = _OPTIMIZER_INTERNAL
-            elif isinstance(owner, L.Callback):
-                excluded = frozenset()
-            else:
-                excluded = frozenset(("optimizer", *owner.state_dict()))
+            excluded = next((names for kind, names in _EXCLUDED.items() if isinstance(owner, kind)), None)
+            if excluded is None:
+                excluded = {"optimizer", *owner.state_dict()}
+            excluded = excluded | lightning_attributes() if isinstance(owner, L.LightningModule) else excluded
+            is_torch = type(owner).__module__.startswith("torch.")  # private values, like the weights in an LSTM
             for name, value in {**_class_values(type(owner)), **vars(owner)}.items():
-                if name in excluded or isinstance(value, OverriddenMethod):
-                    continue
-                if isinstance(owner, L.LightningModule) and name in lightning_attributes():
-                    continue
-                if type(owner).__module__.startswith("torch.") and name.startswith("_"):
-                    continue  # PyTorch's, such as the weights in an LSTM
-                found[prefix + name] = fingerprint(value, memory, skipped)
+                is_private = is_torch and name.startswith("_")
+                if not is_private and name not in excluded and not isinstance(value, OverriddenMethod):
+                    found[prefix + name] = fingerprint(value, memory, skipped)
         return found
 
 
@@ -526,9 +507,6 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, Tensor | nn.Module | Optimizer | np.ndarray):
         return not isinstance(value, L.LightningModule | Metric)
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple | deque):
-        is_users = type(value).__module__.partition(".")[0] not in (*LIBRARIES, "builtins", "torch")
-        value = vars(value).values() if is_users and hasattr(value, "__dict__") else ()
-    return depth > 0 and any(_holds_tensors(inside, depth - 1) for inside in value)
+    inside = parts(value) if depth else None
+    inside = list(inside.values()) if isinstance(inside, dict) else inside
+    return isinstance(inside, list) and any(_holds_tensors(part, depth - 1) for part in inside)

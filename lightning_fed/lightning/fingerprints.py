@@ -67,7 +67,7 @@ def fingerprint(
             return hash(value.getstate())
         if isinstance(value, set | frozenset):
             return frozenset(value)
-        inside = _parts(value)
+        inside = parts(value)
     except Exception:  # a warning must not end a fit
         return None
     if isinstance(inside, dict):
@@ -75,7 +75,7 @@ def fingerprint(
     return [fingerprint(part, memory, skipped, depth) for part in inside] if isinstance(inside, list) else inside
 
 
-def _parts(value: Any) -> Any:
+def parts(value: Any) -> Any:
     """Returns the parts of a container, object or optimizer; otherwise ``None``."""
     if isinstance(value, dict):
         return dict(value)
