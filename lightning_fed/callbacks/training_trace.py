@@ -42,7 +42,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 _MOST_CLIENTS = 5  # tried one after another
-_MOST_BATCHES = 5  # tried one after another, for a step that skips batches
+_MOST_BATCHES = 5  # tried one after another, because a step may skip batches
 
 
 class TrainingTrace(NamedTuple):
@@ -327,7 +327,7 @@ def _watched(
     outermost: dict[str, None],
     losses: ClassLosses,
 ) -> Iterator[None]:
-    """Context that records calls to the module's layers."""
+    """Context to record calls to the module's layers."""
     depth = 0
     with ExitStack() as hooks:
         root = module.register_forward_pre_hook(
