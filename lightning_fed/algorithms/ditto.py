@@ -126,8 +126,7 @@ class Ditto(Method):
 
     A visit trains the global model for ``local_epochs`` epochs, then the client's personal model for
     ``personal_epochs`` epochs (:class:`~lightning_fed.callbacks.PersonalModel`). The global model and all messages
-    equal the rule's bit for bit. Clients are evaluated with their personal models. Reference: Li et al., ICML 2021,
-    Algorithm 1.
+    equal the rule's bit for bit. Evaluation uses personal models. Reference: Li et al., ICML 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.

@@ -49,9 +49,8 @@ class AdaptiveAggregation(FederatedCallback):
         0, 1 \right)
 
     Gradients come from ``training_step`` in evaluation mode, without effect on the training's random numbers. With a
-    loss scaler, the gradients belong to the scaled loss, and batches with overflow do not change the weights.
-    Evaluation uses the client's last model (``fed/val_acc/mean``), or the global model before the first visit. A client
-    with failed data is excluded.
+    loss scaler, batches with overflow do not change the weights. Evaluation uses the client's last model
+    (``fed/val_acc/mean``), or the global model before the first visit. A client with failed data is excluded.
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
@@ -59,8 +58,7 @@ class AdaptiveAggregation(FederatedCallback):
         eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
-        MisconfigurationException: In ``fit``, with manual optimization; or if the model has fewer layers, or clients
-            hold only some rows of an entry.
+        MisconfigurationException: In ``fit``, with manual optimization, fewer layers, or clients with only some rows.
     """
 
     supports_vectorize = True
@@ -182,8 +180,8 @@ class FedALA(Method):
     """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
 
     The weights are learned elementwise before each visit (:class:`~lightning_fed.callbacks.AdaptiveAggregation`).
-    Messages and averaging follow the rule. Evaluation uses each client's model after the last visit. Reference: Zhang
-    et al., AAAI 2023, Algorithm 1.
+    Messages and averaging follow the rule. Evaluation uses each client's last model. Reference: Zhang et al., AAAI
+    2023.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.

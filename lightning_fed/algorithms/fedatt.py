@@ -28,11 +28,10 @@ class FedAtt(AveragingAggregator):
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
-    A layer is an entry (a weight or a bias). Larger distances have larger weights, and dataset sizes have no effect.
-    The distance is the Euclidean norm of the flattened difference; the authors' program uses the spectral norm for
-    matrices. Integer entries and BatchNorm's running statistics are averaged as in :class:`FedAvg`, because a step
-    beyond the clients would give negative variances. Reference: Ji et al., IJCNN 2019, "attentive aggregation", and the
-    authors' program.
+    A layer is an entry (a weight or a bias); dataset sizes have no effect. The distance is the Euclidean norm of the
+    flattened difference; the authors' program uses the spectral norm for matrices. Integer entries and BatchNorm's
+    running statistics are averaged as in :class:`FedAvg`, because a step beyond the clients would give negative
+    variances. Reference: Ji et al., IJCNN 2019.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

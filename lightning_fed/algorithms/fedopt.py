@@ -107,8 +107,7 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 class FedAdagrad(Method):
     """The clients' mean change, divided by the root of the squared changes' sum over all rounds.
 
-    :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021,
-    Algorithm 2.
+    :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
@@ -139,9 +138,8 @@ class FedAdagrad(Method):
 class FedAdam(Method):
     """The decaying mean of the clients' changes, divided by the root of the decaying mean square.
 
-    :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`), without bias correction.
-    ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)`` has bias correction. Reference: Reddi et al., ICLR
-    2021, Algorithm 2.
+    :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`), without bias correction, unlike
+    ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``. Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
@@ -174,8 +172,7 @@ class FedAdam(Method):
 class FedYogi(Method):
     """FedAdam with Yogi's second moment, which changes by at most a fraction of the new square.
 
-    :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021,
-    Algorithm 2.
+    :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).

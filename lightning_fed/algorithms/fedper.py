@@ -1,7 +1,6 @@
 """Federated averaging of a base, with a personal head per client.
 
-Arivazhagan, Aggarwal, Singh & Choudhary, "Federated Learning with Personalization Layers", 2019.
-https://arxiv.org/abs/1912.00818
+Arivazhagan, Aggarwal, Singh & Choudhary, "Federated Learning with Personalization Layers", 2019. arXiv:1912.00818
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class FedPer(Method):
         aggregator: The method for the base, by name or as an object.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing, or a training step does not prove the classifier for
-            ``"auto"``.
+        ValueError: In ``fit``, if a selector matches nothing, or no training step proves the classifier (``"auto"``).
 
     Example:
         >>> from lightning_fed import Federation

@@ -20,8 +20,7 @@ class FedProx(Method):
         w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
     The method adds :class:`~lightning_fed.callbacks.ProximalTerm`, which also works with other rules. The paper's
-    treatment of stragglers is ``partial_work="keep"``, the default. Reference: Li et al., MLSys 2020, Algorithm 2 and
-    equation 2.
+    treatment of stragglers is ``partial_work="keep"``, the default. Reference: Li et al., MLSys 2020, Algorithm 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -29,8 +28,7 @@ class FedProx(Method):
     - For: heterogeneous clients with long visits, and stragglers.
 
     Args:
-        mu: Strength :math:`\mu` per step; 0 gives exactly FedAvg's weights. The authors tune :math:`\mu` in {0.001,
-            0.01, 0.1, 0.5, 1}.
+        mu: Strength :math:`\mu`; 0 gives FedAvg's weights. The authors tune :math:`\mu` in {0.001, 0.01, 0.1, 0.5, 1}.
         row_weighting: See :class:`FedAvg`.
     """
 

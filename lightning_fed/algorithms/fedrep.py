@@ -34,8 +34,7 @@ class HeadThenBody(FederatedCallback):
         head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
 
     Raises:
-        MisconfigurationException: In ``fit``, if visits have fewer epochs or are counted in steps, or if the module has
-            no personal or no shared parameters.
+        MisconfigurationException: In ``fit``, without enough epochs, or without personal or shared parameters.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -116,7 +115,7 @@ class FedRep(Method):
 
     A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
     (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged. Reference: Collins et al.,
-    ICML 2021, Algorithm 1.
+    ICML 2021.
 
     After the last round the authors train each client's head once more on the final body. Add such a round by resuming
     from the last checkpoint, with all clients and ``body_epochs=0``.
@@ -130,8 +129,7 @@ class FedRep(Method):
         head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
             with the logits as output (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
         head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the rest of ``local_epochs``.
-        body_epochs: Epochs per visit for the body; 0 leaves the body unchanged. ``None`` for 1, or for the rest of
-            ``local_epochs``.
+        body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or for the rest of ``local_epochs``.
         local_epochs: Sum of both, if both are given.
         aggregator: Method for the body, by name or as an object.
 

@@ -1,7 +1,6 @@
 """Federated averaging with fixed BatchNorm statistics in the later rounds.
 
-Zhong, Chen & Chao, "Making Batch Normalization Great in Federated Deep Learning", 2023.
-https://arxiv.org/abs/2303.06530
+Zhong, Chen & Chao, "Making Batch Normalization Great in Federated Deep Learning", 2023. arXiv:2303.06530
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """q-FedAvg: larger weights for clients with larger losses, for more uniform accuracies.
 
-Li, Sanjabi, Beirami & Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020, Algorithm 2.
-https://arxiv.org/abs/1905.10497
+Li, Sanjabi, Beirami & Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020, Algorithm 2. arXiv:1905.10497
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class ServerOptimizer(UpdateStep):
         **optimizer_kwargs: Arguments for the optimizer. The optimizer's default ``lr`` is meant for local training.
 
     Raises:
-        ValueError: If the optimizer is unknown or refuses the arguments, or the rule keeps several models, changes
-            shapes or needs several rounds per model.
+        ValueError: If the optimizer is unknown or refuses the arguments, or the rule has several models or changes
+            shapes.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

@@ -37,8 +37,7 @@ class FEMNIST(FileDataModule):
         test_writers: Test on new samples from training writers (`"seen"`), or from other writers (`"unseen"`).
         val_fraction: Share of each writer's training samples for validation, in [0, 1).
         batch_size: Images per training batch.
-        **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size` (a random subset over all writers),
-            `val_size`, `test_size` and `seed`.
+        **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 
     Example:
         >>> data = FEMNIST("data", invert=True, test_writers="unseen")

@@ -54,8 +54,7 @@ class Omniglot(FileDataModule):
       `split` (0 background, 1 evaluation).
     - `omniglot-py/`, torchvision's folders. The images, 105 x 105, are averaged over areas and inverted.
 
-    A natural client (`groups`) is one person with one alphabet: 420 training clients by default, with 14 to 55 images
-    each.
+    A natural client (`groups`) is a person with an alphabet: 420 training clients by default, with 14 to 55 images.
 
     Source: B. Lake, R. Salakhutdinov and J. Tenenbaum, "Human-level concept learning through probabilistic program
     induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).

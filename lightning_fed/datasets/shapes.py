@@ -74,8 +74,7 @@ class Shapes(ArrayDataModule):
 
     The scenes are rendered in `setup`, 1,000 scenes with 64 x 64 pixels in 1 to 2 seconds. For segmentation there are 6
     classes, background and the five shapes; for classification 5. With `dominant` near 1 almost every scene shows one
-    class of shape, so a Dirichlet partition over the dominant class gives clients with very different masks; with 0 the
-    scenes are mixed.
+    class of shape, so a Dirichlet partition over the dominant class gives clients with very different masks.
 
     Args:
         num_train: Number of training scenes.

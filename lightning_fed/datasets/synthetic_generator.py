@@ -1,8 +1,7 @@
 """Synthetic(alpha, beta): classification data with a known difference between the clients' models and inputs.
 
-Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization using an Approximate Newton-type Method",
-ICML 2014 (the construction); Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020,
-section 5.1.
+Construction: Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization using an Approximate
+Newton-type Method", ICML 2014; Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def synthetic_clients(
         n_k = \lfloor s_k \rfloor + 50, \ \log s_k \sim \mathcal N(4, 2^2)
 
     ``alpha`` sets the difference between the models, ``beta`` the difference between the inputs. As in the authors'
-    program both are standard deviations; Synthetic(1, 1) is equal under both readings. A client's data depend only on
-    the seed and the client.
+    program both are standard deviations. A client's data depend only on the seed and the client.
 
     Args:
         alpha: Standard deviation of the clients' model means, at least 0.

@@ -29,8 +29,8 @@ def matched_mean(
 ) -> dict[str, Tensor]:
     r"""Averages matched clients: each neuron is the mean over its owners; returns the wide network's state.
 
-    With assignments :math:`S_k` and the state :math:`\tilde w_k` of client *k* in the wide network (zeros for missing
-    neurons), row *i* of an entry is
+    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (zeros for missing neurons), row *i* of an
+    entry is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
@@ -95,8 +95,7 @@ def agreement(
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
-    The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons. A low
-    share means small mean weights.
+    The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons.
 
     Biases and normalization parameters are excluded (unless a group has no others), as are running statistics, complex
     entries, and weights within a group, such as recurrent weights. NaN without comparable weights.

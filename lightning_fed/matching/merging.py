@@ -69,19 +69,18 @@ class MatchedAverage:
     """Merges trained networks with equal architecture: matches neurons, then averages.
 
     Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
-    over its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Networks with
-    different initializations lose much accuracy, in particular deep networks. BatchNorm's running statistics are
-    measured with the merged network.
+    over its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Deep networks
+    with different initializations lose much accuracy. BatchNorm's running statistics are measured with the merged
+    network.
 
     Args:
-        mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 times the width); ``"permute"``
-            matches neurons one to one and preserves widths; ``"none"`` averages without matching. With ``"grow"``
-            groups with fixed width are permuted.
+        mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 widths); ``"permute"``
+            matches neurons one to one and preserves widths; ``"none"`` averages without matching.
         order: Group order, and weights to compare: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Larger values add more neurons; ``None`` for the score's default.
         passes: Maximum number of matching passes over the networks per group.
-        sweeps: Maximum number of alignment sweeps over all networks and groups; with ``"grow"`` before the matching.
+        sweeps: Maximum alignment sweeps over all networks and groups; with ``"grow"`` before the matching.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average.
         inputs: Index, key or function for the inputs in a batch; ``None`` for the usual inputs.
         seed: Seed for the network order.

@@ -98,21 +98,20 @@ def match_neurons(
       score recovers shared neurons and creates separate neurons for the rest.
 
     The client with the most neurons defines the first global neurons. The other clients are matched in order of
-    decreasing width. In each following pass every client is removed and matched again, in random order, until a pass
-    changes nothing.
+    decreasing width. In each following pass every client is matched again, in random order, until a pass changes
+    nothing.
 
     Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
     prior :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. All variances start
-    at half the variance of the values. Matching and estimation alternate until the matching is stable, at most three
-    times.
+    at half the variance of the values. Matching and estimation alternate at most three times.
 
     Args:
         clients: Neurons of each client, shape ``(L_j, D)``, floating point; computed at least in float32.
         generator: Draws the client order.
         score: ``"published"`` or ``"marginal"``.
         gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1.
-        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``; infinity ignores a value. By default 1 (published),
-            or estimated.
+        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``, infinity for ignored values. By default 1 or
+            estimated.
         prior_variance: :math:`\sigma_0^2` > 0, broadcast to ``(D,)``. By default 1 (published), or estimated.
         prior_mean: :math:`\mu`, broadcast to ``(D,)``. The authors use 0.1 for biases.
         blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
@@ -407,8 +406,7 @@ def _maximise_likelihood(
     """Estimates the variances of one block by expectation maximization over the global neurons.
 
     ``products`` are inner products of client neurons minus the prior mean for each global neuron, shape ``(L, J, J)``,
-    with 0 for missing neurons; ``owned`` has shape ``(L, J)``, ``noise`` ``(J,)``, ``prior`` ``()``. Known variances
-    are fixed.
+    with 0 for missing neurons; ``owned`` has shape ``(L, J)``, ``noise`` ``(J,)``. Known variances are fixed.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

@@ -91,8 +91,7 @@ def match_states(
 
     A single pass matches each network to the earlier networks, by some weights only. ``sweeps`` then align the networks
     jointly over all groups until nothing changes (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` the
-    sweeps come first. All neurons then have a common order, so groups are compared by all incoming weights (``"pfnm"``:
-    by all weights).
+    sweeps come first. Then groups are compared by all incoming weights (``"pfnm"``: by all weights).
 
     Prior means are 0 and all networks have equal variances, unless ``options`` override both. BatchNorm's running
     statistics are also averaged: recalibrate the statistics with the merged network.

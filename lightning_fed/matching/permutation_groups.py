@@ -39,8 +39,8 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module, in execution order.
 
-    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are given by
-    group name; other groups are unchanged.
+    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are by group
+    name.
 
     Attributes:
         groups: Permutation groups.
@@ -76,8 +76,7 @@ class PermutationGroups:
         Args:
             module: Any module; restored afterwards. ``forward`` must be deterministic in structure. Unused children
                 raise a warning, because ``training_step`` may use them.
-            example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two examples; small images
-                suffice.
+            example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two (small) examples.
             pin: Patterns for entry names (``"decoder.*"``) with fixed neurons.
             extra_groups: Manual groups, checked as well. These replace found groups with common positions.
 

@@ -42,8 +42,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged); or patterns for entry names by
-            stage (the first match counts).
+        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged); or patterns for names by stage.
 
     Example:
         >>> from torch import nn, zeros

@@ -24,8 +24,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
 
     See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and the bandwidth are
     reconstructions. All features are stored until :meth:`compute`, in the metric's type (float32 by default, see
-    ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``, which also computes the
-    discrepancy for the batch.
+    ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
         num_classes: Number of classes, for the mean over class-wise discrepancies; ``None`` for one over all samples.

@@ -13,8 +13,7 @@ from torchmetrics.utilities import dim_zero_cat
 class PooledSamples(Metric):
     """Metric over all added vectors (with a common length) and labels, in the metric's type, gathered over processes.
 
-    States are flat, and labels are floats. A process without data then has an empty state with the same type and
-    dimensions.
+    States are flat, and labels are floats, so a process without data has an empty state with the same type.
     """
 
     is_differentiable = False

@@ -20,8 +20,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
     See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). Test classes may
     differ from training classes. All embeddings are stored until :meth:`compute`, in the metric's type (float32 by
-    default, see ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``, which also
-    searches within the batch.
+    default, see ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
         r: R, equal for all images; "relevant" for the number of other images in the same class.

@@ -21,8 +21,7 @@ class SegmentationScores(Metric):
 
     over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
     and the result. If all classes are missing (for example healthy images without a false positive), there are no
-    means. If the ignored label is a class, this class has no score, as in torchmetrics, but a prediction with this
-    class counts as wrong.
+    means. If the ignored label is a class, this class has no score, but a prediction with this class counts as wrong.
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
@@ -70,8 +69,7 @@ class SegmentationScores(Metric):
 
         Args:
             logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.
-            target: Class indices ``(N, H, W)``; in the other modes 0 and 1 with the logits' shape, or ``(N, H, W)`` for
-                one class.
+            target: Class indices ``(N, H, W)``; in the other modes 0 and 1, also with the logits' shape.
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":

@@ -27,10 +27,9 @@ T = TypeVar("T")
 class Task(L.LightningModule, ABC):
     """Ordinary LightningModule around ``self.model``, with abstract methods for task-specific parts.
 
-    Logged values are ``train_loss`` (mean over an epoch's examples) and, for ``val`` and ``test``, the loss and every
-    metric in `configure_metrics` (``val_loss``, ``val_acc``, ...). With several validation loaders each loader has
-    separate metrics, with Lightning's suffix (``val_acc/dataloader_idx_1``). The state dict contains only the network's
-    entries.
+    Logged values are ``train_loss`` and, for ``val`` and ``test``, the loss and every metric in `configure_metrics`
+    (``val_loss``, ``val_acc``, ...). With several validation loaders each loader has separate metrics, with Lightning's
+    suffix (``val_acc/dataloader_idx_1``). The state dict contains only the network's entries.
 
     Args:
         optimizer: Class name in `torch.optim`.

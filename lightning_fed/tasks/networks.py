@@ -33,12 +33,10 @@ def build_network(
 
     Args:
         name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``),
-            or any name for `timm.create_model`, optionally with a tag (``resnet18.a1_in1k``) or a source
-            (``hf-hub:...``).
+            or any name for `timm.create_model`, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
         num_classes: Number of classes.
         in_channels: Image channels.
-        input_size: Side of the square images, in pixels. `timm` models ignore this argument; some have an argument
-            ``img_size``.
+        input_size: Side of the square images, in pixels. `timm` models ignore this argument; some have ``img_size``.
         pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
         **kwargs: Arguments for the builder, or for the `timm` model.
 
@@ -139,8 +137,8 @@ def lenet(
 ) -> nn.Sequential:
     """FedMA's LeNet: 5x5 convolutions (20, 50) without padding, each with 2x2 max-pooling, then 500 units.
 
-    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. As in the authors' code, there is no
-    activation between the two linear layers.
+    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. There is no activation between the linear
+    layers.
     """
     _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -178,8 +176,7 @@ def vgg9(
 
     3,491,530 parameters for 32x32 colour images (at least 8x8) and 10 classes, without normalisation layers. Whole
     channels are dropped (0.05) after the second pool, and units (0.1) before the first and the last linear layer.
-    ``width`` scales channels and units. ``init="kaiming"`` keeps the activation scale constant under ReLU (He et al.
-    2015), with zero biases.
+    ``width`` scales channels and units. ``init="kaiming"`` has zero biases (He et al. 2015).
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)

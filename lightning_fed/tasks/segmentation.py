@@ -30,8 +30,7 @@ class SegmentationTask(Task):
     ``val_loss``, ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (and ``test_...``), without pixels labelled
     ``ignore_index``:
 
-    - ``miou``: intersection over union per class, over the whole epoch's pixels, averaged over all classes in truth or
-      prediction;
+    - ``miou``: intersection over union over the epoch's pixels, averaged over all classes in truth or prediction;
     - ``pixel_acc``: share of correct pixels;
     - ``mdice``: Dice, averaged like ``miou``; with ``per_class``, ``iou/<class>`` and ``dice/<class>`` for all classes
       in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.

@@ -1,7 +1,6 @@
 """FedAwS: regularisers for spread-out class vectors.
 
-Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020, equations 7 and 8.
-https://arxiv.org/abs/2004.10342
+Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020, equations 7 and 8. arXiv:2004.10342
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Here :math:`N_k(c)` contains the *k* nearest classes in the comparison, without *c*. The neighbours are constant in
-    the gradient, and the gradient moves both ends. A zero vector has distance 1 to all others. Reference: Yu et al.,
-    ICML 2020, equation 8.
+    Here :math:`N_k(c)` contains the *k* nearest classes in the comparison, without *c*. The gradient moves both ends,
+    with constant neighbours. A zero vector has distance 1 to all others. Reference: Yu et al., ICML 2020.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.

@@ -1,7 +1,6 @@
 """FedDANE on the server: federated averaging for clients with corrected gradients.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
-https://arxiv.org/abs/2001.01920
+Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019. arXiv:2001.01920
 """
 
 from __future__ import annotations
@@ -29,11 +28,6 @@ class FedDANE(AveragingAggregator):
 
     Args:
         mu: Strength for the proximal term, at least 0.
-
-    Example:
-        >>> from lightning_fed.method import build_method
-        >>> [type(callback).__name__ for callback in build_method("feddane", mu=0.1).callbacks]
-        ['GradientCorrection', 'ProximalTerm']
     """
 
     def __init__(self, mu: float = 0.0) -> None:

@@ -1,8 +1,7 @@
 """FedFusion on the clients: fuses a client's features with the broadcast model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-Algorithm 1. The server averages with any rule, smooths the weights for "multi" and "single", and keeps the extractor
-for the evaluation of the global model.
+Algorithm 1. The server averages with any rule, and smooths the weights for "multi" and "single".
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class FeatureFusion(FederatedCallback):
     Args:
         at: Layer with the features as output, or ``"auto"``, see :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
-        levels: Fused features, for an extractor with several, by position or key, each with a separate operator;
-            ``"all"`` skips the input data.
+        levels: Fused features by position or key, each with a separate operator; ``"all"`` skips the input data.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network.
         network: Name of the module called with the data; ``"auto"`` searches.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see

@@ -55,15 +55,14 @@ def find_extractor(
     2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if the module is the
        first among several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
     3. the input of the last global pooling, or else the last ``nn.Flatten``, next to the classifier (ResNet,
-       EfficientNet and similar networks);
+       EfficientNet);
     4. the classifier's input (vision transformers).
 
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
         at: Name of the layer with the features as output, ``FeatureLayer`` for an input or output, or ``"auto"``.
         network: Name of the module called with the data, around the layer; ``""`` for ``module``. ``"auto"`` uses the
-            layer, if found by name or a direct child of a LightningModule, else the outermost module other than a
-            LightningModule.
+            layer, if found by name or a direct child of a LightningModule, else the outermost ordinary module.
         classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
 
     Example:
@@ -142,8 +141,7 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Finds the layer as in :func:`find_extractor`, with the classifier proven by a training step.
 
-    A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``, the
-    argument with the layer.
+    A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``.
     """
     if at != "auto":
         return find_extractor(module, at, network)

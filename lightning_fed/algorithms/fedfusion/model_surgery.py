@@ -85,12 +85,11 @@ def unwrap(module: nn.Module) -> nn.Module:
     Predictions equal ``eval_reference="current"``: features fused with themselves. For "multi", "single" and "none"
     nothing changes, because F(E, E) = E. For "conv" a 1x1 convolution (a linear layer for vectors and tokens) with the
     sum over both weight halves remains: ``nn.Sequential(layer, convolution)`` replaces the layer, so the layer's entry
-    names get ``.0``, or ``.1`` for fusion at the layer's input. A :class:`~lightning_fed.modules.FusedExtractor` is
-    replaced by the returned model.
+    names get ``.0``, or ``.1`` for fusion at the layer's input. The result replaces a
+    :class:`~lightning_fed.modules.FusedExtractor`.
 
     Raises:
-        ValueError: If the model has no fusion; or for "conv", if an encoder's maps or a layer with several inputs are
-            fused, or the features' shape is unknown.
+        ValueError: If the model has no fusion; or for "conv" with several inputs or feature maps, or an unknown shape.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
@@ -123,8 +122,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 def plain_state(state: Mapping[str, Tensor]) -> State:
     """Removes the fusion with "multi", "single" or "none" from a model's state.
 
-    A convolution is refused, because later layers depend on the fusion: load the state into a model with fusion, and
-    see :func:`unwrap`.
+    A convolution is refused, because later layers depend on the fusion: load into a model with fusion, then
+    :func:`unwrap`.
 
     Example:
         >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))

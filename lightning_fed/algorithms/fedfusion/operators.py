@@ -68,12 +68,7 @@ class MultiFusion(MixingOperator):
 
 
 class SingleFusion(MixingOperator):
-    """One weight for all channels, starting at 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`.
-
-    Example:
-        >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()
-        8.0
-    """
+    """One weight for all channels, starting at 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,10 +149,6 @@ def build_operator(
         conv_init: For "conv", see :class:`ConvFusion`.
         conv_bias: For "conv": add a bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
-
-    Example:
-        >>> build_operator("multi", channels=8)
-        MultiFusion(weights=8)
     """
     check_option("operator", name, OperatorName)
     if name == "conv":

@@ -1,7 +1,6 @@
 """FedMA on the server: matches neurons before averaging, layer by layer.
 
-Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, "Federated Learning with Matched Averaging" (FedMA), ICLR 2020,
-Algorithm 1.
+Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, "Federated Learning with Matched Averaging" (FedMA), ICLR 2020.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ class FedMA(Aggregator):
     Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically, and measure BatchNorm
     statistics for a matched stage (``batch_norm="recalibrate"``), and again for the complete model.
 
-    With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper and the
-    authors' program. By default weights are numbers of examples. Reference: Wang et al., ICLR 2020,
-    https://arxiv.org/abs/2002.06440.
+    With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper. Reference:
+    Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
     - Keeps: each client's widths.
@@ -71,10 +69,8 @@ class FedMA(Aggregator):
 
     Args:
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
-            preserves widths; ``"none"`` averages without matching, with the same freezing and training. With ``"grow"``
-            groups of fixed width are permuted.
-        stages: ``"auto"``; the maximum number of stages (1 for all layers in one exchange); or patterns for entry names
-            by stage.
+            preserves widths; ``"none"`` averages without matching. With ``"grow"`` groups of fixed width are permuted.
+        stages: ``"auto"``; the maximum number of stages (1 for one exchange); or patterns for entry names by stage.
         last_layer: Weights for output layers: class shares (``"class"``; clients send numbers of examples or pixels per
             class, which reveal label statistics) or numbers of examples (``"size"``, also used for models without
             classes). Multi-hot labels require ``"size"``.
@@ -84,22 +80,20 @@ class FedMA(Aggregator):
         order: Group order in a stage, and weights to compare: as in FedMA or PFNM.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: :math:`\gamma`; larger values add more neurons. By default 7 with the published score and 1 with the
-            marginal score. The authors use 7 for convolutional networks and 0.001 for their LSTM, where no neuron is
-            added.
+            marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for their LSTM.
         passes: Maximum number of matching passes over the clients per group.
         max_width: Maximum width of a group relative to a client; ``None`` for no limit; ``"auto"`` for 1.25 with the
             marginal score, and no limit with the published score.
         prior_weight: Weight of a prior with mean 0, in clients. With 1 and ``weighting="uniform"`` the mean over *n*
-            owners is multiplied by n/(n+1), as in the authors' program for convolutional networks, but not in the
-            paper.
+            owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
         seed: Seed for the order of clients.
 
     Note:
         Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
         ``fedma/<group>/matched`` (share of client neurons matched with another client), ``fedma/<group>/agreement``
         (share of the squared norm of incoming weights preserved by averaging: 1 for equal neurons, about 1/n for n
-        unrelated neurons) and ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (size of the global model
-        relative to a client).
+        unrelated neurons) and ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (the global model's
+        relative size).
     """
 
     resizes = True

@@ -82,10 +82,8 @@ class LayerwiseTraining(FederatedCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
-            optimizer states or hold partial rows, or an optimizer has an initial state (Adagrad) or fixed sizes
-            (LBFGS).
-        ValueError: If a checkpoint has impossible or inconsistent widths; in ``fit``, if stages or patterns do not
-            match the module.
+            optimizer states or hold partial rows, or an optimizer has an initial state or fixed sizes.
+        ValueError: If a checkpoint has impossible widths; in ``fit``, if stages or patterns do not match the module.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

@@ -67,8 +67,8 @@ class ClassPrototypes(FederatedCallback):
         layer: Name of the layer with the features as output; ``"auto"`` for
             :func:`~lightning_fed.modules.find_feature_layer` at the classifier, found in a trial training step.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
-        ignore_index: Label for void pixels, or ``None``; ``"auto"`` for the label ignored in the loss, or 255 unless
-            255 is a class.
+        ignore_index: Label for void pixels, or ``None``; ``"auto"`` for the label ignored in the loss, or 255 if no
+            class.
         exclude_classes: Classes to exclude, such as a background.
         target: Index, key or function for the labels; by default the labels in the loss. With a given ``layer`` and
             ``num_classes`` there is no trial step, and the default is the second element, or ``batch["target"]``,
@@ -80,12 +80,10 @@ class ClassPrototypes(FederatedCallback):
         class_reduction: Reduction over classes in LPM.
         lpm_before: Reference for LPM: prototypes with the downloaded weights, or from the client's last visit.
 
-    State: ``layer``, description of the feature layer. With a plain Trainer :attr:`prototypes` has the last epoch's
-    prototypes.
+    State: ``layer``, the feature layer. With a plain Trainer :attr:`prototypes` has the last epoch's prototypes.
 
     Raises:
-        ValueError: If an option is unknown or outside its range; in ``fit``, if the layer is missing, or a resumed fit
-            has a different layer.
+        ValueError: If an option is invalid; in ``fit``, if the layer is missing, or differs in a resumed fit.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
     """
 

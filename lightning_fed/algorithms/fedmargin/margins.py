@@ -40,8 +40,7 @@ def class_margins(
         - \tfrac12 \min_{c' \ne c} \lVert R[c] - R[c'] \rVert
 
     "semantic" is the hypothesis margin between two prototypes: the distance from one prototype to the bisecting plane.
-    The relative margin is 0 if both distances are 0. The margin is NaN for classes missing in a set or without another
-    class for comparison.
+    The relative margin is 0 if both distances are 0. The margin is NaN for missing classes, or without another class.
 
     Args:
         query: Prototypes Q.

@@ -43,12 +43,7 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Unpacks prototypes over ``num_classes`` classes from extras; ``None`` without prototypes.
-
-    Example:
-        >>> unpack_prototypes(pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2]))), 2).counts
-        tensor([0, 2])
-    """
+    """Unpacks prototypes over ``num_classes`` classes from extras; ``None`` without prototypes."""
     if "prototypes:classes" not in packed:
         return None
     classes, means, counts = (packed[f"prototypes:{name}"].cpu() for name in ("classes", "means", "counts"))
@@ -67,13 +62,7 @@ def lpm_key(margin: str, class_reduction: str) -> str:
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Describes malformed prototypes in an update's extras; ``None`` for valid or missing prototypes.
-
-    Example:
-        >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
-        >>> find_invalid_prototypes(packed), find_invalid_prototypes(packed, num_classes=1)
-        (None, 'its prototypes are of class 1 instead of 0 to 0')
-    """
+    """Describes malformed prototypes in an update's extras; ``None`` for valid or missing prototypes."""
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
         return "its prototype margin is not a number"

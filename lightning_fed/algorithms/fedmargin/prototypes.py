@@ -169,8 +169,7 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
     The rule is a reconstruction. The default :math:`\beta = 0.1` gives new values the weight 0.9, as in FedSpace's
-    code. ``memory="cumulative"`` is the running mean weighted by counts, as in SDR's code. Counts are summed over
-    rounds.
+    code. ``memory="cumulative"`` is the running mean weighted by counts, as in SDR's code. Counts are summed.
 
     Args:
         previous: Aggregate prototypes :math:`\bar P_{t-1}` before the round; ``None`` in the first round.
@@ -204,8 +203,7 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
     r"""Reference prototypes for the aggregate prototype margin.
 
-    Aggregate prototypes :math:`\bar P_{t-1}` before the round, and for new classes the prototypes :math:`P_t` of the
-    round, as a reconstruction.
+    A reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and for new classes the round's prototypes :math:`P_t`.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [0.0]]), torch.tensor([1, 0]))

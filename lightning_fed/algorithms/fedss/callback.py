@@ -39,10 +39,9 @@ class SampledSoftmax(FederatedCallback):
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before a visit, a client with the
     classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the sorted rows :math:`S_k = P_k \cup N_k`,
-    so the server cannot separate positives from negatives. The server sends these rows, the client trains the rows and
-    sends the rows back; neither the client's model nor the optimizer holds other rows. The mean :math:`|S_k|` is logged
-    as ``clients/sampled_classes``. A label outside the client's classes or the head excludes the client. Reference:
-    FedSS, section 3 and Algorithm 1.
+    so the server cannot separate positives from negatives. The client receives, trains and sends only these rows. The
+    mean :math:`|S_k|` is logged as ``clients/sampled_classes``. A label outside the client's classes or the head
+    excludes the client. Reference: FedSS, section 3 and Algorithm 1.
 
     The client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with labels as logit columns,
     and the head corrects the logits. So ``F.cross_entropy(self(x), y)`` computes the FedSS loss without changes to the
@@ -58,8 +57,7 @@ class SampledSoftmax(FederatedCallback):
         head: Name of the head; ``"auto"`` for a model with one head.
         target: Labels in a batch: an index, a key, or a function; by default the second element, or
             ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Whole numbers; negative numbers are ignored.
-        classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over a client's
-            data.
+        classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over the data.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or a

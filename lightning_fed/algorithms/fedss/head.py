@@ -133,8 +133,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Args:
             target: The batch's class labels, whole numbers, all positives; negative labels stay unchanged.
-            columns: Positions of the batch's classes among the held classes, int64, strictly increasing, with all
-                positives; ``None`` for all.
+            columns: Positions of the batch's classes among the held classes, int64, increasing, with all positives.
         """
         if self._held is None:
             raise RuntimeError("The head holds all classes: call `hold` before `begin_batch`.")
@@ -148,12 +147,6 @@ class SampledSoftmaxHead(LogitsLayer):
         """Converts class labels to columns of the training logits, int64; negative labels stay unchanged.
 
         A layer with all classes returns the labels.
-
-        Example:
-            >>> head = SampledSoftmaxHead(2, 1000)
-            >>> head.hold(SampledClasses(torch.tensor([7, 8, 500]), torch.tensor([True, False, True])))
-            >>> head.relabel(torch.tensor([500, -100, 7]))
-            tensor([   2, -100,    0])
         """
         return target if self._batch is None else self._batch.held.relabel(target)
 
@@ -179,12 +172,6 @@ class SampledSoftmaxHead(LogitsLayer):
             features: Features, shape ``(*, in_features)``.
             target: Labels as in the step's batch, shape ``(*)``; -100 for no label.
             reduction: Mean or sum over labelled examples, or one value per example.
-
-        Example:
-            >>> head = SampledSoftmaxHead(2, 5)
-            >>> features, target = torch.randn(3, 2), torch.tensor([0, 4, 4])
-            >>> torch.equal(head.loss(features, target), F.cross_entropy(head(features), target))
-            True
         """
         check_option("reduction", reduction, Reduction)
         labels = target.reshape(-1)
@@ -271,12 +258,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
 
 def find_sampled_softmax_head(module: nn.Module) -> str:
-    """Returns the name of a module's only :class:`SampledSoftmaxHead`; an error for no head or several heads.
-
-    Example:
-        >>> find_sampled_softmax_head(nn.Sequential(nn.Linear(8, 2), SampledSoftmaxHead(2, 1000)))
-        '1'
-    """
+    """Returns the name of a module's only :class:`SampledSoftmaxHead`; an error for no head or several heads."""
     names: list[str] = [name for name, layer in module.named_modules() if isinstance(layer, SampledSoftmaxHead)]
     if len(names) != 1:
         raise ValueError(

@@ -26,9 +26,8 @@ class MarginLoss(nn.Module):
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
     """Replaces the last linear layer with a `SampledSoftmaxHead`, in place; returns the module, or the new layer.
 
-    If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, the function replaces
-    this loss with a ``MarginLoss`` instead. The new loss has the same margin, scale and weights (now under
-    ``head.weight``).
+    If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, a ``MarginLoss``
+    replaces this loss instead, with the same margin, scale and weights (``head.weight``).
 
     The head uses the linear layer's weight, so the ``state_dict`` name, the values, the device and ``requires_grad``
     stay unchanged. With ``normalize=False`` the head also uses the bias, and the model's output stays unchanged. Cosine

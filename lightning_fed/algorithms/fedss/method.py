@@ -21,8 +21,7 @@ class FedSS(Method):
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Clients use
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
-    (:class:`~lightning_fed.algorithms.FedAvgM`). Reference: "Efficient image representation learning with federated
-    sampled softmax", submission to ICLR 2022.
+    (:class:`~lightning_fed.algorithms.FedAvgM`). Reference: FedSS, submission to ICLR 2022.
 
     - Sends: the model with class vectors for ``num_negatives`` and the client's classes, both ways; the class numbers
       up.

@@ -44,11 +44,10 @@ class FeSEM(Aggregator):
     ``"random"`` uses the models from randomly drawn clients; this saves memory, but may place two centres in one
     cluster. Clients without a centre start from the global model.
 
-    The module's global model is the mean over the centres, weighted by the examples of all assigned clients; no client
-    trains this model. Evaluation by client uses the client's centre. The callback
-    :class:`~lightning_fed.callbacks.CenterEvaluation` evaluates all centres on the validation data: monitor
-    ``fesem/<metric>``. Logged: ``fesem/clients/<index>``, the number of clients per centre, and ``fesem/moved``, the
-    number of clients with a new centre.
+    The module's global model is the mean over the centres, weighted by examples; no client trains this model.
+    Evaluation by client uses the client's centre. The callback :class:`~lightning_fed.callbacks.CenterEvaluation`
+    evaluates all centres on the validation data: monitor ``fesem/<metric>``. Logged: ``fesem/clients/<index>``, the
+    number of clients per centre, and ``fesem/moved``, the number of clients with a new centre.
 
     - Sends: 1 model down, 1 up.
     - Keeps: ``num_centers`` models on the server.

@@ -1,8 +1,7 @@
-"""Equations of the robust rules.
+"""Equations of the robust rules, in float64.
 
 The updates of n clients form a matrix with one row per client. Rules that select or weight whole clients only need the
-Gram matrix, n times n inner products, and return weights. Coordinate-wise rules process chunks of columns. All values
-are float64.
+Gram matrix, n times n inner products, and return weights. Coordinate-wise rules process chunks of columns.
 """
 
 from __future__ import annotations
@@ -146,8 +145,7 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
-    Reference: Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, equation
-    5.
+    Reference: Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, eq. 5.
 
     Args:
         gram: Inner products between client updates and, in the last row and column, the previous center.
@@ -246,9 +244,8 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
     """Mixing matrix: each new update is the mean over the ``n - f`` nearest updates, including itself.
 
-    The Gram matrix has shape ``(n, n)``, and ``num_malicious`` is f. Reference: Allouah, Farhadkhani, Guerraoui, Gupta,
-    Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm
-    2 ("NNM").
+    The number f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by
+    Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm 2 ("NNM").
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [9.0]]).double()
@@ -282,9 +279,9 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
     r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to a common norm.
 
-    The matrix is diagonal, and f is ``num_malicious``. The common norm is the largest remaining norm. Reference:
-    Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning",
-    ICLR 2025, Algorithm 2 ("ARC").
+    The matrix is diagonal, f is ``num_malicious``, and the norm is the largest remaining norm. Reference: Allouah,
+    Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025,
+    Algorithm 2 ("ARC").
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()

@@ -44,8 +44,7 @@ def mean_average_precision_at_r(
     than R images: with five images per class MAP@10 is at most 0.4.
 
     Among equally near images, other classes come first, so a model with a constant output gets no credit. Distances
-    with seven equal digits count as equal. The result is a float64 scalar; NaN if an embedding is not finite, or every
-    query is skipped.
+    with seven equal digits count as equal. The result is NaN if an embedding is not finite, or every query is skipped.
 
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
