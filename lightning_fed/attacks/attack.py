@@ -24,10 +24,6 @@ class Attack:
     Args:
         clients: Malicious clients by name, or a number of clients drawn from all clients.
         seed: Seed for drawing clients and for the attack.
-
-    Raises:
-        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, with too few
-            clients or an unknown name.
     """
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
@@ -43,14 +39,7 @@ class Attack:
         return "it draws the malicious clients from all clients: name the clients instead" if is_drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
-        """Returns the malicious clients.
-
-        Args:
-            population: All known clients.
-
-        Raises:
-            ValueError: If there are too few clients.
-        """
+        """Returns the malicious clients among all known clients; raises ``ValueError`` for too few clients."""
         if not isinstance(self.clients, int):
             return frozenset(self.clients)
         if self.clients > len(population):
@@ -58,11 +47,6 @@ class Attack:
         return frozenset(population[position] for position in _draw(len(population), self.clients, self.seed))
 
     def check_clients(self, population: Sequence[Client]) -> None:
-        """Checks that all malicious clients exist.
-
-        Raises:
-            ValueError: If a client is unknown.
-        """
         unknown = sorted(repr(client) for client in self.malicious(population) if client not in population)
         if unknown:
             raise OptionError(f"Expected `clients` to be clients of the federation, but got {', '.join(unknown)}.")
@@ -99,15 +83,7 @@ class AttackCheck(FederatedCallback):
 
 
 def attacked_entries(state: State) -> list[str]:
-    """Entries changed by attacks on updates: floating-point entries without BatchNorm statistics.
-
-    Negative variances would reveal the attack.
-
-    Example:
-        >>> import torch
-        >>> attacked_entries({"w": torch.zeros(1), "norm.running_var": torch.ones(1), "steps": torch.tensor(1)})
-        ['w']
-    """
+    """Floating-point entries without BatchNorm statistics: negative variances would reveal an attack."""
     return [
         name
         for name, value in state.items()

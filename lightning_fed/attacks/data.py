@@ -42,9 +42,6 @@ class LabelFlip(DataAttack):
         num_classes: Number of classes.
         seed: Seed for drawing clients.
 
-    Raises:
-        ValueError: If ``num_classes`` is below 2; in a fit, if a batch has no labels.
-
     Example:
         >>> flip_labels(torch.tensor([0, 1, 9, 255]), num_classes=10)
         tensor([  9,   8,   0, 255])
@@ -64,10 +61,10 @@ class LabelFlip(DataAttack):
 class Backdoor(DataAttack):
     """Malicious clients train images with a trigger as a target class. Measures the success rate.
 
-    The trigger is a square in the lower right corner. The first images in a malicious client's batch get the trigger
-    and the target label. Each validation logs ``backdoor/success_rate``: the fraction of validation images from other
-    classes that the global model assigns to the target with the trigger. Defences should keep this rate low and
-    accuracy high. In combination with :class:`Scaling` the attack is model replacement.
+    The trigger is a square in the lower right corner; the first images in a malicious client's batch get the trigger
+    and the target label. Each validation logs ``backdoor/success_rate``, the fraction of validation images from other
+    classes that the global model assigns to the target with the trigger. In combination with :class:`Scaling` the
+    attack is model replacement.
 
     A batch contains images, shape ``(batch, channels, height, width)``, and labels, shape ``(batch,)``. The module
     returns logits for images, shape ``(batch, classes)``.
@@ -79,9 +76,6 @@ class Backdoor(DataAttack):
         value: Pixel value of the trigger, in all channels.
         share: Fraction of images with the trigger in a batch, rounded up.
         seed: Seed for drawing clients.
-
-    Raises:
-        ValueError: If an argument is outside its range; in a fit, if a batch has no images and labels.
 
     Example:
         >>> add_trigger(torch.zeros(1, 1, 3, 3), size=2, value=1.0)
@@ -113,7 +107,6 @@ class Backdoor(DataAttack):
         self._hits = self._count = 0
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Adds the trigger and the target label to some images of a malicious client."""
         if not self.is_malicious(trainer, client):
             return batch
         images, labels, *rest = _parts(batch)
@@ -135,7 +128,6 @@ class Backdoor(DataAttack):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Counts images of other classes with the trigger that are assigned to the target."""
         images, labels, *_ = _parts(batch)
         other_classes = images[labels != self.target]
         if len(other_classes):
@@ -157,13 +149,7 @@ def flip_labels(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def add_trigger(images: Tensor, size: int, value: float) -> Tensor:
-    """Adds a square with constant value to the lower right corner.
-
-    Args:
-        images: Images, shape ``(batch, channels, height, width)``.
-        size: Height and width of the square in pixels.
-        value: Pixel value.
-    """
+    """Adds a square with constant value to the lower right corner of images ``(batch, channels, height, width)``."""
     images = images.clone()
     images[..., -size:, -size:] = value
     return images

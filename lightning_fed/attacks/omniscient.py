@@ -1,7 +1,6 @@
 """Attacks with knowledge of all honest updates in the round.
 
-Real clients know less, so these attacks are a worst case. In a simulation the server executes the attack: the outermost
-update step collects all updates and replaces the malicious updates.
+These attacks are a worst case. In a simulation the server executes the attack, as the outermost update step.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class HonestSteps:
     """Mean and standard deviation over honest updates, plus one honest update, in O(model) memory.
 
-    Attributes:
-        count: Number of updates.
-        first: Update from the client with the smallest key, independent of order.
+    ``first`` is the update from the client with the smallest key, independent of order.
 
     Example:
         >>> honest = HonestSteps()
@@ -52,7 +49,6 @@ class HonestSteps:
         self.merge(part)
 
     def merge(self, other: HonestSteps) -> None:
-        """Adds all updates from ``other``, which stays unchanged."""
         self.count += other.count
         if other._first_key is not None and (self._first_key is None or other._first_key < self._first_key):
             self.first, self._first_key = other.first, other._first_key
@@ -73,20 +69,11 @@ class HonestSteps:
 
 
 class OmniscientAttack(AttackStep, CollectingStep):
-    """Base class of attacks with knowledge of honest updates. Requires all updates in one process.
-
-    Args:
-        clients: Malicious clients, or the number to draw.
-        seed: Seed for drawing clients.
-    """
+    """Base class of attacks with knowledge of honest updates. Requires all updates in one process."""
 
     @abstractmethod
     def fake(self, honest: HonestSteps) -> State:
-        """Update sent by all malicious clients, float64 entries.
-
-        Args:
-            honest: Honest updates of at least one client.
-        """
+        """Update sent by all malicious clients, float64 entries, given the updates of at least one honest client."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         refuse_rule(self, rule, "has_clusters", "resizes")
@@ -128,12 +115,12 @@ class IPM(OmniscientAttack):
         tau: Factor :math:`\tau`.
         seed: Seed for drawing clients.
 
+    References:
+        Xie, Koyejo & Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation", UAI 2019.
+
     Example:
         >>> IPM(clients=2, tau=0.5).tau
         0.5
-
-    References:
-        Xie, Koyejo & Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation", UAI 2019.
     """
 
     def __init__(self, clients: Sequence[Client] | int, tau: float = 2.0, seed: int = 0) -> None:
@@ -154,13 +141,13 @@ class ALIE(OmniscientAttack):
         z: Number of standard deviations. The paper uses 1.5 for MNIST and 1 for CIFAR-10.
         seed: Seed for drawing clients.
 
-    Example:
-        >>> ALIE(clients=2, z=1.0).z
-        1.0
-
     References:
         Baruch, Baruch & Goldberg, "A Little Is Enough: Circumventing Defenses For Distributed Learning", NeurIPS 2019,
         Algorithm 3.
+
+    Example:
+        >>> ALIE(clients=2, z=1.0).z
+        1.0
     """
 
     def __init__(self, clients: Sequence[Client] | int, z: float = 1.5, seed: int = 0) -> None:
@@ -182,13 +169,13 @@ class Mimic(OmniscientAttack):
         clients: Malicious clients, or the number to draw.
         seed: Seed for drawing clients.
 
-    Example:
-        >>> Mimic(clients=2).clients
-        2
-
     References:
         Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022, section
         3.2.
+
+    Example:
+        >>> Mimic(clients=2).clients
+        2
     """
 
     def fake(self, honest: HonestSteps) -> State:

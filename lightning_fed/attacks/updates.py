@@ -16,22 +16,11 @@ from lightning_fed.numerics.seeds import client_key, derive_seed
 
 
 class UpdateAttack(AttackStep, ABC):
-    """Base class of attacks that replace a client's trained entries.
-
-    Args:
-        clients: Malicious clients, or the number to draw.
-        seed: Seed for drawing clients and for the attack.
-    """
+    """Base class of attacks that replace a client's trained entries."""
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Values sent by a malicious client for one entry.
-
-        Args:
-            trained: Trained entry.
-            start: Broadcast entry.
-            generator: Random numbers for this client and round, on the CPU.
-        """
+        """Values sent by a malicious client for one entry; ``generator`` depends on client and round, on the CPU."""
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         if update.client in self.malicious(self.info.clients):
@@ -97,9 +86,6 @@ class GaussianNoise(UpdateAttack):
         std: Standard deviation :math:`\sigma` per coordinate.
         seed: Seed for drawing clients and for the noise, which depends on client and round.
 
-    Raises:
-        ValueError: If ``std`` is negative.
-
     Example:
         >>> GaussianNoise(clients=1, std=0.0).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
         tensor(1.)
@@ -136,12 +122,8 @@ class BadValues(UpdateAttack):
 
     Args:
         clients: Malicious clients, or the number to draw.
-        kind: ``"nan"``, ``"inf"``, or ``"huge"`` (the largest finite number of the dtype). NaN and infinite updates are
-            always excluded; huge values need a robust rule.
+        kind: ``"nan"``, ``"inf"`` (both always excluded), or ``"huge"`` (the largest finite number of the dtype).
         seed: Seed for drawing clients.
-
-    Raises:
-        ValueError: If ``kind`` is unknown.
 
     Example:
         >>> BadValues(clients=1, kind="nan").fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())

@@ -33,9 +33,8 @@ class Budget:
 
     For :class:`DPSGD` read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
     sampling each client is drawn independently, and neighboring populations differ by the presence of one client: a sum
-    of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling the cohort
-    size is fixed, and neighboring populations replace one client: the sum changes by up to 2 C, so the standard
-    deviation is :math:`2 z C`.
+    of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling neighboring
+    populations replace one client: the sum changes by up to 2 C, and the standard deviation is :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.
@@ -44,9 +43,6 @@ class Budget:
         cohort: Clients per round, the expected number with ``"poisson"``.
         sampling: Sampling scheme. The drawn clients must stay secret.
         accountant: ``"rdp"`` (Rényi divergences, fast) or ``"pld"`` (privacy loss distributions, tighter).
-
-    Raises:
-        ValueError: If an argument is outside its range.
 
     Example:
         >>> Budget(noise_multiplier=2.0, delta=1e-3, population=100, cohort=10).sampling
@@ -75,12 +71,7 @@ class Budget:
             )
 
     def epsilon(self, rounds: int) -> float:
-        r"""Computes the bound :math:`\epsilon` after a number of rounds.
-
-        Raises:
-            ValueError: If ``rounds`` is negative or not an integer.
-            ModuleNotFoundError: If ``dp-accounting`` is not installed.
-        """
+        r"""Computes the bound :math:`\epsilon` after a number of rounds."""
         if check_count("rounds", rounds, 0) == 0:
             return 0.0
         return _epsilon(self, rounds)
@@ -98,20 +89,9 @@ def calibrate(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """Finds the smallest noise for an epsilon over all rounds, with a noise multiplier of at least 0.05.
+    """Finds the smallest noise for an epsilon after all rounds, with a noise multiplier from 0.05 to 10,000.
 
-    Args:
-        epsilon: Bound after all rounds.
-        delta: See :class:`Budget`.
-        population: Total number of clients.
-        cohort: Clients per round.
-        rounds: Total rounds.
-        sampling: Sampling scheme.
-        accountant: Accountant.
-
-    Raises:
-        ValueError: If an argument is outside its range, or a noise multiplier of 10,000 does not suffice.
-        ModuleNotFoundError: If ``dp-accounting`` is not installed.
+    For the other arguments see :class:`Budget`.
     """
     check_positive("epsilon", epsilon)
     check_count("rounds", rounds)
@@ -152,11 +132,7 @@ def plan_budget(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """Creates a budget from a noise multiplier, or from an epsilon after all rounds. See :func:`calibrate`.
-
-    Raises:
-        ValueError: If ``epsilon`` is used and the number of rounds is unknown.
-    """
+    """Creates a budget from a noise multiplier, or from an epsilon after all rounds. See :func:`calibrate`."""
     if noise_multiplier is not None:
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
     if epsilon is None or rounds is None or rounds < 1:

@@ -24,14 +24,9 @@ from lightning_fed.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Audit:
-    """Audit result.
+    """Audit result: canary clients (each included at random), guesses, correct guesses, and epsilon.
 
-    Args:
-        num_canaries: Number of canary clients, each included at random.
-        num_guesses: Number of guesses about canaries.
-        num_correct: Number of correct guesses.
-        lower_bound: Lower bound for epsilon, at the requested confidence.
-        claimed: Epsilon according to the accountant.
+    ``lower_bound`` of epsilon is at the requested confidence; ``claimed`` is the accountant's epsilon.
     """
 
     num_canaries: int
@@ -52,10 +47,10 @@ def audit_mean(
 ) -> Audit:
     """Audits :class:`~lightning_fed.privacy.CentralDP` with canary clients.
 
-    Each canary is included with probability 1/2. Included canaries send an update with the clipping norm in a separate
-    direction whenever they are sampled. Afterwards the canaries with the largest component in the model are guessed to
-    be included, and the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise
-    are the same as in a fit; training is skipped.
+    Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
+    whenever sampled. Afterwards the canaries with the largest component in the model are guessed to be included, and
+    the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise are the same as in
+    a fit; training is skipped. The lower bound is limited to about the logarithm of the number of guesses.
 
     Args:
         budget: Privacy budget, with at least as many clients as canaries.
@@ -65,12 +60,6 @@ def audit_mean(
         seed: Seed for including canaries.
         confidence: Confidence level of the lower bound.
         key_for_tests: Known noise key for tests; ``None`` draws a secret key.
-
-    Returns:
-        Audit result. The lower bound is limited to about the logarithm of the number of guesses.
-
-    Raises:
-        ValueError: If there are more canaries than clients, or ``share`` gives less than two guesses.
 
     Example:
         >>> audit = audit_mean(Budget(0.5, 1e-3, 100, 100), rounds=1, num_canaries=100)  # doctest: +SKIP
@@ -112,14 +101,7 @@ def audit_mean(
 def empirical_epsilon(
     num_canaries: int, num_guesses: int, num_correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Lower bound for epsilon, given the number of correct guesses about canaries.
-
-    Args:
-        num_canaries: Number of canaries.
-        num_guesses: Number of guesses.
-        num_correct: Number of correct guesses.
-        delta: Delta of the mechanism.
-        confidence: Confidence level of the bound.
+    """Lower bound for epsilon, at a confidence level, given the number of correct guesses about canaries.
 
     Example:
         >>> round(empirical_epsilon(100, 100, 100, 0.0), 2), empirical_epsilon(100, 100, 50, 0.0)

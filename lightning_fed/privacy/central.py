@@ -58,9 +58,9 @@ class CentralDP(UpdateStep):
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
-    The denominator is the expected cohort size, not the actual size, and all clients have equal weight. The norm covers
-    all shared floating-point entries. Updates longer than C, beyond rounding errors, are excluded; rounding excess is
-    clipped again. Integer entries keep the server's value.
+    The denominator is the expected cohort size, and all clients have equal weight. The norm covers all shared
+    floating-point entries. Updates longer than C, beyond rounding errors, are excluded. Integer entries keep the
+    server's value.
 
     With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
@@ -69,13 +69,15 @@ class CentralDP(UpdateStep):
         \mathcal{N}(0, \sigma_b^2) \right), \qquad
         z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
 
-    The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
+    The attribute ``count_noise`` is :math:`\sigma_b`, as a fraction of the expected cohort size.
+
+    The noise is a function of (key, round, entry): a round repeated after a crash has the same noise, because different
     noise would be a second release. The bound holds against observers of all global models; the server is trusted.
     Useful bounds need many clients: for 12 of 12 clients, 50 rounds and :math:`z = 1`, epsilon is 44.4 at
     :math:`\delta = 0.01`.
 
     The rule must be ``fedavg``. Callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and
-    inner steps such as server optimizers are supported. Other rules are refused.
+    inner steps such as server optimizers are supported.
 
     Args:
         clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
@@ -89,18 +91,6 @@ class CentralDP(UpdateStep):
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         quantile: With ``adaptive``: fraction of unclipped updates.
         clip_rate: With ``adaptive``: learning rate of the clipping norm.
-
-    Attributes:
-        count_noise: With ``adaptive``: standard deviation :math:`\sigma_b` of the noise on the count of unclipped
-            updates, as a fraction of the expected cohort size.
-        clip: Clipping norm for the next round.
-        rounds: Number of released rounds.
-        budget: Privacy budget; ``None`` before :meth:`begin`.
-        key: Secret 128-bit key; ``None`` before :meth:`begin`.
-
-    Raises:
-        ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
-            given; for unsupported methods; in a fit, if clients would send other values.
 
     Note:
         Logs ``privacy/epsilon`` and ``privacy/delta`` over all rounds, ``privacy/noise_std`` (of the sum, per
@@ -167,16 +157,7 @@ class CentralDP(UpdateStep):
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """Privacy budget for a fit.
-
-        Args:
-            population: Number of clients.
-            cohort: Expected number of clients per round.
-            rounds: Number of rounds; ``None`` if unlimited.
-
-        Raises:
-            ValueError: If no noise reaches ``epsilon``.
-        """
+        """Privacy budget for a fit; ``cohort`` is the expected number of clients per round."""
         resumed = None if self.budget is None else self.budget.noise_multiplier  # of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
@@ -190,15 +171,7 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Starts or resumes a fit.
-
-        Args:
-            budget: Privacy budget.
-            key: Secret key.
-
-        Raises:
-            ValueError: If the resumed fit had a different budget, or the count requires more noise.
-        """
+        """Starts or resumes a fit; raises ``ValueError`` for a resumed fit with a different budget."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
@@ -212,11 +185,7 @@ class CentralDP(UpdateStep):
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` for updates, above z if the count uses a part of the budget.
-
-        Raises:
-            ValueError: If z is at least twice the noise of the count.
-        """
+        r"""Noise multiplier :math:`z_\Delta` for updates, above z if the count uses a part of the budget."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -244,8 +213,7 @@ class CentralDP(UpdateStep):
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules other than an average, duplicate noise, and steps that compare clients.
 
-        With such rules or steps one client could change the contribution of other clients, beyond the accounted
-        sensitivity.
+        Otherwise one client could change other clients' contributions, beyond the accounted sensitivity.
         """
         if type(rule) is not FedAvg:
             raise OptionError(
@@ -269,13 +237,7 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips the update, and removes all other client information.
-
-        Removed are the number of examples, metrics, and changes to untrained parameters.
-
-        Raises:
-            ClientFault: If server and client have different clipping norms.
-        """
+        """Clips the update, and removes the number of examples, metrics, and changes to untrained parameters."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"its federation has a clip of {self.clip:g}, but the server {clip:g}")
@@ -297,14 +259,9 @@ class CentralDP(UpdateStep):
         return PrivateSum(self)
 
     def release(self, total: State, short_count: float) -> State:
-        """Computes the noised mean. Without clients the result is only noise.
+        """Computes the noised mean from the float64 sum of clipped updates; without clients the result is only noise.
 
-        Args:
-            total: Sum of clipped updates, float64.
-            short_count: Sum of 1/2 for each unclipped and -1/2 for each clipped update.
-
-        Raises:
-            RuntimeError: If called before :meth:`begin`.
+        ``short_count`` is the sum of 1/2 for each unclipped and -1/2 for each clipped update.
         """
         if self.budget is None or self.key is None:
             raise RuntimeError("`CentralDP` must `begin` before its first round.")
@@ -325,13 +282,11 @@ class CentralDP(UpdateStep):
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Spent budget, noise and clipping norm."""
         if self.budget is None or not self._last:
             return {}
         return {"privacy/epsilon": self.budget.epsilon(self.rounds), **self._last}
 
     def state_dict(self) -> dict[str, Any]:
-        """Key, budget, rounds and clipping norm."""
         return {
             "key": "" if self.key is None else f"{self.key:032x}",
             "budget": {} if self.budget is None else self.budget.state_dict(),
@@ -351,13 +306,7 @@ class CentralDP(UpdateStep):
         return [name for name, value in self.state.items() if value.is_floating_point() and name not in untrained]
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Noise for an entry in this round, float64: a function of (key, round, name).
-
-        Args:
-            name: Entry name; empty for the count.
-            shape: Shape of the entry.
-            std: Standard deviation.
-        """
+        """Noise for an entry (for the count: name ``""``), float64: a function of (key, round, name)."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
@@ -379,11 +328,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update, or a mean over several clients times the number of clients. Clips rounding excess.
-
-        Raises:
-            BadUpdate: If the update is too long or contains extra values without noise.
-        """
+        """Adds a clipped update, or a mean over several clients times the number of clients. Clips rounding excess."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -415,11 +360,7 @@ class PrivateSum(Held):
 
 
 class PrivacyBudget(FederatedCallback):
-    """Sets the noise before the first round, and stops the fit before the budget is exceeded.
-
-    Args:
-        step: Update step with the noise.
-    """
+    """Sets the noise of an update step before the first round, and stops the fit before the budget is exceeded."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -428,12 +369,7 @@ class PrivacyBudget(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses messages without noise, sets the noise and draws the key.
-
-        Raises:
-            MisconfigurationException: If clients send other values.
-            ValueError: If no noise reaches the budget.
-        """
+        """Refuses messages without noise, sets the noise and draws the key."""
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
         _refuse_other_releases(trainer, pl_module, federation)
@@ -467,7 +403,6 @@ class PrivacyBudget(FederatedCallback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops a fit without remaining budget."""
         self._warn_of_earlier(trainer)
         self._stop_in_time(trainer)
 
@@ -547,12 +482,7 @@ def step_length(steps: State) -> float:
 
 
 def clip_factor(length: float, clip: float) -> float:
-    """Scale factor to clip a norm to ``clip``; 1 for norm 0.
-
-    Example:
-        >>> clip_factor(4.0, 1.0), clip_factor(0.0, 1.0)
-        (0.25, 1.0)
-    """
+    """Scale factor to clip a norm to ``clip``; 1 for norm 0."""
     return clip / length if length > clip else 1.0
 
 

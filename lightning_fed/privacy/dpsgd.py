@@ -56,11 +56,7 @@ _NOISE = 1
 class _Account:
     """Privacy account of a client.
 
-    Args:
-        num_samples: Number of examples.
-        batch_size: Expected batch size.
-        steps: Number of steps so far.
-        last: Number of steps in the last visit; 1 without a federation.
+    ``batch_size`` is the expected size, ``last`` the number of steps in the last visit (1 without a federation).
     """
 
     num_samples: int
@@ -106,43 +102,35 @@ class DPSGD(FederatedCallback):
     checks this on a few examples.
 
     In a federation the unit is an example on one client. The bound holds against observers of the client's updates,
-    including the server. Each client has a separate account with its number of examples and steps. Clients may only
-    send values derived from noised steps, so other methods are refused. **The number of examples is not protected**,
-    nor are values logged in ``training_step``.
+    including the server. Each client has a separate account. Clients may only send values derived from noised steps, so
+    other methods are refused. **The number of examples is not protected**, nor are values logged in ``training_step``.
 
     On Flower, noise, batches and accounts belong to the client. Each visit draws a new key and discards the key
-    afterwards. A repeated visit is therefore another release and is charged again. The account is a file in the
-    client's ``store``, shared by all fits. A client without remaining ``max_epsilon`` reports a failure. Epsilon
-    appears in the client's log.
+    afterwards, so a repeated visit is charged again. The account is a file in the client's ``store``, shared by all
+    fits. A client without remaining ``max_epsilon`` reports a failure. Epsilon appears in the client's log.
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
-        noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm. 0 gives no
-            privacy; ``None`` finds the noise for ``epsilon``.
+        noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm; 0 gives no
+            privacy.
         delta: Probability :math:`\delta` of exceeding the bound, less than one over a client's number of examples.
-        max_epsilon: Stops the fit before a client's next visit (without a federation: before a step) could exceed this
-            bound. A client whose first visit would exceed the bound is excluded and logged.
+        max_epsilon: Stops the fit before a client's next visit (without a federation: a step) could exceed this bound;
+            by default ``epsilon``. A client whose first visit would exceed the bound is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: Known key for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
         epsilon: Bound after all epochs, instead of ``noise_multiplier``: finds the smallest noise for clients that join
-            every round. Each client reports its number of examples. Also the default for ``max_epsilon``. Not available
-            on Flower, because the numbers of examples stay on the clients: use :func:`calibrate`.
+            every round. Not available on Flower, because the numbers of examples stay on the clients: use
+            :func:`calibrate`.
 
-    Raises:
-        ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
-            given; in a fit, if ``epsilon`` is given and the number of epochs is unlimited.
-        MisconfigurationException: In a fit without possible privacy: BatchNorm and other layers that mix examples,
-            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
-            clients at once, optimizers with several losses per step or foreign parameters, callbacks and methods that
-            send more, losses other than a mean over examples.
-        ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
+    A fit without possible privacy is refused: BatchNorm and other layers that mix examples, manual optimization,
+    accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several clients at once, optimizers with
+    several losses per step, callbacks and methods that send more, and losses other than a mean over examples.
 
     Note:
         Logs ``dp/epsilon``, the largest over all clients so far, and ``dp/delta``.
 
-        State: ``key``, the secret key for noise and batches; ``noise_multiplier``; ``accounts``, four integers for
-        every client with a visit. Anyone with a checkpoint can remove the noise. A resumed fit has the same noise and
-        batches as an uninterrupted fit.
+        The state has the secret ``key`` for noise and batches: anyone with a checkpoint can remove the noise. A resumed
+        fit has the same noise and batches as an uninterrupted fit.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[DPSGD(1.0, 1.1, delta=1e-5)], logger=False, enable_checkpointing=False)
@@ -205,11 +193,7 @@ class DPSGD(FederatedCallback):
         self._safe_steps: dict[float, int] = {}  # steps within the budget, by sampling probability
 
     def epsilon(self, client: Client | None = None) -> float:
-        r"""Spent :math:`\epsilon` so far.
-
-        Args:
-            client: The client; ``None`` for the largest over all clients, and without a federation.
-        """
+        r"""Spent :math:`\epsilon` of a client so far, or the largest over all clients."""
         if client is not None:
             return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
         return self._largest_epsilon(self._accounts.values())
@@ -232,12 +216,7 @@ class DPSGD(FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses fits without possible privacy, draws the key, and in a federation finds the noise for an epsilon.
-
-        Raises:
-            MisconfigurationException: If privacy is impossible. The message states a remedy.
-            ValueError: If ``epsilon`` is given and the number of rounds is unlimited.
-        """
+        """Refuses fits without possible privacy, draws the key, and in a federation finds the noise for an epsilon."""
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
@@ -252,7 +231,6 @@ class DPSGD(FederatedCallback):
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops a fit without remaining budget. Without a federation starts recording gradients."""
         if federation_of(trainer) is None:
             (account,) = self._accounts.values()
             steps = trainer.estimated_stepping_batches
@@ -277,11 +255,7 @@ class DPSGD(FederatedCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Excludes clients whose visit would exceed the budget.
-
-        Raises:
-            ClientFault: If the visit would exceed the budget.
-        """
+        """Excludes clients whose visit would exceed the budget."""
         visit = self._planned(trainer)
         self._read_account(trainer, client)
         earlier = self._accounts.get(client)
@@ -300,11 +274,7 @@ class DPSGD(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Checks that only noised steps have changed the model.
-
-        Raises:
-            MisconfigurationException: If another entry has changed.
-        """
+        """Checks that only noised steps have changed the model."""
         if self._visit is not None:
             self._visit.check_untrained()
 
@@ -340,11 +310,7 @@ class DPSGD(FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch. Checks the loss on the first batch with several examples.
-
-        Raises:
-            MisconfigurationException: If the loss is not a mean over examples.
-        """
+        """Counts the batch. Checks the loss on the first batch with several examples."""
         visit = self._visit
         if visit is None:
             return
@@ -358,12 +324,7 @@ class DPSGD(FederatedCallback):
 
     @torch.no_grad()
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replaces the gradients by the noised sum of clipped example gradients.
-
-        Raises:
-            MisconfigurationException: If example gradients of a parameter are unknown, or the optimizer requests a
-                second loss.
-        """
+        """Replaces the gradients by the noised sum of clipped example gradients."""
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
@@ -405,11 +366,7 @@ class DPSGD(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks that a step was made. Without a federation stops the fit without remaining budget.
-
-        Raises:
-            MisconfigurationException: If no step was made.
-        """
+        """Checks that a step was made. Without a federation stops the fit without remaining budget."""
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
@@ -422,11 +379,7 @@ class DPSGD(FederatedCallback):
             self._stop_in_time(trainer, trainer.current_epoch + trainer.is_last_batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Without a federation logs epsilon, and checks that only noised steps have changed the model.
-
-        Raises:
-            MisconfigurationException: If another entry has changed.
-        """
+        """Without a federation logs epsilon, and checks that only noised steps have changed the model."""
         if self._visit is not None and self._visit.client is None:
             self._visit.check_untrained()
             pl_module.log_dict({"dp/epsilon": self.epsilon(), "dp/delta": self.delta})
@@ -438,7 +391,6 @@ class DPSGD(FederatedCallback):
         return "DPSGD"
 
     def state_dict(self) -> dict[str, Any]:
-        """Key, noise multiplier and accounts."""
         return {
             "key": "" if self._key is None else f"{self._key:032x}",
             "noise_multiplier": self.noise_multiplier,
@@ -446,11 +398,7 @@ class DPSGD(FederatedCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores key, noise multiplier and accounts.
-
-        Raises:
-            ValueError: If earlier steps had different noise.
-        """
+        """Restores the accounts; raises ``ValueError`` if earlier steps had different noise."""
         saved = state_dict["noise_multiplier"]
         if self.planned_epsilon is not None:
             self.noise_multiplier = saved
@@ -464,15 +412,7 @@ class DPSGD(FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Finds the noise for an epsilon, unless steps have been made.
-
-        Args:
-            times: Number of visits per client, or ``None`` if unlimited.
-            visits: Returns the account of one visit for each client.
-
-        Raises:
-            ValueError: If the number of visits is unlimited.
-        """
+        """Finds the noise for an epsilon, from the number of visits and one visit's account, before the first step."""
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
             return
@@ -502,11 +442,7 @@ class DPSGD(FederatedCallback):
         self._round_accounts = {}
 
     def _read_account(self, trainer: L.Trainer, client: Client) -> None:
-        """Reads a client's account from a file on the client's machine.
-
-        Raises:
-            ClientFault: If earlier steps had different noise.
-        """
+        """Reads a client's account from a file on the client's machine; refuses accounts with different noise."""
         path = _account_path(trainer, client)
         if path is None or not path.exists():
             return
@@ -579,7 +515,6 @@ class DPSGD(FederatedCallback):
         return np.random.Generator(np.random.Philox([self._key, client, visit.round, visit.number, _NOISE]))
 
     def _poisson_batches(self) -> _DrawnBatches:
-        """Override of ``train_dataloader``."""
         assert self._loader is not None
         loader = check_poisson_loader(self._loader.original())
         num_samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
@@ -643,13 +578,7 @@ class DPSGD(FederatedCallback):
 
 
 class _Visit:
-    """Steps of a client visit, or of a fit without a federation.
-
-    Args:
-        client: The client; ``None`` without a federation.
-        round: Round index.
-        planned: Account of the complete visit.
-    """
+    """Steps of a client visit, or of a fit without a federation; ``planned`` is the account of the complete visit."""
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
         self.client, self.round, self.planned = client, round, planned

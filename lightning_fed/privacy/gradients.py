@@ -30,15 +30,8 @@ class ExampleGradients:
     """Per-example gradients from one backward pass through the mean loss.
 
     Hooks record each layer's inputs and output gradients. Opacus' layer rules compute example gradients from both, with
-    ``torch.func`` as fallback for other layers. Module and layers are not changed. In-place operations
-    (``inplace=True``, ``out += identity``) are allowed, unlike with Opacus' hooks.
-
-    Attributes:
-        values: Example gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
-
-    Raises:
-        MisconfigurationException: If a layer has no rule.
-        ModuleNotFoundError: If ``opacus`` is not installed.
+    ``torch.func`` as fallback. Module and layers are not changed. In-place operations are allowed, unlike with Opacus'
+    hooks. ``values`` are gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
 
     Example:
         >>> layer = nn.Linear(2, 1)  # doctest: +SKIP
@@ -123,13 +116,8 @@ def clipped_sum(
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    Examples with non-finite gradients contribute 0. Gradients are divided by the number of examples, see
-    :class:`ExampleGradients`. ``max_norm=inf`` disables clipping.
-
-    Example:
-        >>> weight = nn.Parameter(torch.zeros(1))
-        >>> clipped_sum({weight: torch.tensor([[3.0], [0.5]]) / 2}, 2, max_norm=1.0)[weight]
-        tensor([1.5000])
+    Examples with non-finite gradients contribute 0. Gradients are divided by the number of examples. ``max_norm=inf``
+    disables clipping.
     """
     if not gradients:
         return {}
@@ -172,9 +160,6 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
     The batch has up to eight examples. Gradients differ if the loss is not a mean over examples (Dice over a batch,
     contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. With other
     random numbers in the step no comparison is possible. The module is restored.
-
-    Raises:
-        MisconfigurationException: If gradients differ, or the batch cannot be split.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:

@@ -43,9 +43,6 @@ class Ring:
         clients: Maximum number N of clients in a sum.
         max_weight: Maximum weight A.
 
-    Raises:
-        ValueError: If the resolution is too low for the number of clients.
-
     Example:
         >>> ring = Ring(clip=1.0, clients=10)
         >>> halves = [ring.encode(torch.tensor([0.25, -0.5]), np.random.default_rng(seed)) for seed in range(2)]
@@ -79,14 +76,7 @@ class Ring:
         }
 
     def longest(self, size: int) -> float:
-        """Update norm that stays within ``clip`` after rounding.
-
-        Args:
-            size: Number of entries. Rounding moves each entry by less than one unit divided by the weight.
-
-        Raises:
-            ValueError: If the norm is below half of ``clip``.
-        """
+        """Update norm within ``clip`` also after rounding, which moves each entry by less than one unit / weight."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(
@@ -97,11 +87,9 @@ class Ring:
 
     @torch.no_grad()
     def encode(self, value: Tensor, generator: np.random.Generator) -> Tensor:
-        """Encodes a weighted update as int32, with stochastic rounding.
+        """Encodes a weighted update as int32, rounded stochastically.
 
-        Args:
-            value: Values of any shape, from a vector with norm at most ``max_weight`` times ``clip``.
-            generator: Draws the rounding.
+        The norm is at most ``max_weight`` times ``clip``.
         """
         scaled = to_float64(value) * self.scale
         noise = torch.from_numpy(np.asarray(generator.random(tuple(value.shape)))).to(scaled.device)

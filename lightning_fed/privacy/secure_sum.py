@@ -44,26 +44,22 @@ class SecureSum(UpdateStep):
 
     Each client clips its update, multiplies by its weight, rounds stochastically to fixed-point numbers, and sends the
     result with the weight. The server divides the sum by the total weight. On Flower each pair of clients agrees on
-    masks that cancel in the sum, so the server sees no single update. The sum is recovered after client dropouts as
-    long as the ``threshold`` is reached. **Within one process there are no masks**: a simulation shows the effects of
-    clipping, rounding and 32 bits, bit for bit the same as on Flower.
+    masks that cancel in the sum, so the server sees no single update. **Within one process there are no masks**: a
+    simulation shows the effects of clipping and rounding, bit for bit the same as on Flower.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
-    The rule must be ``fedavg``. Supported are callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``)
-    and inner steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds, applied
-    by the clients. Integer entries keep the server's value. Sums are bit-equal for any client order and number of
-    processes. The server does not know, and does not log, client metrics, numbers of examples and update norms.
+    The rule must be ``fedavg``, with callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``) and inner
+    steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds, applied by the
+    clients. Integer entries keep the server's value. The server does not know client metrics, numbers of examples and
+    update norms.
 
     Args:
-        clip: Maximum update norm over all shared floating-point entries; longer updates are clipped. With
-            :class:`CentralDP` omit the argument: its clipping norm is used.
+        clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
         threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
             round fails. Recovering a single update from the sum takes the server and all but one of these clients.
 
-    Raises:
-        ValueError: If an argument is outside its range, for rules other than an average, or for unbounded weights (see
-            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if model size and number of clients exceed 32 bits.
+    Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
     Example:
         >>> from lightning_fed import Federation
@@ -86,7 +82,6 @@ class SecureSum(UpdateStep):
         self.least = 0
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules other than an average, outer steps that change updates, and unbounded weights."""
         if type(rule) is not FedAvg:
             raise OptionError(
                 "Expected an averaging method for a secure sum ('fedavg', 'fedprox', or a server optimizer), but got"
@@ -114,12 +109,10 @@ class SecureSum(UpdateStep):
 
     @property
     def is_private(self) -> bool:
-        """True if an inner step adds noise."""
         return self._private is not None
 
     @property
     def longest_step(self) -> float:
-        """Maximum update norm."""
         return self._private.clip if self._private is not None else float(self.clip or 0.0)
 
     def least_clients(self, count: int) -> int:
@@ -130,7 +123,6 @@ class SecureSum(UpdateStep):
         return [RingSettings(self)]
 
     def form(self, state: State) -> State:
-        """Replaces trained floating-point entries by integers."""
         return state | ring_form({name: state[name] for name in self._names(state)})
 
     def on_send(self, broadcast: Broadcast) -> None:
@@ -141,9 +133,7 @@ class SecureSum(UpdateStep):
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Replaces the model by the encoded, weighted update.
 
-        Raises:
-            ClientFault: If the update is not finite (integers would hide this), or server and client have different
-                scales.
+        A non-finite update raises ``ClientFault``, because integers would hide the values.
         """
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
@@ -175,11 +165,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Summed values of an update, including the weight.
-
-        Raises:
-            BadUpdate: If the weight is missing, or there are other extras.
-        """
+        """Summed values of an update, including the weight; raises ``BadUpdate`` for other extras."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -192,11 +178,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Mean update, as one update with the total weight.
-
-        Raises:
-            BadUpdates: If the total weight is impossible.
-        """
+        """Mean update, as one update with the total weight; raises ``BadUpdates`` for an impossible weight."""
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])
@@ -249,11 +231,7 @@ class RingSum(Held):
         self._fault = reason if self._fault is None else self._fault
 
     def release(self) -> Sequence[Arrived]:
-        """Returns the mean as one update, or an empty list without clients.
-
-        Raises:
-            BadUpdates: For all clients, with too few clients or a failed sum.
-        """
+        """Returns the mean as one update, or an empty list without clients."""
         if self._fault is None and 0 < len(self.clients) < self.least:
             self._fault = f"the secure sum needs at least {self.least} clients, but got {len(self.clients)}"
         clients, total, fault = self.clients, self.total, self._fault
@@ -299,5 +277,4 @@ class RingSettings(FederatedCallback):
             step.ring.longest(sum(value.numel() for value in shared))
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Sets the minimum number of clients for this round."""
         self.step.least = self.step.least_clients(len(find_federation(trainer).cohort.visits))
