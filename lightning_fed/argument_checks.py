@@ -20,7 +20,6 @@ def check_option(name: str, value: object, allowed: Any) -> None:
 
     Raises:
         ValueError: If the argument is another value.
-
     """
     known = get_args(allowed) or allowed
     if value not in known:
@@ -44,7 +43,6 @@ def check_count(name: str, value: object, lowest: int = 1) -> int:
     Example:
         >>> check_count("local_epochs", 2)
         2
-
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"Expected `{name}` to be a whole number, but got {value!r}.")
@@ -66,7 +64,6 @@ def check_number(name: str, value: object) -> float:
     Example:
         >>> check_number("server_lr", 1)
         1.0
-
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"Expected `{name}` to be a number, but got {value!r}.")
@@ -86,7 +83,6 @@ def check_positive(name: str, value: object) -> float:
     Example:
         >>> check_positive("clip", 2)
         2.0
-
     """
     number = check_number(name, value)
     if not 0 < number < math.inf:
@@ -107,7 +103,6 @@ def check_nonnegative(name: str, value: object) -> float:
     Example:
         >>> check_nonnegative("mu", 0)
         0.0
-
     """
     number = check_number(name, value)
     if not 0 <= number < math.inf:
@@ -128,7 +123,6 @@ def check_inside(name: str, value: object) -> float:
     Example:
         >>> check_inside("delta", 1e-5)
         1e-05
-
     """
     number = check_number(name, value)
     if not 0 < number < 1:
@@ -149,7 +143,6 @@ def check_share(name: str, value: object) -> float:
     Example:
         >>> check_share("momentum", 0.9)
         0.9
-
     """
     share = check_number(name, value)
     if not 0 <= share < 1:

@@ -55,7 +55,6 @@ def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str
         | client | loss |
         |---|---|
         | a | 0.5 |
-
     """
     head, *lines = (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
     return "\n".join([head, f"|---|{f'{alignment}|' * (len(rows[0]) - 1)}", *lines])

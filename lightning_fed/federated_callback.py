@@ -21,7 +21,6 @@ class TrainerCallback(L.Callback):
 
         Raises:
             MisconfigurationException: Always.
-
         """
         raise MisconfigurationException(
             f"Expected `{type(self).__name__}` among the callbacks of a `Trainer`, but got the callback in `Fabric`,"
@@ -65,7 +64,6 @@ class FederatedCallback(TrainerCallback):
         >>> drift.on_client_end(None, None, "a", update)
         >>> update.metrics
         {'drift': 3.0}
-
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -85,7 +83,6 @@ class FederatedCallback(TrainerCallback):
 
         Raises:
             ClientFault: To exclude the client before the server sends anything.
-
         """
 
     def on_server_send(
@@ -105,7 +102,6 @@ class FederatedCallback(TrainerCallback):
 
         Raises:
             ClientFault: If the client cannot use the message.
-
         """
 
     def on_client_start(
@@ -118,7 +114,6 @@ class FederatedCallback(TrainerCallback):
 
         Raises:
             ClientFault: To exclude the client because of the data.
-
         """
         return batch
 
@@ -132,7 +127,6 @@ class FederatedCallback(TrainerCallback):
 
         Raises:
             ClientFault: To exclude the client because of the update.
-
         """
         return None
 
@@ -160,7 +154,6 @@ class FederatedCallback(TrainerCallback):
             ...     def share_round(self, trainer, module):
             ...         sizes = yield self.size
             ...         self.size = sum(sizes)
-
         """
         return None
 
@@ -177,7 +170,6 @@ class FederatedCallback(TrainerCallback):
             trainer: The Trainer.
             module: The module.
             is_new: Whether the round has made a new global model.
-
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
@@ -198,7 +190,6 @@ class AskableCallback(FederatedCallback, ABC):
 
         Raises:
             ClientFault: If the client has no answer.
-
         """
 
 

@@ -41,7 +41,6 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
         >>> import torch
         >>> tensor_bytes({"weight": torch.zeros(3, 2), "steps": torch.tensor(1)})
         32
-
     """
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
@@ -52,7 +51,6 @@ def file_name(client: Client) -> str:
     Example:
         >>> len(file_name("ward 3/north"))
         32
-
     """
     return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
 
@@ -63,7 +61,6 @@ def digest(state: Mapping[str, Tensor]) -> str:
     Example:
         >>> digest({"w": torch.ones(2)}) == digest({"w": torch.ones(2)}), digest({}) == digest({"w": torch.ones(2)})
         (True, False)
-
     """
     hasher = hashlib.sha256()
     for name in sorted(state):
@@ -82,7 +79,6 @@ def distinct(tensors: Mapping[str, Tensor]) -> State:
         >>> rows = torch.tensor([3, 8])
         >>> list(distinct({"head.weight": rows, "head.bias": rows.clone(), "words.weight": torch.tensor([0])}))
         ['head.weight', 'words.weight']
-
     """
     unique: State = {}
     for name, value in tensors.items():
@@ -97,7 +93,6 @@ def with_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
     Example:
         >>> list(with_prefix({"w": torch.ones(2)}, "control:"))
         ['control:w']
-
     """
     return {f"{prefix}{name}": value for name, value in state.items()}
 
@@ -108,7 +103,6 @@ def without_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
     Example:
         >>> list(without_prefix({"control:w": torch.ones(2), "rows": torch.ones(1)}, "control:"))
         ['w']
-
     """
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
@@ -126,7 +120,6 @@ class Request:
         rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so the order tells nothing about
             the client. Equal rows for several entries, such as a head's weight and bias, travel once.
         extras: Further tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
-
     """
 
     client: Client
@@ -150,7 +143,6 @@ class Broadcast:
         rows: Row indices in ``state`` for sliced entries, from the client's :class:`Request`; the bytes count for the
             request.
         unsent: Names in ``state`` for entries already at the client. Set by the server.
-
     """
 
     round: int
@@ -185,7 +177,6 @@ class ClientUpdate:
         unsent: Names in ``state`` for untrained entries with the broadcast's values, which do not travel. The tensors
             belong to the broadcast: replace the tensors, do not write into the memory.
         members: On the server, the clients behind an update joined by an update step.
-
     """
 
     client: Client

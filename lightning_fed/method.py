@@ -45,7 +45,6 @@ class Method:
         >>> method = Method("fedavg", batch_norm="personal")  # as `FedBN()`
         >>> Federation(method, clients_per_round=10).options.batch_norm
         'personal'
-
     """
 
     def __init__(
@@ -96,7 +95,6 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
 
     Raises:
         ValueError: If another method has the name.
-
     """
     if method is None:
         return partial(register, callbacks=callbacks)
@@ -130,7 +128,6 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
     Example:
         >>> find_method("fedbn").__name__
         'FedBN'
-
     """
     module, _, attribute = name.rpartition(".")
     if not module and method_key(name) not in METHODS:
@@ -163,7 +160,6 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     Example:
         >>> parse_method("fedprox:mu=1e-2")
         ('fedprox', {'mu': 0.01})
-
     """
     name, *pairs = text.strip().split(":")
     options: dict[str, Any] = {}
@@ -191,7 +187,6 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
     Example:
         >>> build_method("fedmargin", combine="lpm", layer="model.encoder").callbacks[0].layer
         'model.encoder'
-
     """
     if isinstance(method, str):
         name, written = parse_method(method)
@@ -246,7 +241,6 @@ def method_key(name: str) -> str:
     Example:
         >>> method_key("Trimmed_Mean")
         'trimmedmean'
-
     """
     return name.lower().replace("_", "")
 

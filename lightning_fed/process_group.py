@@ -34,7 +34,6 @@ class ProcessGroup:
         >>> group = ProcessGroup()
         >>> group.size, group.gather("state")
         (1, ['state'])
-
     """
 
     rank = 0
@@ -62,7 +61,6 @@ class ProcessGroup:
 
         Raises:
             MisconfigurationException: If ``value`` cannot be pickled.
-
         """
         yield value
 
@@ -84,7 +82,6 @@ class TorchProcessGroup(ProcessGroup):
 
     Args:
         device: This process's device.
-
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -171,7 +168,6 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
         >>> rest, tensors = pack({"w": w, "again": w, "lr": 0.1})
         >>> tensors, unpack(rest, tensors)["lr"]
         ([tensor([1., 1.])], 0.1)
-
     """
     file = io.BytesIO()
     pickler = _Pickler(file, known)

@@ -47,7 +47,6 @@ class FederatedTrainer(L.Trainer):
         ... )
         >>> trainer.max_epochs
         50
-
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class FederatedTrainer(L.Trainer):
             MisconfigurationException: If the data are not clients and ``partition`` is missing, or a Trainer setting is
                 invalid in a round.
             TypeError: If an object comes from the package ``pytorch_lightning``.
-
         """
         refuse_foreign(model, train_dataloaders, datamodule)
         check_processes(self)  # before Lightning starts them

@@ -86,7 +86,6 @@ class MemoryStore(ClientStore):
         >>> store.put("a", 0, {"head": torch.tensor([1.0])})
         >>> store.get("a"), store.get("b")
         ({'head': tensor([1.])}, None)
-
     """
 
     def __init__(self) -> None:
@@ -126,7 +125,6 @@ class MemoryStore(ClientStore):
 
         Raises:
             ValueError: If the checkpoint belongs to a folder.
-
         """
         if "folder" in state:
             raise ValueError(f"The checkpoint's client state is in a folder: set store={state['folder']!r}.")
@@ -172,7 +170,6 @@ class FolderStore(ClientStore):
         >>> store.put("a", 0, {"head": torch.tensor([1.0])})
         >>> store.get("a")
         {'head': tensor([1.])}
-
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_all: bool = False) -> None:
@@ -192,7 +189,6 @@ class FolderStore(ClientStore):
 
         Raises:
             ClientFault: If the file is missing, unreadable or changed.
-
         """
         versions = self._versions(client)
         if not versions:
@@ -277,7 +273,6 @@ class FolderStore(ClientStore):
 
         Raises:
             ValueError: If the versions were deleted, or the checkpoint holds the tensors.
-
         """
         if state.get("clients"):
             raise ValueError("The checkpoint itself holds the client state: set store=None.")

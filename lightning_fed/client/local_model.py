@@ -61,7 +61,6 @@ class LocalModel:
 
     Raises:
         ValueError: If the module has entries without a policy, or a trained parameter has no entry.
-
     """
 
     def __init__(
@@ -104,7 +103,6 @@ class LocalModel:
 
         Args:
             known: Tensors to return instead of copies for entries with the same values.
-
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -156,7 +154,6 @@ class LocalModel:
 
         Raises:
             ValueError: If a shared entry is missing in ``state``, or a stored entry does not fit.
-
         """
         client_state = self._recalled.pop(client, None)
         if client_state is None:
@@ -193,7 +190,6 @@ class LocalModel:
 
         Returns:
             The client's memory: tensors from callbacks and steps. Empty before the first visit.
-
         """
         client_state = self.store.get(client) or {}
         self._recalled = {client: client_state}
@@ -221,7 +217,6 @@ class LocalModel:
 
         Args:
             state: The shared entries of the model. The same object gives the same number.
-
         """
         for known, key in self._model_keys:
             if known is state:
@@ -241,7 +236,6 @@ class LocalModel:
             round: Round of the version in the store.
             statistics: Running statistics by entry name.
             state: The shared entries of the model with these statistics.
-
         """
         client_state = {
             name: value for name, value in (self.store.get(client) or {}).items() if not name.startswith(STATISTICS)
@@ -275,7 +269,6 @@ class LocalModel:
 
         Raises:
             ValueError: If the visit has written into tensors missing in ``state_dict``.
-
         """
         self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
@@ -329,7 +322,6 @@ def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -
         >>> forget_memory(store, "a", 1, "visits")
         >>> store.get("a")
         {'head': tensor(1.)}
-
     """
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}

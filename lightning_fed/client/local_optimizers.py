@@ -57,7 +57,6 @@ class LocalOptimizers:
 
     Attributes:
         finals: Final scheduler states by position in the round; empty if no state outlives the visits.
-
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class LocalOptimizers:
         Args:
             position: Index of the visit in the round.
             final_state: The state from ``finals``.
-
         """
         if self.has_lasting_state:
             self.finals[position] = {**self._start, **final_state}
@@ -100,7 +98,6 @@ class LocalOptimizers:
 
         Args:
             steps: Step count for every per-step scheduler; the schedulers alternate, as in a visit.
-
         """
         self._load(self._start)
         for number in range(max(steps, default=0)):
@@ -116,7 +113,6 @@ class LocalOptimizers:
 
         Args:
             final_state: The state from ``finals``.
-
         """
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
@@ -136,7 +132,6 @@ class LocalOptimizers:
         Args:
             packed: Result of :meth:`end_visit` after the client's last visit.
             rows: Parameters with only some rows at the client, and the rows' indices.
-
         """
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
         if packed:
@@ -156,7 +151,6 @@ class LocalOptimizers:
 
         Args:
             position: Index of the visit in the round.
-
         """
         if self.has_lasting_state:
             self.finals[position] = self._capture(buffers=False)
@@ -168,7 +162,6 @@ class LocalOptimizers:
         Args:
             counting: Positions of the visits with a good update: the schedulers continue from the visit with the median
                 step count, or the lower median.
-
         """
         finals = {position: self.finals[position] for position in counting if position in self.finals}
         middle = self._median(finals, lambda final: max(self.steps_of(final) or [0]))
@@ -277,7 +270,6 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
 
     Raises:
         TypeError: If a buffer is neither a tensor nor a number.
-
     """
     packed: State = {}
     for number, optimizer in enumerate(optimizers):
@@ -348,7 +340,6 @@ def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
     Args:
         value: The state: containers, tensors, arrays, numbers, and schedulers inside.
         copied: Copies of the objects around the value, by identity.
-
     """
     copied = {} if copied is None else copied
     result: Any

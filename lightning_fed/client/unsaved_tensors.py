@@ -25,7 +25,6 @@ class UnsavedTensors:
     Args:
         module: The module at the start of the round.
         names: The entries, from :func:`lightning_fed.model.entries.entry_names`.
-
     """
 
     def __init__(self, module: nn.Module, names: Mapping[Tensor, str]) -> None:
@@ -42,7 +41,6 @@ class UnsavedTensors:
 
         Raises:
             ValueError: If a parameter or a persistent buffer has changed.
-
         """
         changed = {
             path: attribute in vars(layer)["_non_persistent_buffers_set"]
@@ -65,7 +63,6 @@ class UnsavedTensors:
 
         Raises:
             ValueError: If another client has added another tensor in the same place.
-
         """
         differing = []
         for layer, before in self._members.items():

@@ -30,7 +30,6 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
 
     Raises:
         ValueError: If the file is damaged.
-
     """
     if path is None or not Path(path).is_file() or not zipfile.is_zipfile(path):
         return
@@ -53,7 +52,6 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
     Raises:
         MisconfigurationException: If a shared entry is not finite or has negative statistics.
-
     """
     fault = find_implausible(state)
     if fault is not None:
@@ -74,7 +72,6 @@ def check_option(name: str, then: str, now: str) -> None:
 
     Raises:
         ValueError: If the values differ.
-
     """
     if then and then != now:
         raise ValueError(
@@ -89,7 +86,6 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
     Args:
         then: The checkpoint's option as text; empty in checkpoints without the option.
         now: The evaluation's option.
-
     """
     if then and then != now:
         _log.warning(
@@ -111,7 +107,6 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
 
     Raises:
         ValueError: If a step, a callback, an option or the order differs.
-
     """
     old = "of which the file has no record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"
@@ -129,7 +124,6 @@ def describe_clients(clients: Sequence[Client]) -> str:
     Example:
         >>> describe_clients(["a", "b"]) == describe_clients(["a", "c"]), describe_clients(range(1_000_000))
         (False, '1000000 clients range(0, 1000000)')
-
     """
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"

@@ -56,7 +56,6 @@ def decide_policies(
         >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], LocalStatistics())
         >>> policies["weight"], policies["running_mean"]
         ('shared', 'frozen')
-
     """
     layers = {kind for kind in BatchNorm if any(isinstance(layer, kind) for layer in module.modules())}
     keeps_statistics = isinstance(batch_norm, LocalStatistics)
@@ -109,7 +108,6 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
         >>> module.register_buffer("threshold", module.bias.detach() - float("inf"))
         >>> unset_buffers(module, entry_policies(module))
         frozenset({'threshold'})
-
     """
     buffers = {name for tensor, name in entry_names(module).items() if not isinstance(tensor, nn.Parameter)}
     return frozenset(
@@ -177,7 +175,6 @@ def check_sliced(
 
     Raises:
         MisconfigurationException: If an option does not support sliced entries.
-
     """
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
@@ -216,7 +213,6 @@ def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list
         >>> frozen = freeze_parameters(layer, {"weight": "shared", "bias": "frozen"})
         >>> frozen[0] is layer.bias, layer.bias.requires_grad, layer.weight.requires_grad
         (True, False, True)
-
     """
     frozen = [
         parameter

@@ -31,7 +31,6 @@ class FailedRounds:
         ... # doctest: +ELLIPSIS
         Traceback (most recent call last):
         RuntimeError: No new model has come of 2 rounds in a row, up to round 2, in which 1 of 1 clients failed: ...
-
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -72,7 +71,6 @@ class FailedRounds:
             Exception: If all clients of the round, at least two or the federation's only client, fail by exceptions of
                 one type: the first exception, or a ``RuntimeError`` in a process without such an exception.
             RuntimeError: If ``limit`` consecutive rounds have failed.
-
         """
         if has_aggregate:
             self.in_a_row, self.has_trained = 0, True
@@ -108,7 +106,6 @@ class FailedRounds:
 
         Raises:
             RuntimeError: If rounds have failed, and no round has succeeded.
-
         """
         if self.limit is not None and self.in_a_row and not self.has_trained and self._message:
             raise RuntimeError(self._message) from self._cause

@@ -66,7 +66,6 @@ class FederatedFit:
         model_round: Index of the last round with a new global model; -1 for no round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
         served_client: The client with BatchNorm statistics in the module, outside visits; ``None`` for no client.
-
     """
 
     trainer: L.Trainer
@@ -169,7 +168,6 @@ class FederatedFit:
 
         Raises:
             RuntimeError: Before :meth:`set_population`.
-
         """
         if self._population is None:
             raise RuntimeError("The clients are not known before `fit` asks for the training data.")
@@ -180,7 +178,6 @@ class FederatedFit:
 
         Raises:
             MisconfigurationException: If no round can have ``min_clients`` clients.
-
         """
         if self._population is not None:
             population.sampling, population.has_raised = self._population.sampling, self._population.has_raised
@@ -203,7 +200,6 @@ class FederatedFit:
 
         Returns:
             Whether there are entries without a policy before.
-
         """
         if self.policies.keys() >= live_entries(module).keys():
             return False

@@ -28,7 +28,6 @@ def format_bytes(number: float) -> str:
     Example:
         >>> format_bytes(999), format_bytes(6_653_480), format_bytes(3.2e12)
         ('999 bytes', '6.7 MB', '3.2 TB')
-
     """
     unit = 0
     while number >= 1000 and unit < len(_UNITS) - 1:
@@ -43,7 +42,6 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
         fit: The fit, with known clients and policies.
         method: The method's name.
         trains_at_once: Whether several visits train at once.
-
     """
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
@@ -112,7 +110,6 @@ def describe_end(
           sent to clients   4.0 kB
           sent back         3.5 kB
           val_acc           0.8125
-
     """
     rows = {
         "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in all",

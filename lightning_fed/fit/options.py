@@ -36,7 +36,6 @@ class LocalStatistics:
         >>> from lightning_fed import Federation
         >>> Federation(batch_norm=LocalStatistics(unseen="pooled")).has_personal_entries
         True
-
     """
 
     unseen: Literal["batch", "data", "pooled"] = "batch"
@@ -60,7 +59,6 @@ class FixedStatistics:
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation(batch_norm=FixedStatistics(after=50))
-
     """
 
     after: int
@@ -74,7 +72,6 @@ class VisitsAtOnce(ABC):
 
     Attributes:
         clients: Largest number of simultaneous clients.
-
     """
 
     clients: int
@@ -89,7 +86,6 @@ class VisitsAtOnce(ABC):
 
         Returns:
             :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``.
-
         """
 
 
@@ -111,7 +107,6 @@ class Faults:
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation(clients_per_round=10, faults=Faults(min_clients=5, visit_timeout=600))
-
     """
 
     min_clients: int = 1
@@ -137,7 +132,6 @@ class FitOptions:
 
     Raises:
         ValueError: If an option is unknown, or two options are incompatible.
-
     """
 
     personal: Sequence[Selector] = ()

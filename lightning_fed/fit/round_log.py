@@ -63,7 +63,6 @@ class RoundLog:
             ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, skipped ``numbers`` from clients.
         total_up_bytes: Bytes in all updates since the first round.
         total_down_bytes: Bytes in all broadcasts since the first round.
-
     """
 
     def __init__(self) -> None:
@@ -113,7 +112,6 @@ class RoundLog:
             parameters: Names of the trained entries.
             measured: The aggregator's metrics.
             is_private: Whether only ``measured`` may be published.
-
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # without totals, which the summary publishes
@@ -162,7 +160,6 @@ class RoundLog:
             round: The round.
             values: The values.
             passing: Names by kind: each kind's names replace the last names of the kind.
-
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)

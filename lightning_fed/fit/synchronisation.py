@@ -24,7 +24,6 @@ class RoundSynchronisation:
 
     Attributes:
         visit_costs: Costs of earlier visits, to balance the shares; ``None`` for one process.
-
     """
 
     visit_costs: VisitCosts | None = None
@@ -52,7 +51,6 @@ class RoundSynchronisation:
 
         Raises:
             RuntimeError: In all processes, if the round was interrupted in one process.
-
         """
 
     def check_state(self, local: LocalModel) -> None:
@@ -63,7 +61,6 @@ class RoundSynchronisation:
 
         Raises:
             RuntimeError: If the models differ by more than rounding on different devices.
-
         """
 
     def end_round(self) -> None:
@@ -108,7 +105,6 @@ class ClientSharing(ABC):
 
         Raises:
             MisconfigurationException: If the fit does not support several processes.
-
         """
 
 

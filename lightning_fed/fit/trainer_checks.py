@@ -42,7 +42,6 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
 
     Raises:
         MisconfigurationException: If neither has the hook.
-
     """
     datamodule: L.LightningDataModule | None = datamodule_of(trainer)
     if datamodule is not None and is_overridden("train_dataloader", datamodule):
@@ -74,7 +73,6 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
     Raises:
         MisconfigurationException: If the Trainer has another callback of this class.
-
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
@@ -88,7 +86,6 @@ def check_processes(trainer: L.Trainer) -> None:
 
     Raises:
         MisconfigurationException: If the strategy does not share the clients.
-
     """
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharing):
         raise MisconfigurationException(
@@ -108,7 +105,6 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
 
     Raises:
         MisconfigurationException: If a setting is invalid.
-
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
@@ -168,7 +164,6 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
     Raises:
         MisconfigurationException: If an optimizer is LBFGS.
-
     """
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
@@ -184,7 +179,6 @@ def check_trainer(trainer: L.Trainer) -> None:
 
     Raises:
         MisconfigurationException: If a setting is invalid.
-
     """
     check_processes(trainer)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
@@ -221,7 +215,6 @@ def check_schedulers(trainer: L.Trainer) -> None:
 
     Raises:
         MisconfigurationException: If a scheduler has a ``frequency`` or is ``ReduceLROnPlateau``.
-
     """
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":

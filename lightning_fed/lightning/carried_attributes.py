@@ -97,7 +97,6 @@ class CarriedAttributes:
         >>> module.seen.append(3)
         >>> carried.changed()
         ['seen']
-
     """
 
     def __init__(
@@ -176,7 +175,6 @@ class CarriedAttributes:
         Raises:
             MisconfigurationException: If an optimizer, a scheduler or a callback carries state into the training of
                 another client.
-
         """
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
@@ -402,7 +400,6 @@ class _Watched:
         owner_type: The class with the descriptor, until :meth:`remove`.
         attribute: Name of the attribute.
         note: Function of the attribute's full name, and of ``True`` for a read.
-
     """
 
     def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:

@@ -44,7 +44,6 @@ def fingerprint(
         >>> counts["seen"].append(3)
         >>> fingerprint(counts) == before
         False
-
     """
     if isinstance(value, VALUES):
         return value

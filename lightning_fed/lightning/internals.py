@@ -54,7 +54,6 @@ class OverriddenMethod:
 
     Attributes:
         original: The replaced method.
-
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -90,7 +89,6 @@ def ignored_warning(message: str, module: str = "") -> Iterator[None]:
     Args:
         message: Regular expression for the beginning of the warning.
         module: Regular expression for the warning's module; any module by default.
-
     """
     # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
@@ -132,7 +130,6 @@ class HandedDataModule:
     Args:
         trainer: The Trainer, with data found by :func:`handed_data`.
         datamodule: The datamodule with these data.
-
     """
 
     def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
@@ -173,7 +170,6 @@ def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
     Args:
         trainer: The Trainer.
         stage: ``"validation"``, ``"test"``, or a result of this function.
-
     """
     before = trainer.state.stage
     known = {"validation": RunningStage.VALIDATING, "test": RunningStage.TESTING}
@@ -270,7 +266,6 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
         global_step: The Trainer's step at the epoch's start.
         progress: Result of :func:`fit_progress` at the epoch's start.
         window: Batches for one step of the optimizer.
-
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
     checkpoint["loops"]["fit_loop"] = loop
@@ -296,7 +291,6 @@ def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     Args:
         checkpoint: Lightning's checkpoint.
         is_counted: Whether Lightning has counted the batch on the log's axis; Lightning counts after validation.
-
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -320,7 +314,6 @@ def await_validation(checkpoint: dict[str, Any]) -> None:
 
     Args:
         checkpoint: Lightning's checkpoint.
-
     """
     loop = checkpoint["loops"]["fit_loop"]
     _advance(loop["epoch_loop.batch_progress"], "completed")
@@ -413,7 +406,6 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
     Args:
         trainer: The Trainer, whose precision may scale the loss.
         optimizer: The optimizer that is about to step.
-
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -436,7 +428,6 @@ def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
     Args:
         trainer: The Trainer, whose precision may scale the loss.
         optimizer: The optimizer that is about to step.
-
     """
     if getattr(trainer.precision_plugin, "scaler", None) is None:
         return False

@@ -57,7 +57,6 @@ def isolated_pass(
         is_alone: Whether metrics belong to this process only, because other processes may be elsewhere.
         is_muted: Whether to mute the loggers: direct entries, such as pictures, are logged once, in training or in the
             evaluation of the global model.
-
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -98,7 +97,6 @@ def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
         >>> with unsynchronized([metric]):
         ...     metric.distributed_available_fn()
         False
-
     """
     before = []
     for metric in metrics:
@@ -142,7 +140,6 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
         >>> module.seen = [1, 2]
         >>> noted_attributes(module)
         {'seen': [1, 2]}
-
     """
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
@@ -184,7 +181,6 @@ def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch
         name: The step's name.
         batch: The batch.
         indices: Index of the batch, optional for a step, and of the loader, for several loaders.
-
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
@@ -220,7 +216,6 @@ def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[An
         >>> faults = []
         >>> list(until_fault((1 / number for number in (2, 0)), faults)), faults
         ([0.5], [ZeroDivisionError('division by zero')])
-
     """
     try:
         yield from batches

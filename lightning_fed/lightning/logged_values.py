@@ -65,7 +65,6 @@ def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
         >>> intercepted(calls.append)("val_loss", 0.5, True)
         >>> calls[0].name, calls[0].value, calls[0].prog_bar
         ('val_loss', 0.5, True)
-
     """
     return lambda *args, **options: take(LogCall(*args, **options))
 
@@ -85,7 +84,6 @@ class LoggedValue:
         >>> logged.add(torch.tensor(0.0), 1)
         >>> logged.value
         0.75
-
     """
 
     reduce_fx: str = "mean"
@@ -139,7 +137,6 @@ class LoggedValues:
         sums: Name to the values logged since the last :meth:`results`.
         metrics: Name to the metric logged since the last :meth:`results`.
         directions: Name to whether high values are good, for metrics with a declared direction.
-
     """
 
     batch: Any = None
@@ -153,7 +150,6 @@ class LoggedValues:
 
         Raises:
             MisconfigurationException: If Lightning refuses the reduction.
-
         """
         if call.on_epoch is False:
             return

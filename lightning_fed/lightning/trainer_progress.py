@@ -51,7 +51,6 @@ class RoundProgress:
         Args:
             trainer: The Trainer.
             is_cut: Whether the round was interrupted, without Lightning's knowledge.
-
         """
         self._first_step, self._is_cut = None, is_cut
 

@@ -31,7 +31,6 @@ class BatchHooks:
         round: The last round; ``None`` before the first one.
         batch_loop: Trains fused visits; ``None`` in Lightning's loop.
         has_batch_start: Whether the module implements ``on_train_batch_start``.
-
     """
 
     def __init__(self, fit: FederatedFit, close_round: Callable[[Round], bool]) -> None:
@@ -47,7 +46,6 @@ class BatchHooks:
 
         Returns:
             The overrides.
-
         """
         self.has_batch_start = _is_implemented(module, "on_train_batch_start")
         self._has_batch_end = _is_implemented(module, "on_train_batch_end")

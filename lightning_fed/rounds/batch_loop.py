@@ -43,7 +43,6 @@ class BatchLoop:
     Args:
         trainer: The Trainer, in a fit.
         module: The module.
-
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -101,7 +100,6 @@ class BatchLoop:
 
         Returns:
             The step's outputs, the batch and its index.
-
         """
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
@@ -241,7 +239,6 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start
         trainer: The Trainer.
         module: The module.
         has_batch_start: Whether the module implements ``on_train_batch_start``.
-
     """
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time

@@ -79,7 +79,6 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
         fit: The fit.
         local: The module's entries.
         visits: The round's visits in this process.
-
     """
     if fit.has_warned("batch_norm"):
         return
@@ -113,7 +112,6 @@ def warn_of_monitors(fit: FederatedFit) -> None:
 
     Args:
         fit: The fit, after a round.
-
     """
     if not fit.has_own_statistics:
         return
@@ -141,7 +139,6 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
 
     Args:
         fit: The fit.
-
     """
     of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
     return {
@@ -171,7 +168,6 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
         empty with fewer than two reports. A fault in the pooled statistics: the round then does not count, without a
         decision and without stored statistics.
-
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)
@@ -226,7 +222,6 @@ def pool_reports(
 
     Returns:
         As :func:`measure_round`.
-
     """
     server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
@@ -311,7 +306,6 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
         layer: The layer with the largest shift.
         shift: The largest shift; ``None`` with fewer than two reports.
         num_reports: Number of clients with a report.
-
     """
     cohort = fit.cohort
     is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -350,7 +344,6 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
         ...           "batch_norm:0:count": torch.tensor(2.0)}
         >>> {name: value.item() for name, value in own_statistics(report).items()}
         {'0.running_mean': 1.0, '0.running_var': 2.0}
-
     """
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
@@ -378,7 +371,6 @@ def load_own_model(
 
     Returns:
         New statistics, not stored yet; empty if the client cannot measure, ``None`` without a measurement.
-
     """
     measured: State | None = None
     served: State | None = None  # `None` serves the stored statistics
@@ -427,7 +419,6 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
         >>> adapted = adapt(net, [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])])
         >>> adapted[0].running_mean, net[0].running_mean
         (tensor([4.]), tensor([0.]))
-
     """
     if not batch_norm_layers(module):
         raise OptionError(
@@ -534,7 +525,6 @@ def client_statistics(
 
     Returns:
         :meth:`InputStatistics.as_extras`.
-
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():
@@ -569,7 +559,6 @@ def measure_statistics(
 
     Returns:
         Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure; the log gives the reason.
-
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:
@@ -624,7 +613,6 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
         module: The module, in training mode.
         local: The module's entries.
         batches: Batches of the shortest visit.
-
     """
     remaining = max(
         (

@@ -19,7 +19,6 @@ def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     Args:
         error: The error in the step.
         planned: The client's visit.
-
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None
@@ -44,7 +43,6 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
     Args:
         error: The error at the end of the fit.
         planned: The interrupted visit.
-
     """
     note = f"In round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):

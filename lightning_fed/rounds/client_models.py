@@ -38,7 +38,6 @@ class Answers:
         failed: Reason for a missing answer, by client.
         down_bytes: Bytes for sent models.
         up_bytes: Bytes for answers.
-
     """
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
@@ -56,7 +55,6 @@ class Answers:
             >>> joined = Answers.joined([one, other], "abc")
             >>> list(joined.updates), joined.failed, joined.down_bytes, joined.up_bytes
             (['a', 'b'], {'c': 'lost'}, 12, 2)
-
         """
         updates = {client: update for part in parts for client, update in part.updates.items()}
         failed = {client: reason for part in parts for client, reason in part.failed.items()}
@@ -77,7 +75,6 @@ class ClientModels:
 
     Attributes:
         is_lost: Whether the personal entries are lost, so no client can answer.
-
     """
 
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
@@ -95,7 +92,6 @@ class ClientModels:
 
         Raises:
             ValueError: If ``must`` is true and the entries are lost.
-
         """
         try:
             self._fit.store.restore(rounds, state)
@@ -216,7 +212,6 @@ class ClientModels:
             trainer: The Trainer.
             module: The module, which is the global model, and is the global model afterwards.
             clients: The clients.
-
         """
         fit, ranks = self._fit, process_group_of(trainer)
         if fit.statistics_round is None or fit.is_remote:

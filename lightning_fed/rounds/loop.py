@@ -124,7 +124,6 @@ class RoundLoop:
         Raises:
             MisconfigurationException: If a Trainer setting is invalid in a round, or the training data cannot be
                 reached or do not fit ``partition``.
-
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         check_trainer(trainer)
@@ -169,7 +168,6 @@ class RoundLoop:
         Raises:
             MisconfigurationException: If ``visits="fused"`` and something prevents fused visits.
             ValueError: If a trained tensor has no entry.
-
         """
         fit = self.fit
         if self._is_started:
@@ -236,7 +234,6 @@ class RoundLoop:
 
         Raises:
             MisconfigurationException: If the Trainer trains on loaders handed to ``fit``.
-
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(

@@ -20,7 +20,6 @@ class RemoteSide(ABC):
     Attributes:
         has_server: Whether the server half is in this process, with the callbacks' server hooks.
         population: The clients known to this process.
-
     """
 
     has_server: bool
@@ -58,7 +57,6 @@ class RemoteSide(ABC):
 
         Returns:
             Client and measurement, without clients that cannot measure; empty on a client's machine.
-
         """
         return []
 
@@ -79,6 +77,5 @@ class RemoteSide(ABC):
 
         Returns:
             Client and answer, or the reason for a missing answer; empty on a client's machine.
-
         """
         return iter(())

@@ -65,7 +65,6 @@ class Round:
         optimizers: Optimizers and schedulers, reset for every visit.
         driver: Drives the visits.
         is_over: True after :meth:`close` or :meth:`abandon`.
-
     """
 
     # 1. Open
@@ -211,7 +210,6 @@ class Round:
         Args:
             state: The shared entries.
             counting: Positions of the visits with good updates.
-
         """
         self.local.load_global(state)
         self.optimizers.end_round(counting)

@@ -31,7 +31,6 @@ class RoundAverages:
 
     Raises:
         MisconfigurationException: If models cannot be averaged in this fit.
-
     """
 
     def __init__(self, fit: FederatedFit) -> None:
@@ -71,7 +70,6 @@ class RoundAverages:
 
         Raises:
             MisconfigurationException: If a method has changed the module after the copy for the average.
-
         """
         for callback in self._callbacks:
             checkpoint = {"state_dict": self._fit.module.state_dict()}

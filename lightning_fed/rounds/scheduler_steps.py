@@ -20,7 +20,6 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
         fit: The fit, with known clients.
         rounds: Number of rounds.
         window: Batches per optimizer step.
-
     """
     sizes: dict[Client, int] = {}
     steps = furthest = 0
@@ -43,7 +42,6 @@ def check_estimate(fit: FederatedFit) -> None:
     Args:
         fit: The fit, with known clients: before the start Lightning asks for the training data only for
             ``trainer.estimated_stepping_batches``.
-
     """
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization

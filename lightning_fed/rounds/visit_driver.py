@@ -31,7 +31,6 @@ class VisitDriver:
         group: The visits under way.
         open_visit: Builds the client's half.
         trains_at_once: Whether grouped visits train at once.
-
     """
 
     trains_at_once = False
@@ -63,7 +62,6 @@ class VisitDriver:
 
         Returns:
             The step's result; ``None`` after an error, so Lightning skips the batch.
-
         """
         visit = self.current
         assert visit is not None
@@ -98,7 +96,6 @@ class VisitDriver:
             backward: The module's backward pass.
             args: Arguments, the loss first.
             kwargs: Keyword arguments.
-
         """
         if not self._module.automatic_optimization:  # inside the training step
             backward(*args, **kwargs)
@@ -129,7 +126,6 @@ class VisitDriver:
         Args:
             planned: The visit.
             num_batches: Trained batches.
-
         """
         planned.is_over, planned.num_batches = True, num_batches
         if planned.fault is None and not num_batches:
@@ -171,7 +167,6 @@ class VisitDriver:
 
         Raises:
             Exception: The error, if the program cannot continue, or other clients are missing.
-
         """
         fault = client_fault(error, planned)
         is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
@@ -195,7 +190,6 @@ class VisitPlan(NamedTuple):
     Args:
         driver: Builds a round's driver.
         groups: Rule for visits at once; ``None`` for visits one by one.
-
     """
 
     driver: Callable[..., VisitDriver] = VisitDriver

@@ -66,7 +66,6 @@ class ClientVisit:
             trains a second model on the other batches (:meth:`second_model`).
         trains_second_model: Whether the module is the second model.
         step: The next batch; ``None`` before the first and after the last batch.
-
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class ClientVisit:
 
         Raises:
             ClientFault: If the round excludes the client.
-
         """
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
@@ -150,7 +148,6 @@ class ClientVisit:
 
         Args:
             has_loss: Whether the training step gave a loss; ``None`` before the first batch.
-
         """
         fit, planned, self.step = self._fit, self.planned, None
         try:
@@ -182,7 +179,6 @@ class ClientVisit:
 
         Yields:
             Function: returns copies for all entries.
-
         """
         entries, snapshot = self._local.client_entries(), self._optimizers.snapshot()
         self._local.load_client_entries(state)
@@ -266,7 +262,6 @@ def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None
         fit: The fit.
         flow: The visit.
         reply: Reply to the last step; ``None`` before the first step.
-
     """
     try:
         event = flow.send(reply)
@@ -298,7 +293,6 @@ def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
 
     Returns:
         Whether the update is good.
-
     """
     server, trainer = fit.server, fit.trainer
     if not server.count(update):

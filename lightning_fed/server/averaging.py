@@ -21,7 +21,6 @@ class AveragingAggregator(Aggregator):
 
     Raises:
         ValueError: If ``row_weighting`` is unknown.
-
     """
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:

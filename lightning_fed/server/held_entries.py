@@ -37,7 +37,6 @@ class HeldEntries:
         >>> held.record_clients(1, ["a"])
         >>> held.held_by("a", {"w": weight + 1}), held.held_by("b", {"w": weight + 1})
         (frozenset({'w'}), frozenset())
-
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,6 @@ class HeldEntries:
         Args:
             round: Index of the round.
             state: The untrained entries at the start of the round.
-
         """
         unchanged = identical_entries(self.values, state)
         since = {name: self._since.get(name, round) if name in unchanged else round for name in state}
@@ -81,7 +79,6 @@ class HeldEntries:
             client: The client.
             state: The entries in the message.
             has_present: Whether the client has received the current round's model.
-
         """
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
@@ -98,7 +95,6 @@ class HeldEntries:
         Args:
             entries: A resumed fit's initial model: changed entries are excluded, because no client has the values. By
                 default no entry has changed.
-
         """
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}

@@ -33,7 +33,6 @@ class RoundReport:
         up_bytes: Bytes in received updates, good or not.
         down_bytes: Bytes in broadcasts.
         refused: Reason by client, for the part of ``failed`` with a bad answer.
-
     """
 
     round: int
@@ -59,7 +58,6 @@ class RoundReport:
             >>> joined = RoundReport.joined(parts, {"a": 0, "b": 1, "c": 2})
             >>> joined.received, joined.failed, joined.up_bytes
             ({'a': 1, 'b': 3}, {'c': 'lost'}, 12)
-
         """
         report = cls(parts[0].round)
         for name in ("received", "counted", "failed", "refused", "metrics", "norms"):
@@ -90,7 +88,6 @@ class ServerInterface(ABC):
 
     Raises:
         ValueError: If ``min_clients`` is not a positive whole number.
-
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
@@ -117,7 +114,6 @@ class ServerInterface(ABC):
         Args:
             client: The client's key.
             request: The client's request, with rows and extras.
-
         """
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
@@ -130,7 +126,6 @@ class ServerInterface(ABC):
 
         Returns:
             Whether the server has asked for the update; otherwise the client is excluded.
-
         """
 
     @abstractmethod
@@ -139,7 +134,6 @@ class ServerInterface(ABC):
 
         Returns:
             Whether the update is good; otherwise the client is excluded.
-
         """
 
     @abstractmethod
@@ -162,7 +156,6 @@ class ServerInterface(ABC):
             client: The client.
             reason: The reason in words.
             error: The exception from the client's update in this process, if any.
-
         """
         self.report.failed[client] = reason
         if error is not None:
@@ -177,7 +170,6 @@ class ServerInterface(ABC):
             client: The client.
             reason: The reason in words.
             error: The exception from the client's update in this process, if any.
-
         """
         self.report.refused[client] = reason
         return self.fail(client, reason, error)

@@ -41,7 +41,6 @@ class Visit:
         steps: Number of batches, if given.
         portion: A straggler's share in (0, 1) of a single epoch; ``None`` for a complete epoch.
         is_straggler: Whether the client does only a part of the local work.
-
     """
 
     client: Client
@@ -60,7 +59,6 @@ class Visit:
             (15, 7)
             >>> Visit("a", 0, 0, portion=0.5).num_batches(5)
             3
-
         """
         if batches_per_epoch == 0:
             return 0
@@ -78,7 +76,6 @@ class Cohort:
     Args:
         visits: Planned visits for all reporting clients.
         dropped: Chosen clients without a report.
-
     """
 
     visits: tuple[Visit, ...]
@@ -93,7 +90,6 @@ class SecretSampling:
         key: The key, a 128-bit integer.
         is_poisson: Whether each client is drawn independently, with the fraction ``clients_per_round`` as probability,
             so a round may have any number of clients; otherwise the number is fixed.
-
     """
 
     key: int
@@ -115,7 +111,6 @@ class Availability:
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation(local_epochs=5, availability=Availability(stragglers=0.5, client_dropout=0.1))
-
     """
 
     stragglers: float = 0.0
@@ -156,7 +151,6 @@ class Schedule:
         >>> cohort = schedule.cohort(round=0, clients=range(1_000_000))
         >>> len(cohort.visits), cohort == schedule.cohort(round=0, clients=range(1_000_000))
         (2, True)
-
     """
 
     def __init__(
@@ -188,7 +182,6 @@ class Schedule:
 
         Raises:
             ValueError: If the population is empty or smaller than the requested number.
-
         """
         if population < 1:
             raise ValueError("Expected at least one client, but got none.")
@@ -222,7 +215,6 @@ class Schedule:
 
         Raises:
             ValueError: If a client in ``always`` is unknown.
-
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))
@@ -248,7 +240,6 @@ class Schedule:
         Args:
             round: Index of the round, from 0.
             clients: All clients, in a fixed order; only the drawn positions are looked up.
-
         """
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]

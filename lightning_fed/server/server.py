@@ -52,7 +52,6 @@ class Server(ServerInterface):
         False
         >>> server.finish_round(), server.report.failed
         ({'w': tensor([2.])}, {'b': "entry 'w' has NaN or infinite values"})
-
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
@@ -89,7 +88,6 @@ class Server(ServerInterface):
 
         Raises:
             ValueError: If the rule does not support rows, or the request does not fit the model.
-
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += request.nbytes
@@ -192,7 +190,6 @@ class Server(ServerInterface):
 
         Raises:
             BadUpdate: If the values are implausible or too far from the model.
-
         """
         fault = find_implausible(update.sent)
         if fault is not None:
