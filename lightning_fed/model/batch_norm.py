@@ -1,7 +1,4 @@
-r"""Measured running statistics for BatchNorm layers.
-
-Averaged running statistics do not fit the averaged weights. A pass over the data measures the statistics for the
-current weights: mean, variance and count of each BatchNorm input, pooled over clients by the law of total variance,
+r"""Measured running statistics for BatchNorm layers, pooled over clients by the law of total variance.
 
 .. math:: \mu = \frac{1}{N} \sum_k n_k \mu_k, \qquad
           \sigma^2 = \frac{1}{N - 1} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right).
@@ -40,18 +37,10 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 class InputStatistics:
-    """Counts, means and variances per channel for the inputs of BatchNorm layers, over all batches.
+    """Counts, means and variances per channel for the inputs of BatchNorm layers, over all batches, summed in float64.
 
-    The layers must be in training mode, and running statistics are overwritten: with momentum 1, running statistics
-    equal batch statistics. Sums have dtype float64.
-
-    Example:
-        >>> net = nn.Sequential(nn.BatchNorm1d(1))
-        >>> statistics = InputStatistics(batch_norm_layers(net))
-        >>> with statistics.watching():
-        ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
-        >>> statistics.as_extras()["batch_norm:0:mean"]
-        tensor([4.])
+    The layers must be in training mode. Running statistics are overwritten: with momentum 1, running statistics equal
+    batch statistics.
     """
 
     def __init__(self, layers: Mapping[str, nn.BatchNorm2d]) -> None:
@@ -95,14 +84,7 @@ class InputStatistics:
 
 
 def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | None:
-    """Describes a fault in a client's BatchNorm statistics, or returns ``None``.
-
-    Checks names, shapes, finiteness and size: huge statistics could make the pooled variance infinite.
-
-    Example:
-        >>> find_bad_statistics({"batch_norm:0:mean": torch.zeros(3)}, {"0.running_mean": torch.zeros(2)})
-        "entry 'batch_norm:0:mean' does not fit the model"
-    """
+    """Describes a fault (names, shapes, NaN, size) in a client's BatchNorm statistics, or returns ``None``."""
     fault = find_non_finite(extras)
     if fault is not None:
         return fault
@@ -134,19 +116,13 @@ def limit_counts(
 ) -> list[State]:
     """Replaces reported position counts in proportion to each client's counted examples.
 
-    All clients get the median number of positions per example. Only proportions are limited: the client with the
-    largest share of counted examples keeps all examples. With one counted example per client the pooled unbiased
-    variance is therefore a variance over examples.
+    All clients get the median number of positions per example. The client with the largest share of counted examples
+    keeps all examples.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.
         reported: Number of examples by client.
         counted: Number of counted examples by client, see :class:`~lightning_fed.steps.WeightStep`.
-
-    Example:
-        >>> reports = [{"batch_norm:0:count": torch.tensor(64.0)}, {"batch_norm:0:count": torch.tensor(1e9)}]
-        >>> [float(report["batch_norm:0:count"]) for report in limit_counts(reports, [4, 10], [4, 5])]
-        [64.0, 80.0]
     """
     limited: list[State] = [dict(report) for report in reports]
     for name in {name for report in reports for name in report if name.endswith(":count")}:
@@ -164,13 +140,7 @@ def pool_statistics(
     """Mean and unbiased variance of a layer's input over all clients, float64; ``None`` if no client used the layer.
 
     With f malicious clients counts are ignored, and each channel excludes the f smallest and f largest values: first
-    among the client means, then among the mean squared distances from the pooled mean. Both results stay within the
-    range of the other clients.
-
-    Args:
-        reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.
-        layer: Layer name.
-        num_malicious: Number f. At least one value always remains.
+    among the client means, then among the mean squared distances from the pooled mean. At least one value remains.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -178,9 +148,6 @@ def pool_statistics(
         >>> b = {**a, "batch_norm:0:mean": torch.tensor([2.0])}
         >>> [value.item() for value in pool_statistics([a, b], "0")]
         [1.0, 2.6666666666666665]
-        >>> c = {**a, "batch_norm:0:mean": torch.tensor([1e6]), "batch_norm:0:count": torch.tensor(1e9)}
-        >>> [value.item() for value in pool_statistics([a, b, c], "0", num_malicious=1)]
-        [2.0, 6.0]
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:
@@ -199,36 +166,19 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Difference between clients in a layer's inputs, as a share from 0 to 1.
+    r"""Difference between clients in a layer's inputs, from 0 to 1; ``None`` below two clients or without variance.
 
     The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
-    mean squared variance between client variances, each averaged over channels:
+    mean squared variance between client variances, each averaged over channels with variance:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    Equal statistics give 0. Channels without variance are excluded. The second share excludes sampling noise for
-    heavy-tailed inputs: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with kurtosis
-    :math:`\kappa`, assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client show a
-    difference in variance.
-
-    Args:
-        reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.
-        layer: Layer name.
-        num_malicious: Number f of clients with arbitrary reports. Counts are ignored, and each channel excludes the f
-            smallest and f largest means and variances. At least half of the values remain.
-
-    Returns:
-        The share, or ``None`` with fewer than two clients or without variance.
-
-    Example:
-        >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
-        ...      "batch_norm:0:count": torch.tensor(1000.0)}
-        >>> shift_between([a, {**a, "batch_norm:0:mean": torch.tensor([2.0])}], "0")
-        0.5
-        >>> round(shift_between([a, {**a, "batch_norm:0:var": torch.tensor([9.0])}], "0"), 2)
-        0.36
+    The second share excludes sampling noise: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with
+    kurtosis :math:`\kappa`, assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client
+    show a difference in variance. With f malicious clients counts are ignored, and each channel excludes the f smallest
+    and f largest means and variances; at least half of the values remain.
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:
@@ -284,9 +234,8 @@ def recalibrate_batch_norm(
 ) -> None:
     """Replaces running statistics by statistics measured on data.
 
-    The data pass through the module once, in evaluation mode except for BatchNorm layers. Use training batches:
-    BatchNorm normalizes with batch statistics. Mean and variance cover all batches, for any momentum. Other tensors and
-    unused layers do not change.
+    The data pass through the module once, in evaluation mode except for BatchNorm layers, which normalize with batch
+    statistics: use training batches. Other tensors and unused layers do not change.
 
     Args:
         module: Module, changed in place. Called with the inputs of each batch.

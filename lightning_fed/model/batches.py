@@ -16,46 +16,19 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Finds the inputs in a batch: by index, key or function, else the first element, a usual key, or a tensor itself.
-
-    Raises:
-        ValueError: If no tensor is found.
-
-    Example:
-        >>> import torch
-        >>> find_inputs([torch.zeros(1), torch.tensor([0])]), find_inputs({"y": 0, "image": torch.ones(1)})
-        (tensor([0.]), tensor([1.]))
-    """
+    """Finds the inputs: by index, key or function, else the first element, a usual key, or a batch that is a tensor."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
 
 def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
-    """Finds the labels in a batch: by index, key or function, else the second element or a usual key.
-
-    Raises:
-        ValueError: If no tensor is found.
-
-    Example:
-        >>> import torch
-        >>> find_target([torch.zeros(2, 1), torch.tensor([0, 1])]), find_target({"x": 0, "mask": torch.tensor([5])})
-        (tensor([0, 1]), tensor([5]))
-    """
+    """Finds the labels in a batch: by index, key or function, else the second element or a usual key."""
     second = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
     return _find(batch, target, keys, second, "target")
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Integer class labels. Drops a channel axis of size 1 if the features have no such axis.
-
-    Raises:
-        ValueError: If labels are fractions.
-
-    Example:
-        >>> import torch
-        >>> as_classes(torch.tensor([[1.0], [0.0]]), 2), as_classes(torch.zeros(2, 1, 8, 8), 4).shape
-        (tensor([1, 0]), torch.Size([2, 8, 8]))
-    """
+    """Integer class labels, without fractions. Drops a channel axis of size 1 if the features have no such axis."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")

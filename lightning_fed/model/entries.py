@@ -49,12 +49,7 @@ class Slot(NamedTuple):
 
 
 def tensor_slots(module: nn.Module) -> list[Slot]:
-    """Lists parameters and buffers with locations, in ``named_modules()`` order. Tied tensors appear several times.
-
-    Example:
-        >>> [slot.path for slot in tensor_slots(nn.Sequential(nn.Linear(2, 1)))]
-        ['0.weight', '0.bias']
-    """
+    """Lists parameters and buffers with locations, in ``named_modules()`` order. Tied tensors appear several times."""
     return [
         Slot(f"{path}.{name}" if path else name, layer, name, value)
         for path, layer in module.named_modules(remove_duplicate=False)
@@ -64,12 +59,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by path, each once. Entry names may differ from paths.
-
-    Example:
-        >>> list(tensors_by_path(nn.Sequential(nn.Linear(2, 1))))
-        ['0.weight', '0.bias']
-    """
+    """Parameters and buffers by path, each once. Entry names may differ from paths."""
     paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
     return {path: tensor for tensor, path in reversed(paths.items())}
 
@@ -78,8 +68,8 @@ def live_entries(module: nn.Module) -> State:
     """Tensors that share memory with the module's state, by entry name: a write changes the module.
 
     Tied entries (one tensor with several names) appear once, under the first name. A complex tensor appears as a real
-    view (:func:`torch.view_as_real`, shape ``(..., 2)``), so rules, steps and messages only handle real numbers.
-    Entries without memory in the module are excluded: extra state, and copies created by ``state_dict``.
+    view (:func:`torch.view_as_real`, shape ``(..., 2)``). Entries without memory in the module are excluded: extra
+    state, and copies created by ``state_dict``.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -119,16 +109,9 @@ def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...
 
 
 def entry_names(module: nn.Module) -> dict[Tensor, str]:
-    """Maps parameters and buffers to entry names, by memory address.
+    """Maps parameters and buffers to entry names, by memory address; ``named_parameters()`` may use different names.
 
-    ``named_parameters()`` and ``state_dict()`` may use different names, for example with PyTorch's
-    ``checkpoint_wrapper``. Parameters and buffers without an entry are excluded. A parameter with a gradient but
-    without an entry raises ``ValueError``.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> entry_names(layer)[layer.weight]
-        'weight'
+    Tensors without an entry are excluded. A parameter with a gradient but without an entry raises ``ValueError``.
     """
     names, slots = _entry_names(module), tensor_slots(module)
     missing = [slot.path for slot in slots if slot.tensor.requires_grad and slot.tensor not in names]
@@ -154,13 +137,7 @@ def _entry_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by entry name. Tied tensors appear under every name.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> entry_tensors(layer)["bias"] is layer.bias
-        True
-    """
+    """Parameters and buffers by entry name. Tied tensors appear under every name."""
     names = _entry_names(module)
     tensors = {name: tensor for tensor, name in reversed(names.items())}
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -168,37 +145,19 @@ def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Entry names by parameter, see :func:`entry_names`.
-
-    Example:
-        >>> layer = nn.BatchNorm1d(2)
-        >>> list(parameter_entries(layer).values())
-        ['weight', 'bias']
-    """
+    """Entry names by parameter, see :func:`entry_names`."""
     names = entry_names(module)
     return {parameter: names[parameter] for parameter in module.parameters() if parameter in names}
 
 
 def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
-    """Entry names for a layer inside a module.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        >>> layer_entries(net, net[1])
-        ['1.weight', '1.bias']
-    """
+    """Entry names for a layer inside a module."""
     names = _entry_names(module)
     return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
 
 
 def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
-    """Entry prefix for each layer with tensors: the entry name for ``weight`` is ``prefix + "weight"``.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        >>> layer_prefixes(net)[net[1]]
-        '1.'
-    """
+    """Entry prefix for each layer with tensors: the entry name for ``weight`` is ``prefix + "weight"``."""
     names, prefixes = _entry_names(module), dict[nn.Module, str]()
     for slot in tensor_slots(module):
         if slot.tensor in names and names[slot.tensor].rpartition(".")[2] == slot.attribute:
@@ -209,15 +168,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     """Checks that each trained tensor, also in ``optimizers``, shares memory with an entry.
 
-    Raises:
-        ValueError: If a layer is lazy, a trained tensor or a running statistic in training mode has no entry, or
-            entries overlap in memory.
-
-    Example:
-        >>> check_entries(nn.LazyLinear(2))
-        Traceback (most recent call last):
-            ...
-        lightning_fed.errors.OptionError: Expected parameters with a shape, but ...
+    Lazy layers, running statistics in training mode without an entry, and entries with common memory are errors too.
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
@@ -294,13 +245,7 @@ def _extent(value: Tensor) -> int:
 
 
 def trainable_entries(module: nn.Module) -> frozenset[str]:
-    """Entries for parameters with gradients, without buffers and frozen layers.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
-        >>> sorted(trainable_entries(net))
-        ['1.bias', '1.weight']
-    """
+    """Entries for parameters with gradients, without buffers and frozen layers."""
     return frozenset(name for parameter, name in parameter_entries(module).items() if parameter.requires_grad)
 
 
@@ -308,11 +253,6 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
     """Entries for parameters without gradients, and for buffers in evaluation mode.
 
     The module itself may write to these entries.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())
-        >>> sorted(untrained_entries(net))
-        ['0.bias', '0.weight', '2.num_batches_tracked', '2.running_mean', '2.running_var']
     """
     names = entry_names(module)
     untrained: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
@@ -324,15 +264,7 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of entries with equal dtype, shape, device and values in both states.
-
-    NaN differs from NaN. Requires one device synchronization.
-
-    Example:
-        >>> left = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
-        >>> sorted(identical_entries(left, {"a": torch.zeros(2), "b": torch.zeros(2).half(), "d": torch.zeros(2)}))
-        ['a']
-    """
+    """Names of entries with equal dtype, shape, device and values, with one device synchronization; NaN is unequal."""
     common = [name for name in left if name in right]
     same = {name for name in common if left[name] is right[name]}
     alike = [name for name in common if name not in same and _form(left[name]) == _form(right[name])]
@@ -345,13 +277,7 @@ def _form(value: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Maps each entry to the first entry with the same memory.
-
-    Example:
-        >>> weight = torch.zeros(2)
-        >>> tied_names({"a": weight, "b": weight, "c": torch.zeros(2)})
-        {'a': 'a', 'b': 'a', 'c': 'c'}
-    """
+    """Maps each entry to the first entry with the same memory."""
     first: dict[object, str] = {}
     memories = {name: _memory(value) for name, value in state.items()}
     return {name: name if key is None else first.setdefault(key, name) for name, key in memories.items()}
@@ -364,15 +290,7 @@ def copy_state(state: Mapping[str, Tensor]) -> State:
 
 @torch.no_grad()
 def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Writes ``state`` to live entries. Other entries are unchanged.
-
-    Args:
-        entries: Live entries, from :func:`live_entries`.
-        state: Values for some entries.
-
-    Raises:
-        ValueError: If a name is unknown, or a shape or dtype differs. Then nothing is written.
-    """
+    """Writes ``state`` to some live entries. An unknown name, shape or dtype raises ``ValueError`` before any write."""
     fault = find_fault(state, {name: entries[name] for name in state if name in entries}, finite=False)
     if fault is not None:
         raise ValueError(f"The state cannot be loaded: {fault}.")
@@ -383,14 +301,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], finite: bool = True) -> str | None:
     """Describes the first difference in names, shapes or dtypes from ``reference``, or returns ``None``.
 
-    Args:
-        state: State to check.
-        reference: Tensors with the expected names, shapes and dtypes.
-        finite: Whether NaN and infinity are faults.
-
-    Example:
-        >>> find_fault({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
-        "entry 'w' has shape (2,) instead of (3,)"
+    With ``finite``, NaN and infinity are faults too.
     """
     missing = [name for name in reference if name not in state]
     if missing:
@@ -409,10 +320,7 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
 
 @torch.no_grad()
 def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    """Describes the first entry with NaN or infinite values, or returns ``None``.
-
-    Requires one device synchronization.
-    """
+    """Describes the first entry with NaN or infinite values, or returns ``None``, in one device synchronization."""
     names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
     # A norm only reads memory; `isfinite` writes as well. A norm is also infinite for too large finite values.
     if not names or bool(norm([state[name] for name in names]).isfinite()):
@@ -426,10 +334,6 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     """Describes the first fault in a state, or returns ``None``.
 
     Faults are NaN, infinities, a root mean square above 1e10, and negative running variances or batch counts.
-
-    Example:
-        >>> find_implausible({"1.running_var": torch.tensor([1.0, -1.0])})
-        "entry '1.running_var' is negative"
     """
     fault = find_non_finite(state) or _find_excessive(state)
     if fault is not None:
@@ -462,12 +366,7 @@ def _is_never_negative(name: str) -> bool:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm over all tensors, shape ``()``; 0 without elements.
-
-    Example:
-        >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
-        tensor(5.)
-    """
+    """Euclidean norm over all tensors, shape ``()``; 0 without elements."""
     parts = norms(tensors)
     if not parts:
         return torch.tensor(0.0)
@@ -476,12 +375,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
-    """Euclidean norm of the difference over named entries with equal shapes; ``None`` without such entries.
-
-    Example:
-        >>> distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, ["w", "b"])
-        5.0
-    """
+    """Euclidean norm of the difference over named entries with equal shapes; ``None`` without such entries."""
     common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
     return float(norm(differences((new[name], old[name]) for name in common))) if common else None
 
@@ -491,12 +385,7 @@ def entry_policies(
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
 ) -> dict[str, Policy]:
-    """Policy for each entry in the module's state.
-
-    Args:
-        module: The module.
-        personal: Selectors for personal entries.
-        frozen: Selectors for frozen entries.
+    """Policy for each entry in the module's state. ``personal`` and ``frozen`` are selectors.
 
     Raises:
         ValueError: If a selector matches nothing, or an entry is both personal and frozen.
@@ -517,13 +406,7 @@ def entry_policies(
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """Entry names that match any selector.
-
-    Args:
-        module: Module with the entries.
-        names: Entries to choose from.
-        selectors: Name patterns, module types and functions.
-        option: Option name for error messages.
+    """Entry names that match any selector; ``option`` is the argument's name for error messages.
 
     Raises:
         ValueError: If a selector matches nothing, or matches a tied entry but not its first name.
@@ -569,15 +452,7 @@ def _first_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
-    """Checks an argument with selectors, and returns a tuple.
-
-    Raises:
-        ValueError: If the argument is not a list of patterns, module types and functions.
-
-    Example:
-        >>> check_selectors("personal", ["head.*", nn.BatchNorm2d])
-        ('head.*', <class 'torch.nn.modules.batchnorm.BatchNorm2d'>)
-    """
+    """Checks an argument with selectors (patterns, module types and functions), and returns a tuple."""
     if isinstance(selectors, str) or not isinstance(selectors, Iterable):
         raise ValueError(f"Expected `{name}` to be a list, such as ['head.*', nn.BatchNorm2d], but got {selectors!r}.")
     checked = tuple(selectors)
@@ -603,14 +478,7 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """True for an entry name of a running mean or variance.
-
-    The server uses names, because states contain no layers.
-
-    Example:
-        >>> is_running_statistic("net.1.running_var"), is_running_statistic("net.1.weight")
-        (True, False)
-    """
+    """True for an entry name of a running mean or variance. States contain names, but no layers."""
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 

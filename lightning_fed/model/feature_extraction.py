@@ -25,10 +25,8 @@ def extract_features(
 ) -> Tensor:
     """Extracts feature vectors from a model, optionally as a random sample.
 
-    The model runs in evaluation mode without gradients; all modes are restored. Each position in a feature map is one
-    vector. The sample depends on ``seed`` and on the number of images and positions per batch. With batches in the same
-    order, two models with equal architecture therefore yield vectors from the same positions. Memory is limited to the
-    sample and one batch.
+    The model runs in evaluation mode without gradients. Each position in a feature map is one vector. With batches in
+    the same order, two models with equal architecture yield vectors from the same positions.
 
     Args:
         model: LightningModule or any other module. Called with the inputs of each batch.

@@ -20,12 +20,7 @@ class LogitsLayer(nn.Module):
 
 
 class FeatureLayer(NamedTuple):
-    """A layer's input or output.
-
-    Attributes:
-        path: Layer name as in ``named_modules``.
-        side: ``"input"`` or ``"output"``.
-    """
+    """Input or output (``side``) of the layer with the name ``path``, as in ``named_modules``."""
 
     path: str
     side: Literal["input", "output"] = "output"
@@ -39,17 +34,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
     Checks in order: the output of an ``encoder`` next to a ``decoder`` or ``segmentation_head``
     (``segmentation_models_pytorch``); the output of a ``backbone`` next to a ``classifier`` (torchvision's segmentation
-    models); the input of the classifier.
-
-    Args:
-        module: Model, or a module with the model inside.
-        classifier: Name of the logits layer; ``None`` for :func:`find_classifier`.
-
-    Returns:
-        Layer name, and input or output.
-
-    Raises:
-        ValueError: If no layer is found.
+    models); the input of ``classifier``, by default :func:`find_classifier`. No layer is an error.
 
     Example:
         >>> find_feature_layer(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)))
@@ -63,12 +48,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Child name for the feature extractor in a segmentation model; ``None`` for other layers.
-
-    Example:
-        >>> encoder_of(nn.ModuleDict({"backbone": nn.Conv2d(1, 4, 3), "classifier": nn.Conv2d(4, 2, 1)}))
-        'backbone'
-    """
+    """Child name for the feature extractor in a segmentation model; ``None`` for other layers."""
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
         if encoder in parts and any(follower in parts for follower in followers):
@@ -88,17 +68,12 @@ def require_classifier(module: nn.Module) -> str:
 
 
 def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str | None:
-    """Finds the layer with the logits as output.
+    """Finds the layer with the logits as output, or returns ``None``.
 
     The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
     else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
-
-    Args:
-        module: Model, or a module with the model inside. Untrained networks, such as a teacher, are excluded.
-        optimized: Trained parameter ids; empty for all parameters with gradients.
-
-    Returns:
-        Layer name, or ``None`` if no layer is found.
+    Untrained networks, such as a teacher, are excluded: ``optimized`` contains ids of trained parameters, by default
+    all parameters with gradients.
 
     Example:
         >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
@@ -121,12 +96,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
 
 def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
-    """Number of classes: channels of the logits, but 2 for one channel; ``None`` without a classifier.
-
-    Example:
-        >>> count_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
-        2
-    """
+    """Number of classes: channels of the logits, but 2 for one channel; ``None`` without a classifier."""
     name = find_classifier(module, optimized)
     if name is None:
         return None
@@ -151,12 +121,9 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 class FeatureTap:
-    """Forward hook that stores a layer's features.
+    """Forward hook that stores a layer's features from the last pass, detached, shape ``(N, d)`` or ``(N, d, *size)``.
 
-    Attributes:
-        features: Features from the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``. Later in-place
-            layers can change the values.
-        on_features: Called with the features in every forward pass, before later layers.
+    Later in-place layers can change ``features``. ``on_features`` receives the features before later layers.
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
@@ -220,12 +187,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
 
 def has_channels_last(layer: nn.Module) -> bool:
-    """True for layers with channels last in input and output: linear layers.
-
-    Example:
-        >>> has_channels_last(nn.Linear(2, 3)), has_channels_last(nn.Conv1d(2, 3, 1))
-        (True, False)
-    """
+    """True for layers with channels last in input and output: linear layers."""
     return isinstance(layer, nn.Linear | LogitsLayer)
 
 
@@ -248,11 +210,6 @@ def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterat
 
     A network is a layer with parameters in its children. ``optimized`` contains ids of trained parameters, by default
     all parameters with gradients. If no parameter is trained, all modules are yielded.
-
-    Example:
-        >>> teacher = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)
-        >>> [name for name, _ in trained_layers(nn.ModuleDict({"student": nn.Linear(2, 1), "teacher": teacher}))]
-        ['', 'student']
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

@@ -11,19 +11,11 @@ from lightning_fed.messages import State
 
 
 def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: int) -> State:
-    """Draws new initial parameters by shuffling the elements of each tensor.
+    """Draws new initial parameters by shuffling the elements of each tensor in ``names``; other tensors are unchanged.
 
     Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
     are independent and identically distributed. Zeros keep their positions, for example in biases, padding rows or
     pruned weights. Orthogonal and pretrained weights are destroyed.
-
-    Args:
-        state: Initial entries by name.
-        names: Entries to shuffle: the trainable parameters.
-        seed: Seed for the shuffles.
-
-    Returns:
-        All entries. Entries outside ``names`` are the same tensors.
 
     Example:
         >>> state = {"weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "running_mean": torch.tensor([4.0, 5.0])}

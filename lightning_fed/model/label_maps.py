@@ -19,16 +19,7 @@ _VOID_OF_8_BITS = 255
 def class_indices(
     labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
-    """Class index for every label, with :math:`C` for void pixels and excluded classes.
-
-    Args:
-        labels: Classes, integers with any shape.
-        num_classes: Number of classes :math:`C`.
-        ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
-        exclude_classes: Classes to exclude.
-
-    Returns:
-        Integers from 0 to :math:`C`, int64, with the shape of the labels.
+    """Class index for every label, int64, with :math:`C` = ``num_classes`` for void pixels and excluded classes.
 
     Raises:
         ValueError: If a label or an option is outside the allowed range.
@@ -61,12 +52,7 @@ def class_indices(
 
 
 def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
-    """Label for void pixels; ``"auto"`` is 255 as in 8-bit masks, unless 255 is a class.
-
-    Example:
-        >>> void_label("auto", 21), void_label("auto", 300), void_label(-1, 300)
-        (255, None, -1)
-    """
+    """Label for void pixels; ``"auto"`` is 255 as in 8-bit masks, unless 255 is a class."""
     if ignore_index != "auto":
         return ignore_index
     return _VOID_OF_8_BITS if num_classes <= _VOID_OF_8_BITS else None
@@ -76,13 +62,7 @@ def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
     r"""Nearest-neighbor resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
 
     Equals ``torch.nn.functional.interpolate(mode="nearest")``, but without rounding large labels or positions.
-
-    Args:
-        labels: Label maps, shape ``(N, *label_size)``.
-        size: New size, same number of axes as ``label_size``.
-
-    Returns:
-        Labels, shape ``(N, *size)``.
+    Labels have shape ``(N, *label_size)``, results ``(N, *size)``.
 
     Example:
         >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()

@@ -35,8 +35,6 @@ class WidthRatio(NamedTuple):
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
     """Finds widths with fixed ratios: among each layer's tensors, and along an ``nn.Sequential``.
 
-    Other connections between layers are unknown without running the module.
-
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
         >>> for ratio in find_width_ratios(net):

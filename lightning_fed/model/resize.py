@@ -24,8 +24,8 @@ class AttributeChange(NamedTuple):
 def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads a state with any widths into a module, for example from a checkpoint.
 
-    `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states and
-    gradients for parameters with a new shape become invalid; gradients are dropped. Layer attributes (``out_channels``,
+    `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states for
+    parameters with a new shape become invalid, and gradients are dropped. Layer attributes (``out_channels``,
     ``num_features``, ``hidden_size``, depthwise groups) follow.
 
     Args:
@@ -71,9 +71,8 @@ def set_tensor_data(owner: Tensor, value: Tensor) -> None:
 def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Sets layer widths to match a state. Unknown names are ignored.
 
-    Raises:
-        ValueError: If an entry has a different number of axes, or widths no longer match within a layer or along an
-            ``nn.Sequential``. Then the module stays unchanged.
+    An entry with a different number of axes, or different widths within a layer or along an ``nn.Sequential``, raises
+    ``ValueError`` and leaves the module unchanged.
     """
     tensors = entry_tensors(module)
     resized = {

@@ -1,11 +1,7 @@
-"""BatchNorm for data from unknown clients, without global running statistics.
+"""BatchNorm for data from unknown clients, with batch statistics as in domain adaptation (AdaBN).
 
-With local statistics (SiloBN) no running statistics fit the global model. Data from an unknown client are normalized
-with batch statistics, as in domain adaptation (AdaBN).
-
-References:
-    Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", DART 2020.
-    Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
+Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", DART 2020 (SiloBN).
+Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
 """
 
 from __future__ import annotations
@@ -27,10 +23,7 @@ class UnseenStatistics:
 
     Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch: use batches
     with many examples from one source. A layer with one value per channel (global pooling of one image) returns the
-    bias.
-
-    Layers in training mode or without running statistics are unchanged. The module's tensors are not changed. Compiled
-    models run eagerly, because compiled code does not call new hooks.
+    bias. Layers in training mode or without running statistics are unchanged. Compiled models run eagerly.
 
     Args:
         module: Module. Hooks remain until :meth:`remove` or the end of a ``with`` block.
@@ -42,9 +35,8 @@ class UnseenStatistics:
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1)).eval()
-        >>> batch = torch.tensor([[3.0], [5.0]])
         >>> with UnseenStatistics(net):
-        ...     net(batch).squeeze().tolist()
+        ...     net(torch.tensor([[3.0], [5.0]])).squeeze().tolist()
         [-0.9999949932098389, 0.9999949932098389]
     """
 
@@ -81,14 +73,8 @@ class UnseenStatistics:
         return adapted.reshape(x.shape).to(x.dtype), *inputs[1:]
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance per channel for normalization. Subclasses may return other statistics.
+        """Mean and biased variance per channel for normalization, shape ``(1, C)`` or ``(N, C)``.
 
-        Args:
-            name: Layer name.
-            layer: BatchNorm layer.
-            values: Layer inputs, shape ``(N, C, positions)``.
-
-        Returns:
-            Two tensors with shape ``(1, C)`` or ``(N, C)``.
+        The layer inputs ``values`` have shape ``(N, C, positions)``. Subclasses may return other statistics.
         """
         return values.mean((0, 2)).unsqueeze(0), values.var((0, 2), correction=0).unsqueeze(0)

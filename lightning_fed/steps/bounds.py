@@ -26,12 +26,12 @@ def trained_entries(info: RoundInfo, state: State) -> list[str]:
 
 
 class MaxNorm(UpdateStep):
-    r"""Clips client updates to a fixed norm.
+    r"""Clips client updates to a fixed norm over all trained entries.
 
     .. math:: u_k \leftarrow u_k \min\left(1, \frac{C}{\lVert u_k \rVert}\right)
 
-    The norm covers all trained entries. With secure aggregation the clients clip their updates, and the server cannot
-    verify the clipping.
+    With secure aggregation the clients clip their updates, and the server cannot verify the clipping. Logs the number
+    of clipped updates as ``fed/shortened``.
 
     Args:
         bound: Maximum norm C, greater than 0.
@@ -39,16 +39,9 @@ class MaxNorm(UpdateStep):
     Raises:
         ValueError: If ``bound`` is not a positive number, or if client models have different shapes.
 
-    Note:
-        Logs the number of clipped updates as ``fed/shortened``.
-
     Example:
-        >>> from lightning_fed.rule import RoundInfo
-        >>> import torch
-        >>> step = MaxNorm(1.0)
-        >>> step.start(RoundInfo(0), {})
-        >>> step.on_server(ClientUpdate("a", 1, {"w": torch.tensor([3.0, 4.0])}), {"w": torch.zeros(2)}).state
-        {'w': tensor([0.6000, 0.8000])}
+        >>> from lightning_fed import Federation
+        >>> federation = Federation("fedavg", steps=[MaxNorm(1.0)])
     """
 
     def __init__(self, bound: float) -> None:
@@ -66,19 +59,16 @@ class MaxNorm(UpdateStep):
 
 
 class MaxMedianNorm(CollectingStep):
-    """Clips client updates to a multiple of the round's median norm.
+    """Clips client updates to a multiple of the round's median norm (for an even number of clients the lower median).
 
-    For an even number of clients the lower median counts, so one of two clients cannot raise the bound. A median of 0
-    sets no bound. The server keeps all updates until the round is complete.
+    A median of 0 sets no bound. The server keeps all updates until the round is complete. Logs the number of clipped
+    updates as ``fed/shortened``.
 
     Args:
         multiple: Factor for the median norm, greater than 0.
 
     Raises:
         ValueError: If ``multiple`` is not a positive number, or if client models have different shapes.
-
-    Note:
-        Logs the number of clipped updates as ``fed/shortened``.
     """
 
     def __init__(self, multiple: float) -> None:
@@ -129,10 +119,7 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
 
 
 def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
-    """Refuses a rule for an update step based on the difference from one global model.
-
-    ``capabilities`` are unsupported attributes of :class:`~lightning_fed.rule.RuleCapabilities`.
-    """
+    """Refuses a rule with one of ``capabilities`` for an update step based on the difference from one global model."""
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
             f"Expected no `{type(step).__name__}` with {type(rule).__name__}: not all clients start from one model of"

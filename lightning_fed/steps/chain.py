@@ -39,9 +39,9 @@ class Chain:
         ValueError: If steps are incompatible with each other or with the rule.
 
     Example:
-        >>> from lightning_fed.rule import RoundInfo
         >>> import torch
         >>> from lightning_fed.algorithms import FedAvg
+        >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed.steps import MaxNorm, UniformWeights
         >>> chain = Chain(FedAvg(), [UniformWeights(), MaxNorm(1.0)])
         >>> start = {"w": torch.tensor(0.0)}
@@ -76,14 +76,7 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Describes steps and options, the innermost step first.
-
-        Example:
-            >>> from lightning_fed.algorithms import FedAvg
-            >>> from lightning_fed.steps import MaxNorm
-            >>> Chain(FedAvg(), [MaxNorm(1.0)]).describe()
-            {'MaxNorm:0': 'MaxNorm(bound=1.0)'}
-        """
+        """Describes steps and options, the innermost step first."""
         return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
     @property
@@ -118,16 +111,7 @@ class Chain:
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Transforms a trained update into the payload.
-
-        Args:
-            update: Trained update.
-            sent: Broadcast to the client.
-            memory: Client state of callbacks and steps, changed in place.
-
-        Raises:
-            ClientFault: If the client has to be excluded.
-        """
+        """Transforms a trained update into the payload; ``memory`` is the client's state, changed in place."""
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
             step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
@@ -159,22 +143,12 @@ class Chain:
     ) -> None:
         """Passes an update inwards, up to the rule or to a step that collects the round.
 
-        Args:
-            update: Received update.
-            sent: Broadcast entries.
-            inspect: Called once the update is decoded.
-
-        Raises:
-            BadUpdate: If the update is invalid.
+        Calls ``inspect`` with the decoded update. An invalid update raises ``BadUpdate``.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Merges the :attr:`part` of another process.
-
-        Raises:
-            TypeError: If the other process has a different rule or collecting step.
-        """
+        """Merges the :attr:`part` of another process; another rule or collecting step raises ``TypeError``."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -188,8 +162,7 @@ class Chain:
     def aggregate(self) -> State | None:
         """Releases all collected updates and computes the new state.
 
-        Raises:
-            BadUpdates: If the complete round reveals invalid updates. Repeat the call after excluding these clients.
+        ``BadUpdates`` names invalid updates in the complete round. Repeat the call after excluding these clients.
         """
         faults: dict[Client, str] = {}
         for index in reversed(range(len(self.steps))):
@@ -216,11 +189,7 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics for the last aggregated round.
-
-        Args:
-            norms: Norms of the received updates. Steps only receive the norms if the server may see single updates.
-        """
+        """Metrics for the last aggregated round. Steps receive ``norms`` only if the server may see single updates."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})

@@ -1,7 +1,6 @@
 """Interface of update steps: layers between local training and the new global model.
 
-The layers surround the model. An update passes the layers from inner to outer on the client, and from outer to inner on
-the server.
+An update passes the layers from inner to outer on the client, and from outer to inner on the server.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates of a round, kept in an update step until the round is complete. A monoid.
-
-    Args:
-        step: Update step.
-    """
+    """Updates of a round, kept in an update step until the round is complete. A monoid."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -35,11 +30,7 @@ class Held(ABC):
 
     @abstractmethod
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds an update.
-
-        Raises:
-            BadUpdate: If the update is invalid.
-        """
+        """Adds an update; an invalid update raises ``BadUpdate``."""
 
     @abstractmethod
     def merge(self, other: Any) -> None:
@@ -49,9 +40,7 @@ class Held(ABC):
     def release(self) -> Sequence[Arrived]:
         """Returns the updates to pass inwards.
 
-        Raises:
-            BadUpdates: If updates are invalid. The invalid updates are dropped; repeat the call if enough clients
-                remain.
+        ``BadUpdates`` drops the invalid updates; repeat the call if enough clients remain.
         """
 
 
@@ -65,35 +54,16 @@ class UpdateStep:
             model without information on single clients (``"model"``). The log reveals no more.
 
     Example:
-        A client's step, half as long:
-
-        >>> from lightning_fed.rule import RoundInfo
-        >>> import torch
         >>> class Half(UpdateStep):
         ...     def on_server(self, update, sent):
         ...         update.state = {name: (value + sent[name]) / 2 for name, value in update.state.items()}
         ...         return update
-        >>> from lightning_fed.algorithms import FedAvg
-        >>> from lightning_fed.steps import Chain
-        >>> chain = Chain(FedAvg(), [Half()])
-        >>> chain.start(RoundInfo(0), {"w": torch.tensor(1.0)})
-        >>> chain.receive(ClientUpdate("a", 1, {"w": torch.tensor(2.0)}), {"w": torch.tensor(1.0)})
-        >>> chain.aggregate()
-        {'w': tensor(1.5000)}
     """
 
     reveals: Literal["update", "sum", "model"] = "update"
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses incompatible rules or steps when the chain is built.
-
-        Args:
-            rule: Aggregation rule.
-            steps: All steps of the chain, the innermost first.
-
-        Raises:
-            ValueError: If the rule or a step is incompatible.
-        """
+        """Refuses incompatible rules or steps (the innermost first) with ``ValueError`` when the chain is built."""
 
     def callbacks(self) -> Sequence[Any]:
         """Lightning callbacks required by the step, for example to check the Trainer before a fit."""
@@ -116,10 +86,8 @@ class UpdateStep:
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Client side, before sending: clips, encodes or masks the update.
 
-        Args:
-            update: Trained update. The step may change its tensors in place, except tensors shared with ``sent``.
-            sent: Broadcast to the client.
-            memory: State of this step for the client, changed in place. The state is saved if the update is accepted.
+        The step may change the update's tensors in place, except tensors shared with ``sent``. ``memory`` is this
+        step's state for the client, changed in place, and saved if the server accepts the update.
 
         Raises:
             ClientFault: If the client has to be excluded.
@@ -145,11 +113,7 @@ class UpdateStep:
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last aggregated round: full name to value.
-
-        Args:
-            norms: Norms of the received updates.
-        """
+        """Metrics of the last aggregated round: full name to value. ``norms`` are the norms of the received updates."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,13 +129,9 @@ class CollectingStep(UpdateStep, ABC):
 
     @abstractmethod
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Computes the updates to pass inwards once the round is complete.
+        """Computes the updates to pass inwards once the round is complete; invalid updates raise ``BadUpdates``.
 
-        Args:
-            updates: Updates of the round, in an order beyond the clients' control.
-
-        Raises:
-            BadUpdates: If updates are invalid.
+        The order of ``updates`` is beyond the clients' control.
         """
 
     def hold(self) -> Held:

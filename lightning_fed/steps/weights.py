@@ -27,12 +27,7 @@ class WeightStep(UpdateStep, ABC):
 
 
 class UniformWeights(WeightStep):
-    """Gives all clients equal weight.
-
-    Example:
-        >>> UniformWeights().weight(1000)
-        1
-    """
+    """Gives all clients equal weight."""
 
     def weight(self, num_samples: int) -> int:
         return 1
@@ -42,14 +37,7 @@ class MaxSamples(WeightStep):
     """Caps each client's number of examples, both as a weight and as the size for integer entries.
 
     Args:
-        most: Largest number to count.
-
-    Raises:
-        ValueError: If ``most`` is not a positive integer.
-
-    Example:
-        >>> MaxSamples(100).weight(10**9)
-        100
+        most: Largest number to count, a positive integer.
     """
 
     def __init__(self, most: int) -> None:
@@ -67,12 +55,7 @@ def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
 
 
 def find_bad_count(num_samples: object) -> str | None:
-    """Describes an invalid number of examples, or returns ``None``.
-
-    Example:
-        >>> find_bad_count(3), find_bad_count(10**18)
-        (None, 'it reports 1000000000000000000 examples')
-    """
+    """Describes an invalid number of examples, or returns ``None``."""
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
     if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
         return None
