@@ -50,14 +50,14 @@ class ProcessGroup:
             self.is_independent = was_independent
 
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """Yields all processes' values in the order of the ranks, in the memory of two values.
+        """Yields the value from each process in rank order. At most two values are in memory at once.
 
         All processes must call the method and exhaust the iterator. A received value is a copy; the sender's value
         shares the tensors.
 
         Args:
             value: This process's value: any picklable object, with tensors inside.
-            known: Tensors with equal values in all processes, in the same order, which do not travel.
+            known: Tensors with equal values and order in all processes. These tensors are not sent.
 
         Raises:
             MisconfigurationException: If ``value`` cannot be pickled.
@@ -65,7 +65,7 @@ class ProcessGroup:
         yield value
 
     def gather(self, value: Any) -> list[Any]:
-        """All processes' values in the order of the ranks, in every process."""
+        """Returns a list with the value from each process, in rank order, in every process."""
         return list(self.gather_one_by_one(value))
 
     def broadcast(self, value: Any) -> Any:
@@ -149,7 +149,7 @@ class _Form(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Bytes up to the next aligned position."""
+        """Size in bytes, rounded up to the alignment."""
         return -(-self.nbytes // _ALIGNED) * _ALIGNED
 
 

@@ -251,7 +251,7 @@ class FolderStore(ClientStore):
                 self._kept.discard(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Deletes old versions, not needed by this checkpoint and the previous one."""
+        """Returns the state for a checkpoint. Deletes versions older than the previous checkpoint needs."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):

@@ -57,7 +57,7 @@ class StateMatch(NamedTuple):
 
     @property
     def owners(self) -> dict[str, Tensor]:
-        """Counts networks with each neuron, by group: int64, shape ``(neurons,)``."""
+        """Number of networks that share each merged neuron, by group: int64, shape ``(neurons,)``."""
         return {
             name: torch.bincount(torch.cat([assignment[name] for assignment in self.assignments]), minlength=size)
             for name, size in self.groups.sizes.items()
@@ -203,7 +203,7 @@ def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles:
 
 
 def _ordered(neurons: Sequence[Tensor], blocks: int) -> list[Tensor]:
-    """Index of each neuron, in the closest order to the mean of the earlier networks."""
+    """Aligns each network's neurons with the mean over the previous networks; returns the new index of each neuron."""
     mean, assignments = torch.zeros_like(neurons[0]), []
     for count, network in enumerate(neurons):
         order = align_neurons(mean, network, blocks) if count else torch.arange(len(network), device=network.device)

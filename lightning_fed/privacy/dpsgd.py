@@ -597,7 +597,7 @@ class _Visit:
         self._initial_entries = {name: value.detach().clone() for name, value in self._untrained().items()}
 
     def check_untrained(self) -> None:
-        """Refuses changes other than noised steps."""
+        """Raises an error if an entry without noised optimizer steps has changed in training."""
         for name, value in self._untrained().items():
             if name in self._initial_entries and not torch.equal(value, self._initial_entries[name]):
                 raise MisconfigurationException(

@@ -247,7 +247,7 @@ class ClientModels:
                 local.store_statistics(client, self._fit.rounds - 1, statistics, self._shared(client, state))
 
     def _ask_here(self, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers) -> None:
-        """Asks this process's clients."""
+        """Collects answers from the clients assigned to this process. Client faults and timeouts count as failures."""
         ranks = process_group_of(self._fit.trainer)
         with ranks.independent():
             for visit in itertools.islice(visits, ranks.rank, None, ranks.size):

@@ -47,11 +47,12 @@ class RoundReport:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
-        """Joins reports from several processes with shares of a round.
+        """Joins the reports of one round from several processes.
 
         Args:
-            parts: The reports.
-            positions: Position by client in the cohort, for a single process's order.
+            parts: One report per process, each about different clients.
+            positions: Position of each client in the cohort. The joined report lists clients by position, as a single
+                process does.
 
         Example:
             >>> parts = RoundReport(0, {"b": 3}, up_bytes=8), RoundReport(0, {"a": 1}, {"c": "lost"}, up_bytes=4)

@@ -161,7 +161,7 @@ class Server(ServerInterface):
         return state
 
     def abandon_round(self) -> None:
-        """Restores the chain's state before the round."""
+        """Undoes the round: resets the rule and the update steps to their state at the start."""
         self.chain.load_state_dict(self.state_before)
 
     def _aggregate(self) -> State | None:

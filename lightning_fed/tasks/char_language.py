@@ -32,7 +32,7 @@ class CharLSTM(nn.Module):
         embedding_dim: Length of a character's embedding.
         hidden_size: Neurons per layer.
         num_layers: Number of layers.
-        dropout: Dropout between layers, as a share.
+        dropout: Dropout probability between layers.
         every_step: Whether to predict the next character at every step, not only at the last step.
 
     Example:

@@ -373,7 +373,10 @@ class LayerwiseTraining(FederatedCallback):
 
     @contextmanager
     def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-        """Yields arguments for ``forward``, in a context with ``forward`` replaced by ``training_step`` if missing."""
+        """Context that yields example arguments for ``forward``.
+
+        For a module without ``forward``, ``training_step`` replaces ``forward`` inside the context.
+        """
         if has_forward(module):
             yield self._example(find_federation(trainer), module)
             return

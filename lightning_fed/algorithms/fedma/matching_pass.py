@@ -47,12 +47,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """First round and number of matched stages, int64, shape ``(2,)``."""
+        """Position in the pass: index of the first round and number of matched stages, int64, shape ``(2,)``."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """Step of client models after their last training, one stage before :attr:`step`."""
+        """Value of :attr:`step` one stage earlier: the position at which clients last trained."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:

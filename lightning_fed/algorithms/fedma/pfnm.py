@@ -18,8 +18,8 @@ class PFNM(FedMA):
     """Probabilistic federated neural matching: matches all layers at once, without training in between.
 
     Matches from the last layer to the first, with the published score; see :class:`FedMA` for the rest. The published
-    algorithm is for fully connected networks and one round. The authors' program also has a prior mean of 0.1 for
-    biases, and for outgoing weights of the last hidden layer variances by class shares. Here prior means are 0, and
+    algorithm is for fully connected networks and one round. The authors' program uses a prior mean of 0.1 for
+    biases, and variances by class shares for outgoing weights in the last hidden layer. Here all prior means are 0, and
     variances are equal for all clients. Reference: Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
 
     - Sends: 1 model up; the matched one down, which may be wider.

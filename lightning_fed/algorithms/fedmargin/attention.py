@@ -21,16 +21,17 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 @torch.no_grad()
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
-    r"""Attention to the clients in a round: larger for larger margins, shape ``(K,)``, float64, with sum 1.
+    r"""Attention weights of the clients in a round, shape ``(K,)``, float64, with sum 1. Larger margins weigh more.
 
-    Reconstructed from "as prototypes deviate from reference prototypes [...], higher attention is applied".
+    The equations are a reconstruction. The paper only says: "as prototypes deviate from reference prototypes [...],
+    higher attention is applied".
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
 
     "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
     absolute margin. Neither kind depends on the feature scale. Missing margins are replaced by the mean of the other
-    margins (after clamping). Equal or only missing margins give exactly equal attention.
+    margins (after clamping). If all margins are equal or missing, attention is exactly equal.
 
     Args:
         margins: One margin per client, shape ``(K,)``; NaN if missing.

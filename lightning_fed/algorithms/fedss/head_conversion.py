@@ -13,7 +13,7 @@ from lightning_fed.model.features import find_classifier, replace_layer
 
 
 class MarginLoss(nn.Module):
-    """Loss with a `SampledSoftmaxHead`, with the interface of ``pytorch-metric-learning``."""
+    """ArcFace or CosFace loss computed by a `SampledSoftmaxHead`. Called like a ``pytorch-metric-learning`` loss."""
 
     def __init__(self, head: SampledSoftmaxHead) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """A difference between the two halves of a federation, in the package's words: the server may read the message."""
+    """Raised if the server's and the client's programs differ. The server may read the message, without private data."""
 
 
 def find_public_reason(error: Exception) -> str:
