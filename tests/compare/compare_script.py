@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from lightning_fed import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.cli.main import main

@@ -103,7 +103,9 @@ def test_what_is_no_checkpoint(tmp_path, monkeypatch):
     Path("f.ckpt").write_text("hello\n")  # read as pickle instructions
     Path("g.ckpt").write_text("{}")
     for name in "abcdfg":
-        with pytest.raises(ValueError, match=rf"Expected {name}\.ckpt to be a checkpoint with nothing but tensors"):
+        with pytest.raises(
+            ValueError, match=rf"Expected {name}\.ckpt to be a checkpoint with tensors and primitives only"
+        ):
             load_matched(Letters(), f"{name}.ckpt")
     assert not Path("harmed").exists()
     torch.save([1], "e.ckpt")
@@ -169,9 +171,7 @@ def test_an_example_shows_what_does_not_fit(door):
     if door == "module":
         module.example_input_array = example
     given = {"argument": example, "module": None, "by name": {"inputs": example, "scale": torch.ones(())}}[door]
-    with pytest.raises(
-        ValueError, match="to run with the widths of the checkpoint, but with its example it raises Runt"
-    ):
+    with pytest.raises(ValueError, match="to run with the widths of the checkpoint, but an example raised Runt"):
         load_matched(module, make(6, 5).state_dict(), given)
     assert module.training
     assert (module.net["stem"].out_features, module.net["head"].in_features) == (4, 4)

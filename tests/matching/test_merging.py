@@ -296,7 +296,7 @@ def test_networks_that_do_not_go_together(tmp_path):
 
 def test_nothing_to_follow_neurons_with():
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="Expected `example_input`, or `data` or an `example_input_array`"):
+    with pytest.raises(ValueError, match="Expected `example_input`, `data`, or a module with `example_input_array`"):
         MatchedAverage().merge([net, net])
     with pytest.raises(ValueError, match="`data` to have at least one batch, but got none"):
         MatchedAverage().merge([net, net], data=[])

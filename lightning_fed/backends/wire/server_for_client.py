@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if the server's and the client's programs differ. The server may read the message, without private data."""
+    """Raised if the programs of server and client differ. The server may read the message, without private data."""
 
 
 def find_public_reason(error: Exception) -> str:

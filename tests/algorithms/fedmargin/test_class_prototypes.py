@@ -667,7 +667,7 @@ def test_labels_at_another_place_of_a_tuple(target, federated_trainer):
     with pytest.raises(ValueError, match="Expected integer class labels, but got fractions") as caught:
         sent(federated_trainer, ClassPrototypes(target=1), Last(models.mlp()), data)
     assert any("all 2 clients failed by this error" in note for note in caught.value.__notes__)
-    with pytest.raises(ValueError, match="a batch with labels, but found float"):
+    with pytest.raises(ValueError, match="a batch with labels, but got float"):
         sent(federated_trainer, ClassPrototypes(target=lambda batch: 1.0), Last(models.mlp()), data)
 
 
@@ -968,10 +968,10 @@ def test_options_that_are_wrong(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer": "net.9"}, r"`layer` .* but got 'net.9': 'net' has \['net.0', 'net.1', 'net.2'\]"),
+        ({"layer": "net.9"}, r"`layer` .* but got 'net.9': 'net' contains \['net.0', 'net.1', 'net.2'\]"),
         ({"num_classes": 0}, "`num_classes` to be at least 1, but got 0"),
         ({"ignore_index": 2}, "`ignore_index` outside the classes"),
-        ({"num_classes": 300, "ignore_index": 255}, "Pass `ignore_index=None`"),
+        ({"num_classes": 300, "ignore_index": 255}, "pass `ignore_index=None`"),
         ({"exclude_classes": [3]}, "`exclude_classes` to be in 0 to 2, but got 3"),
         ({"target": "z"}, "`target` to be in the batch, but got 'z' for a batch of positions 0 to 1"),
         ({"target": 5}, "`target` to be in the batch, but got 5 for a batch of positions 0 to 1"),

@@ -618,7 +618,9 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
     path, recorder = tmp_path / "one.ckpt", Recorder()
     fit(1, "net.0", kind).save_checkpoint(path)
     recorder = Recorder()
-    with pytest.raises(OptionError, match=r"`layer` .*: the output of 'net.0', but got the input of 'net.2'"):
+    with pytest.raises(
+        OptionError, match=r"`layer` .* checkpoint, the output of 'net.0', but got the input of 'net.2'"
+    ):
         fit(2, "auto", kind, path)
     assert recorder.visits == []
     fit(2, "net.0", kind, path)
