@@ -198,7 +198,9 @@ class FolderStore(ClientStore):
             return None
         path = versions[-1][1]
         try:
-            state, known = load_file(path), _read_digest(path)
+            state = load_file(path)
+            with safe_open(path, framework="pt") as file:
+                known = (file.metadata() or {}).get(_DIGEST)
         except Exception as error:
             _log.error("The state of client %r cannot be read: %s: %s.", client, path, describe(error))
             raise ClientFault("its stored state cannot be read") from error
@@ -352,8 +354,3 @@ class FolderStore(ClientStore):
 
 def _is_number(name: str) -> bool:
     return name.isascii() and name.isdigit()
-
-
-def _read_digest(path: Path) -> str | None:
-    with safe_open(path, framework="pt") as file:
-        return (file.metadata() or {}).get(_DIGEST)

@@ -37,7 +37,7 @@ from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layer
 from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, recalibrate_batch_norm, shift_between
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.batches import BatchKey, find_inputs
-from lightning_fed.model.entries import BatchNorm, find_implausible, is_running_statistic
+from lightning_fed.model.entries import BatchNorm, entry_policies, find_implausible, is_running_statistic
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
@@ -496,13 +496,13 @@ def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 def measured_layers(fit: FederatedFit) -> dict[str, nn.BatchNorm2d]:
     """BatchNorm layers in training mode by name, without layers with frozen or personal statistics."""
-    option = fit.batch_norm
-    # `measured="visit"` makes statistics personal.
-    is_visit = isinstance(option, LocalStatistics) and option.measured == "visit"
-    excluded = ("frozen",) if is_visit else ("frozen", "personal")
+    excluded, policies = {"frozen", "personal"}, fit.policies
+    if isinstance(fit.batch_norm, LocalStatistics):  # the option itself makes statistics frozen or personal
+        excluded = {"frozen"} if fit.batch_norm.measured == "visit" else excluded
+        policies = entry_policies(fit.module, fit.options.personal, fit.options.frozen)
     layers = layers_in_training(fit.module)
-    policies = {name: fit.policies.get(f"{name}.running_mean".lstrip(".")) for name in layers}
-    return {name: layer for name, layer in layers.items() if policies[name] not in excluded}
+    names = [name for name in layers if policies.get(f"{name}.running_mean".lstrip(".")) not in excluded]
+    return {name: layers[name] for name in names}
 
 
 def client_statistics(

@@ -24,7 +24,7 @@ def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
         return None
     if isinstance(error, ClientFault | VisitTimeout):
         return str(error)
-    if _is_of_batch_norm(error):
+    if "more than 1 value per channel" in str(error):  # raised by BatchNorm
         if planned.num_samples == 1:
             return "it has a single example, on which BatchNorm cannot train"
         return f"its training step raised {describe(error)}: {_ODD_BATCH}"
@@ -52,7 +52,3 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
             " from its last checkpoint."
         )
     return note
-
-
-def _is_of_batch_norm(error: BaseException) -> bool:
-    return "more than 1 value per channel" in str(error)
