@@ -166,8 +166,8 @@ class ChannelRule(AveragingAggregator):
     ) -> Any:
         """Follows an optimizer step, before the correction; returns the record for the next step.
 
-        The first record is ``None``. The gradient is multiplied by ``scale``; ``group`` and ``state`` come from the
-        optimizer.
+        The first record is ``None``. The gradient is multiplied by ``scale``; ``group`` and ``state`` are the
+        optimizer's.
         """
         return record
 

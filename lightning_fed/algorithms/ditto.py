@@ -48,10 +48,6 @@ class PersonalModel(GradientTerm):
         lam: Strength :math:`\lambda`, at least 0.
         global_epochs: Epochs for the global model, at least 1; the remaining ``local_epochs`` train the personal model.
             A fit without remaining epochs, or with ``local_steps``, is refused.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, local_epochs=4, callbacks=[PersonalModel(0.1, 2)], logger=False)
     """
 
     has_own_models = True

@@ -12,11 +12,9 @@ from lightning_fed.steps.weights import UniformWeights
 
 @register
 class FairAvg(Method):
-    r"""Unweighted average over the clients' models, independent of dataset sizes.
+    r"""Unweighted average over the clients' models, independent of dataset sizes (Michieli & Ozay, CVPR-W 2021).
 
     .. math:: w_{t+1} = \frac{1}{|S|} \sum_{k \in S} w_k
-
-    Reference: Michieli & Ozay, CVPR-W 2021, "FairAvg".
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -48,9 +48,9 @@ class AdaptiveAggregation(FederatedCallback):
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    Gradients come from ``training_step`` in evaluation mode, without effect on the training's random numbers. With a
-    loss scaler, batches with overflow do not change the weights. Evaluation uses the client's last model
-    (``fed/val_acc/mean``), or the global model before the first visit. A client with failed data is excluded.
+    Gradients come from ``training_step`` in evaluation mode, without effect on the training's random numbers.
+    Evaluation uses the client's last model (``fed/val_acc/mean``), or the global model before the first visit. A client
+    with failed data is excluded.
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
@@ -180,8 +180,7 @@ class FedALA(Method):
     """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
 
     The weights are learned elementwise before each visit (:class:`~lightning_fed.callbacks.AdaptiveAggregation`).
-    Messages and averaging follow the rule. Evaluation uses each client's last model. Reference: Zhang et al., AAAI
-    2023.
+    Messages follow the rule. Evaluation uses each client's last model. Reference: Zhang et al., AAAI 2023.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.

@@ -15,11 +15,9 @@ from lightning_fed.server.averaging import AveragingAggregator
 
 @register
 class FedAvg(AveragingAggregator):
-    r"""Average over the clients' models, weighted by the numbers of examples.
+    r"""Average over the clients' models, weighted by the numbers of examples (McMahan et al., AISTATS 2017).
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
-
-    Reference: McMahan et al., AISTATS 2017, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -34,20 +34,6 @@ class FedAvgM(Method):
         nesterov: Use Nesterov momentum.
         aggregator: Method for :math:`\bar w`, by name or as an object.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Example:
-        Each round the clients' mean is 1.25 above the global model:
-
-        >>> from lightning_fed import ClientUpdate
-        >>> from lightning_fed.rule import RoundInfo
-        >>> from lightning_fed.steps import Chain
-        >>> chain, w = Chain(FedAvgM().aggregator, FedAvgM().steps), torch.tensor(1.0)
-        >>> for round in range(2):
-        ...     chain.start(RoundInfo(round), {"w": w})
-        ...     chain.receive(ClientUpdate("a", 1, {"w": w + 1.25}), {"w": w})
-        ...     w = chain.aggregate()["w"]
-        >>> w
-        tensor(4.6250)
     """
 
     def __init__(

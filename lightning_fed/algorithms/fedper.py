@@ -32,8 +32,7 @@ class FedPer(Method):
     - For: clients with different label meanings or label frequencies.
 
     Args:
-        head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
-            with the logits as output (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
+        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
         aggregator: The method for the base, by name or as an object.
 
     Raises:

@@ -114,8 +114,7 @@ class FedRep(Method):
     """A shared representation and a personal head per client, trained one after the other.
 
     A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
-    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged. Reference: Collins et al.,
-    ICML 2021.
+    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent. Reference: Collins et al., ICML 2021.
 
     After the last round the authors train each client's head once more on the final body. Add such a round by resuming
     from the last checkpoint, with all clients and ``body_epochs=0``.
@@ -126,8 +125,7 @@ class FedRep(Method):
     - For: clients with different label meanings or label frequencies, and similar inputs.
 
     Args:
-        head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
-            with the logits as output (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
+        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
         head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the rest of ``local_epochs``.
         body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or for the rest of ``local_epochs``.
         local_epochs: Sum of both, if both are given.

@@ -42,9 +42,7 @@ class ContrastiveTerm(FederatedCallback):
     positions (channels last at a linear layer, else on the second axis), and the loss is the mean over the batch. The
     loss only depends on the features, so the callback adds its gradient at the features in every backward pass;
     ``training_step`` and the logged loss stay unchanged. Each pass through the network costs two additional passes
-    through the extractor, in evaluation mode and without gradients. Reference: Li et al., CVPR 2021, equations 3 and 4.
-
-    With manual optimization the term has full weight in every backward pass.
+    through the extractor. Reference: Li et al., CVPR 2021, equations 3 and 4.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.
@@ -55,7 +53,7 @@ class ContrastiveTerm(FederatedCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, if the network is compiled or skips the layer, a training step proves no
-            classifier for ``"auto"``, or clients hold only some rows of an entry.
+            classifier for ``"auto"``, or clients hold only some rows.
     """
 
     def __init__(self, mu: float = 1.0, temperature: float = 0.5, layer: str = "auto", network: str = "auto") -> None:

@@ -1,7 +1,4 @@
-"""The proximal term: pulls local training towards the broadcast model.
-
-Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, equation 2.
-"""
+"""The proximal term: pulls local training towards the broadcast model (FedProx, equation 2)."""
 
 from __future__ import annotations
 

@@ -35,11 +35,9 @@ class SCAFFOLD(ChannelRule):
     weight decay and learning-rate schedules. A module may have several optimizers. Control variates have float32 or
     float64, also for a 16-bit model. Reference: Karimireddy et al., ICML 2020, Algorithm 1.
 
-    The correction applies to shared parameters, after the terms from earlier callbacks; such terms are part of
-    :math:`g_k`. The logged loss excludes the correction.
-
-    The paper's global step size :math:`\eta_g` is a server optimizer: ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
-    Buffers are averaged. Checkpoints contain ``control``, the server's control variate by entry.
+    The correction applies to shared parameters. The logged loss excludes the correction. Buffers are averaged.
+    Checkpoints contain ``control``, the server's control variate. The paper's global step size is a server optimizer:
+    ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
 
     - Sends: 2 models down, 2 up.
     - Keeps: 1 model per client, 1 model on the server.

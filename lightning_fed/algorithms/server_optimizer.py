@@ -42,11 +42,10 @@ class ServerOptimizer(UpdateStep):
         optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients (not ``LBFGS``).
         lazy_rows: For entries with rows on few clients: rows without a client in the round stay unchanged, with their
             optimizer state. Otherwise such rows have a zero gradient, and momentum still moves them.
-        **optimizer_kwargs: Arguments for the optimizer. The optimizer's default ``lr`` is meant for local training.
+        **optimizer_kwargs: Arguments for the optimizer. The default ``lr`` is meant for local training.
 
     Raises:
-        ValueError: If the optimizer is unknown or refuses the arguments, or the rule has several models or changes
-            shapes.
+        ValueError: If the optimizer is unknown or refuses the arguments, or the rule has several models.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

@@ -59,8 +59,7 @@ class CamVid(FileDataModule):
         frames_per_client: Approximate number of frames per run. A drive's runs have nearly equal lengths.
         augment: Whether to mirror training frames at random.
         batch_size: Frames per training batch.
-        **options: `normalize` (with ImageNet's mean and standard deviation), `eval_batch_size`, `num_workers`,
-            `train_size`, `val_size`, `test_size` and `seed`.
+        **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 
     Example:
         >>> data = CamVid("data", image_size=(96, 128), group_by="frames", frames_per_client=20)

@@ -66,8 +66,7 @@ class Omniglot(FileDataModule):
         test_drawers: Number of test drawers per alphabet: the last among the 20.
         group_by: Natural clients: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
         batch_size: Images per training batch.
-        **options: `normalize`, `eval_batch_size` (also for retrieval), `num_workers`, `train_size` (a small subset
-            loses classes), `val_size`, `test_size` and `seed`.
+        **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 
     Example:
         >>> data = Omniglot("data", val_drawers=2, test_drawers=4)

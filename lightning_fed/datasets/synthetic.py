@@ -18,9 +18,8 @@ class Synthetic(FederatedDataModule):
 
     The clients are 0, 1, ..., each with at least 50 examples and a separate linear model behind the labels
     (:func:`~lightning_fed.datasets.synthetic_clients`). The last share `test_fraction` of every client's examples is
-    for the test, as in the paper; the last share `val_fraction` of the remaining examples is for validation. Both are
-    rounded down, but to at least one. The data are a pure function of the arguments. Source: T. Li et al., "Federated
-    Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
+    for the test, as in the paper; the last share `val_fraction` of the remaining examples is for validation (at least
+    one each). Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 
     Args:
         alpha: Difference between the clients' models, at least 0.

@@ -25,8 +25,7 @@ class TorchvisionImages(FileDataModule):
         download: Whether to download missing files into `data_dir` with torchvision (needs a network).
         val_size: Number of training images held out for validation; 0 trains on all images without validation.
         augment: Whether to change training images at random, before a partition's own changes.
-        **options: `normalize`, `batch_size`, `eval_batch_size`, `num_workers`, `train_size` (None keeps all images
-            except held-out ones), `test_size` and `seed`.
+        **options: `normalize`, and arguments for `ArrayDataModule`; `train_size=None` keeps all but held-out images.
     """
 
     _source: ClassVar[str]

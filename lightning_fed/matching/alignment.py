@@ -90,9 +90,8 @@ def align_networks(
         >>> first = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[9.0, 5.0, 7.0]])}
         >>> group = PermutationGroup.over(first, {("a.bias", 0): "vec", ("b.weight", 1): "in"}, 3)
         >>> second = permute_neurons(first, [group], [torch.tensor([2, 0, 1])])
-        >>> start = [[torch.arange(3)], [torch.arange(3)]]
-        >>> first_order, second_order = align_networks([first, second], [group], start, np.random.default_rng(0))
-        >>> torch.equal(first["a.bias"][first_order[0]], second["a.bias"][second_order[0]])
+        >>> a, b = align_networks([first, second], [group], [[torch.arange(3)]] * 2, np.random.default_rng(0))
+        >>> torch.equal(first["a.bias"][a[0]], second["a.bias"][b[0]])
         True
     """
     check_count("sweeps", sweeps, 0)

@@ -29,8 +29,8 @@ def matched_mean(
 ) -> dict[str, Tensor]:
     r"""Averages matched clients: each neuron is the mean over its owners; returns the wide network's state.
 
-    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (zeros for missing neurons), row *i* of an
-    entry is
+    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (0 for missing neurons), an entry's row *i*
+    is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 

@@ -70,12 +70,11 @@ class MatchedAverage:
 
     Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
     over its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Deep networks
-    with different initializations lose much accuracy. BatchNorm's running statistics are measured with the merged
-    network.
+    with different initializations lose much accuracy. BatchNorm's running statistics are measured again.
 
     Args:
-        mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 widths); ``"permute"``
-            matches neurons one to one and preserves widths; ``"none"`` averages without matching.
+        mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 widths); ``"permute"`` matches
+            neurons one to one and preserves widths; ``"none"`` averages without matching.
         order: Group order, and weights to compare: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Larger values add more neurons; ``None`` for the score's default.
@@ -140,9 +139,8 @@ class MatchedAverage:
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.
             module: Module for the merged state, changed in place; ``None`` for a copy of the first module.
-            example_input: Input for ``forward`` to trace neurons, see :meth:`PermutationGroups.of
-                <lightning_fed.matching.PermutationGroups.of>`. By default two inputs from ``data``, or a
-                LightningModule's ``example_input_array``.
+            example_input: Input for ``forward`` to trace neurons; by default two inputs from ``data``, or the module's
+                ``example_input_array``.
             data: Batches to measure BatchNorm's running statistics, such as a ``DataLoader``; used once.
             weights: Weight of each network, greater than 0; equal by default.
         """

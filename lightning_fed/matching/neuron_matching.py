@@ -97,9 +97,8 @@ def match_neurons(
     - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances the
       score recovers shared neurons and creates separate neurons for the rest.
 
-    The client with the most neurons defines the first global neurons. The other clients are matched in order of
-    decreasing width. In each following pass every client is matched again, in random order, until a pass changes
-    nothing.
+    The client with the most neurons defines the first global neurons. The other clients follow in order of decreasing
+    width. In each following pass every client is matched again, in random order, until a pass changes nothing.
 
     Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
     prior :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. All variances start
@@ -110,8 +109,7 @@ def match_neurons(
         generator: Draws the client order.
         score: ``"published"`` or ``"marginal"``.
         gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1.
-        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``, infinity for ignored values. By default 1 or
-            estimated.
+        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``; infinity ignores values. By default 1 or estimated.
         prior_variance: :math:`\sigma_0^2` > 0, broadcast to ``(D,)``. By default 1 (published), or estimated.
         prior_mean: :math:`\mu`, broadcast to ``(D,)``. The authors use 0.1 for biases.
         blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.

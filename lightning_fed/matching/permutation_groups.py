@@ -1,8 +1,4 @@
-"""Permutation groups for any module: finds, checks, permutes, slices and grows neurons.
-
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, specify the values that belong to a neuron
-for chains of layers and for an LSTM. Here the values are derived from the module's operations.
-"""
+"""Permutation groups for any module, derived from the operations: finds, checks, permutes and resizes neurons."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module, in execution order.
 
-    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are by group
-    name.
+    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are by group.
 
     Attributes:
         groups: Permutation groups.

@@ -40,10 +40,9 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
 
     Args:
         model: Any module; for a batch normalisation the new layer is returned.
-        num_groups: Maximum number of groups per layer. A layer with C channels gets the largest divisor of C up to this
-            number, and `torch.nn.BatchNorm1d`, possibly with vectors as input, at most C / 16 groups (below 32
-            channels: one group). A layer with a one-pixel input (global pooling) needs several channels per group:
-            choose fewer groups if such a layer has at most ``num_groups`` channels.
+        num_groups: Maximum number of groups per layer: a layer with C channels gets the largest divisor of C up to this
+            number, and `torch.nn.BatchNorm1d` at most C / 16 groups (below 32 channels: one group). A layer with a
+            one-pixel input (global pooling) needs several channels per group.
 
     Raises:
         TypeError: If a layer is not initialised yet (`torch.nn.LazyBatchNorm2d`), or is a subclass with a custom

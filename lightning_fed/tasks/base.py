@@ -28,8 +28,8 @@ class Task(L.LightningModule, ABC):
     """Ordinary LightningModule around ``self.model``, with abstract methods for task-specific parts.
 
     Logged values are ``train_loss`` and, for ``val`` and ``test``, the loss and every metric in `configure_metrics`
-    (``val_loss``, ``val_acc``, ...). With several validation loaders each loader has separate metrics, with Lightning's
-    suffix (``val_acc/dataloader_idx_1``). The state dict contains only the network's entries.
+    (``val_loss``, ``val_acc``, ...). Each of several validation loaders has separate metrics, with Lightning's suffix
+    (``val_acc/dataloader_idx_1``). The state dict only contains the network.
 
     Args:
         optimizer: Class name in `torch.optim`.

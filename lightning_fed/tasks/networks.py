@@ -137,8 +137,7 @@ def lenet(
 ) -> nn.Sequential:
     """FedMA's LeNet: 5x5 convolutions (20, 50) without padding, each with 2x2 max-pooling, then 500 units.
 
-    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. There is no activation between the linear
-    layers.
+    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. No activation separates the linear layers.
     """
     _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -176,7 +175,7 @@ def vgg9(
 
     3,491,530 parameters for 32x32 colour images (at least 8x8) and 10 classes, without normalisation layers. Whole
     channels are dropped (0.05) after the second pool, and units (0.1) before the first and the last linear layer.
-    ``width`` scales channels and units. ``init="kaiming"`` has zero biases (He et al. 2015).
+    ``width`` scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)

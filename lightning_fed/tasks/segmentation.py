@@ -26,9 +26,8 @@ class SegmentationTask(Task):
 
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images with shape ``(N, C, H, W)`` and class
     indices with shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with
-    ``"multilabel"`` each class has such a mask, shape ``(N, num_classes, H, W)``. Logged values are ``train_loss`` and
-    ``val_loss``, ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (and ``test_...``), without pixels labelled
-    ``ignore_index``:
+    ``"multilabel"`` each class has such a mask, shape ``(N, num_classes, H, W)``. Logged values, without ignored
+    pixels, are ``train_loss`` and ``val_loss``, ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (and ``test_...``):
 
     - ``miou``: intersection over union over the epoch's pixels, averaged over all classes in truth or prediction;
     - ``pixel_acc``: share of correct pixels;
@@ -36,7 +35,7 @@ class SegmentationTask(Task):
       in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
 
     Prediction returns class indices with shape ``(N, H, W)``; in the other modes 0 and 1 with shape ``(N, H, W)`` and
-    ``(N, num_classes, H, W)``. With ``tile``, prediction runs tile by tile.
+    ``(N, num_classes, H, W)``.
 
     The Dice loss is smp's: the mean over classes c of :math:`1 - 2 \sum p_c t_c / \sum (p_c + t_c)`, with sums over the
     batch's pixels, and 0 for a class without true pixels. A batch with only ignored pixels has loss 0 and no gradient.
@@ -46,17 +45,17 @@ class SegmentationTask(Task):
             W)``. A module is not a saved hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
         encoder_name: The architecture's encoder, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
-        encoder_weights: Pretrained encoder weights: ``"imagenet"``, a download, or a file path (``.safetensors``, or
-            from ``torch.save``) with smp's or timm's names; None starts from scratch. To load a task's checkpoint
-            without this file, pass None to ``load_from_checkpoint``.
+        encoder_weights: Pretrained encoder weights: ``"imagenet"``, a download, or a file path with smp's or timm's
+            names; None starts from scratch. To load a task's checkpoint without this file, pass None to
+            ``load_from_checkpoint``.
         in_channels: Image channels.
         model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
         loss: ``"ce"`` (cross-entropy), ``"dice"``, ``"jaccard"``, ``"tversky"``, ``"lovasz"``, ``"focal"``, or a sum
             (``"ce+dice"``), with options as in ``"ce+tversky:alpha=0.3:beta=0.7"``; ``"fedseg"`` for partially
             labelling clients: in training, a pixel labelled ``ignore_index`` counts as any class missing in the batch
-            (:func:`~lightning_fed.modules.absent_class_loss`), and in evaluation the pixel is ignored; or a function of
-            logits and target. A function must handle ignored pixels itself, and is not a saved hyperparameter.
+            (:func:`~lightning_fed.modules.absent_class_loss`); or a function of logits and target. A function must
+            handle ignored pixels itself, and is not a saved hyperparameter.
         ignore_index: Class index for pixels without a label; None without such pixels.
         class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned.
         mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one logit), ``"multilabel"`` (independent logits).

@@ -1,4 +1,7 @@
-"""FedAwS: the server spreads out class vectors."""
+"""FedAwS: the server spreads out class vectors.
+
+Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020. https://arxiv.org/abs/2004.10342
+"""
 
 from lightning_fed.algorithms.fedaws.callback import SpreadOut as SpreadOut
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin as spreadout_margin

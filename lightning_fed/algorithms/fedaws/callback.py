@@ -1,7 +1,4 @@
-"""FedAwS: after every round the server spreads out the class vectors in the last layer.
-
-Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020, Algorithm 1. arXiv:2004.10342
-"""
+"""FedAwS (Algorithm 1): after every round the server spreads out the class vectors in the last layer."""
 
 from __future__ import annotations
 
@@ -48,10 +45,9 @@ class SpreadOut(FederatedCallback):
     Args:
         variant: ``"top_k"`` or ``"margin"``.
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
-        strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune this value: the angle
-            per step grows with ``strength * lr * k`` over the squared length. For 964 new vectors (64 dimensions,
-            length 0.57, ``lr=0.03``, ``k=10``), 10 turned vectors by 67 degrees per round and undid the training; 0.1
-            was best.
+        strength: :math:`\lambda`; the authors report 10 to 100 as robust. Tune this value: the angle per step grows
+            with ``strength * lr * k`` over the squared length. For 964 new vectors (64 dimensions, length 0.57,
+            ``lr=0.03``, ``k=10``), 10 turned vectors by 67 degrees per round and undid the training; 0.1 was best.
         margin: :math:`\nu` for ``"margin"``.
         lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
         comparison: Number of classes, drawn per round, for the nearest-class search with ``"top_k"``; ``None`` for all.

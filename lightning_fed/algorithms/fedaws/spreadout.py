@@ -1,7 +1,4 @@
-"""FedAwS: regularisers for spread-out class vectors.
-
-Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020, equations 7 and 8. arXiv:2004.10342
-"""
+"""FedAwS: regularisers for spread-out class vectors (equations 7 and 8)."""
 
 from __future__ import annotations
 

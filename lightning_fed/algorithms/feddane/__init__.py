@@ -1,6 +1,6 @@
 """FedDANE: corrects local gradients towards the global gradient.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
+Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019. arXiv:2001.01920
 """
 
 from lightning_fed.algorithms.feddane.aggregator import FedDANE as FedDANE

@@ -1,7 +1,4 @@
-"""FedDANE on the server: federated averaging for clients with corrected gradients.
-
-Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019. arXiv:2001.01920
-"""
+"""FedDANE on the server: federated averaging for clients with corrected gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""FedDANE on the clients: adds the difference between the global and the client's gradient.
-
-Li et al., "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
-"""
+"""FedDANE on the clients: adds the difference between the global and the client's gradient."""
 
 from __future__ import annotations
 
@@ -49,14 +46,14 @@ class GradientCorrection(GradientTerm):
     mean weighted by examples is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each cohort client
     computes :math:`\nabla F_k(w_t)` before training. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    The logged communication includes all messages. Failed data excludes a sample client with a warning, and a cohort
-    client from the round. If no sample client answers, the round fails. An error in the module ends the fit.
+    Failed data excludes a sample client with a warning, and a cohort client from the round. If no sample client
+    answers, the round fails. An error in the module ends the fit.
 
     Gradients come from ``training_step`` with automatic optimization, in evaluation mode, so dropout adds no noise.
     BatchNorm uses batch statistics as in training, and running statistics stay unchanged. Batches are fetched in the
-    main process; loaders with persistent workers support only one pass at a time and give an error. The gradient pass
-    does not change the training's random numbers or the module's attributes. The correction applies to shared
-    parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the correction.
+    main process; loaders with persistent workers support only one pass at a time and give an error. The correction
+    applies to shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the
+    correction.
     """
 
     needs_local_clients = "its gradients need requests outside visits"

@@ -1,8 +1,4 @@
-"""FedFusion on the clients: fuses a client's features with the broadcast model's features.
-
-Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-Algorithm 1. The server averages with any rule, and smooths the weights for "multi" and "single".
-"""
+"""FedFusion on the clients (Algorithm 1): fuses a client's features with the broadcast model's features."""
 
 from __future__ import annotations
 
@@ -69,17 +65,17 @@ class FeatureFusion(FederatedCallback):
             (``"previous"``, as in the authors' program), or from the same model (``"current"``, for deployment). With
             ``"current"`` the weights for "multi" and "single" have no effect.
         cache_global_features: Cache :math:`E_g`'s features for a client's examples during a visit with several epochs;
-            needs memory for all features of a client. The cache compares content, so augmented examples never get wrong
-            features. A second pass without hits disables the cache.
+            needs memory for all features of a client. Augmented examples have other content, and miss the cache. A
+            second pass without hits disables the cache.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Add a bias to "conv".
         channel_axis: Channel axis; ``None`` infers the axis.
 
     Raises:
         ValueError: If an option is invalid; in ``setup``, if the features or the channels cannot be found.
-        MisconfigurationException: In ``setup``, if the module has fusion with other options, or the Trainer has no
-            federation or FedMA; in ``fit``, if the optimizers cannot train the operator, the module does not run the
-            layer, or the fit resumes from a checkpoint without fusion.
+        MisconfigurationException: In ``setup``, if the module has other fusion, or the Trainer has no federation or
+            FedMA; in ``fit``, if the optimizers cannot train the operator, the module does not run the layer, or the
+            fit resumes from a checkpoint without fusion.
 
     Note:
         Logged for the global model's operator, by level: for "multi" and "single" ``fedfusion/<level>/lambda`` (the

@@ -22,8 +22,8 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
 
     .. math:: F(x) = \lambda \odot E_g(x) + (1 - \lambda) \odot E_l(x), \qquad \lambda \in \mathbb{R}^C
 
-    The result has the shape and dtype of ``local``; with :math:`\lambda = 0`, or equal features, the result is exactly
-    :math:`E_l`.
+    The result has ``local``'s shape and dtype. With :math:`\lambda = 0`, or equal features, the result equals
+    ``local``.
 
     Args:
         local: The client's features :math:`E_l(x)`.

@@ -54,8 +54,7 @@ def find_extractor(
        ``backbone`` in a model with a ``classifier`` (torchvision's segmentation models);
     2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if the module is the
        first among several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
-    3. the input of the last global pooling, or else the last ``nn.Flatten``, next to the classifier (ResNet,
-       EfficientNet);
+    3. the input of the last global pooling, or else the last ``nn.Flatten``, next to the classifier (ResNet);
     4. the classifier's input (vision transformers).
 
     Args:

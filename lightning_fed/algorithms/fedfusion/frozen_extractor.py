@@ -1,7 +1,4 @@
-"""FedFusion's E_g: a frozen copy of a network's feature extractor.
-
-Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
-"""
+"""FedFusion's E_g: a frozen copy of a network's feature extractor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FedFusion in a network: L = C . F . (E_l, E_g), with an operator F at one layer.
-
-Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-section 3: a model L with an extractor E_l, a frozen copy E_g of the global extractor, an operator F and a classifier C.
-"""
+"""FedFusion in a network (section 3): L = C . F . (E_l, E_g), with an operator F at one layer."""
 
 from __future__ import annotations
 
@@ -270,8 +266,8 @@ def _select_levels(
 class FusedExtractor(nn.Module):
     """An extractor with fusion, F(E_l, E_g): a feature extractor E_l, an operator F, and a frozen copy E_g.
 
-    For networks written with this class; :class:`~lightning_fed.callbacks.FeatureFusion` detects the class, and adds
-    fusion to any other network. Before :meth:`refer`, features are fused with themselves.
+    :class:`~lightning_fed.callbacks.FeatureFusion` detects this class. Before :meth:`refer`, features are fused with
+    themselves.
 
     Args:
         local: The extractor E_l.

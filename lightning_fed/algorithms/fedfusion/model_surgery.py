@@ -36,15 +36,15 @@ def fuse(
     """Adds feature fusion to a model, in place; returns the layer ``module.feature_fusion``.
 
     The new submodule contains the operators' parameters. No other module moves or changes names. The model can load a
-    checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer
-    <lightning_fed.modules.FusionLayer>`, features are fused with themselves.
+    checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer`, features are fused
+    with themselves.
 
     Args:
         module: The model.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``; a model with fusion is refused.
         at: Layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
-        channels: Number of channels, or a list for several features; ``"infer"`` runs the network on the module's
-            ``example_input_array``, else on ``example``, or on a guess.
+        channels: Number of channels, or a list; ``"infer"`` runs the network on the module's ``example_input_array``,
+            else on ``example``, or on a guess.
         levels: Fused features, for an extractor with several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
@@ -122,8 +122,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def plain_state(state: Mapping[str, Tensor]) -> State:
     """Removes the fusion with "multi", "single" or "none" from a model's state.
 
-    A convolution is refused, because later layers depend on the fusion: load into a model with fusion, then
-    :func:`unwrap`.
+    A convolution is refused, because later layers depend on the fusion: use :func:`unwrap` on the model.
 
     Example:
         >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))

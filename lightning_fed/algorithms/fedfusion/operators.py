@@ -1,7 +1,4 @@
-"""FedFusion's operators F as layers; an operator fuses a client's features with the global model's features.
-
-Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
-"""
+"""FedFusion's operators F as layers; an operator fuses a client's features with the global model's features."""
 
 from __future__ import annotations
 
@@ -83,8 +80,8 @@ class ConvFusion(FusionOperator):
 
     Args:
         channels: Number of channels :math:`C`.
-        init: Initialisation: ``"default"`` like PyTorch's convolutions, as in the authors' program; ``"local"`` as the
-            identity on local features; ``"average"`` as the mean over both features. The last two have a zero bias.
+        init: ``"default"`` like PyTorch's convolutions, as in the authors' program; ``"local"`` as the identity on
+            local features; ``"average"`` as the mean over both features. The last two have a zero bias.
         bias: Add a bias, as in the authors' program; the paper has no bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 

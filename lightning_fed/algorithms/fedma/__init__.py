@@ -1,11 +1,7 @@
 """FedMA: matches neurons before averaging, layer by layer; and PFNM, all layers in one exchange.
 
 Wang, Yurochkin, Sun, Papailiopoulos and Khazaeni, "Federated Learning with Matched Averaging", ICLR 2020; Yurochkin et
-al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019. The files, in reading order:
-
-- equations: :mod:`lightning_fed.matching` (finds, matches and merges neurons), ``class_mean`` (output layers);
-- server: ``aggregator`` (``FedMA``, Algorithm 1), ``matching_pass`` (progress and messages), ``pfnm``;
-- client: ``callback`` (``LayerwiseTraining``), ``checks`` (options and optimizers).
+al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019.
 """
 
 from lightning_fed.algorithms.fedma.aggregator import FedMA as FedMA

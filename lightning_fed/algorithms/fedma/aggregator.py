@@ -1,7 +1,4 @@
-"""FedMA on the server: matches neurons before averaging, layer by layer.
-
-Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, "Federated Learning with Matched Averaging" (FedMA), ICLR 2020.
-"""
+"""FedMA on the server (Algorithm 1): matches neurons before averaging, layer by layer."""
 
 from __future__ import annotations
 
@@ -91,9 +88,8 @@ class FedMA(Aggregator):
     Note:
         Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
         ``fedma/<group>/matched`` (share of client neurons matched with another client), ``fedma/<group>/agreement``
-        (share of the squared norm of incoming weights preserved by averaging: 1 for equal neurons, about 1/n for n
-        unrelated neurons) and ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (the global model's
-        relative size).
+        (share of the squared norms preserved by averaging: 1 for equal neurons, about 1/n for n unrelated neurons) and
+        ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (the global model's relative size).
     """
 
     resizes = True

@@ -1,7 +1,4 @@
-"""FedMA on the client: freezes matched layers, permutes the rest and trains on.
-
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
-"""
+"""FedMA on the client (Algorithm 1): freezes matched layers, permutes the rest and trains on."""
 
 from __future__ import annotations
 
@@ -61,19 +58,16 @@ _MODEL = f"{MEMORY}model:"
 class LayerwiseTraining(FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
-    Finds permutation groups and stages before the first round and logs both. Each client stores a model between
-    the rounds of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``.
+    Finds permutation groups and stages before the first round and logs both. Each client stores a model between the
+    rounds of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``.
     Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths in all Trainer functions. Other width
     changes, such as a different number of classes, are refused.
 
     Args:
-        example_input: Arguments for the module's ``forward`` (without a ``forward``, for the network trained in
-            ``training_step``), used to trace neurons, see
-            :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
-            ``example_input_array``, or the inputs in two of a client's examples: the first element of a batch, or the
-            mapping's entries with the names of ``forward`` arguments, as in transformers.
+        example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used to trace
+            neurons; by default the module's ``example_input_array``, or two of a client's inputs.
         pin: Patterns for entry names. Neurons in matching entries keep the order, as in all entries that are not sent.
         extra_groups: Additional neuron groups, with a client's widths.
         target: Labels in a batch: index, key or function; ``None`` for the labels in the loss. Without labels in one
@@ -84,13 +78,6 @@ class LayerwiseTraining(FederatedCallback):
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
             optimizer states or hold partial rows, or an optimizer has an initial state or fixed sizes.
         ValueError: If a checkpoint has impossible widths; in ``fit``, if stages or patterns do not match the module.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> from lightning_fed.algorithms import FedMA
-        >>> trainer = FederatedTrainer(
-        ...     max_rounds=4, method=FedMA(), callbacks=[LayerwiseTraining(pin=["embedding.*"])], logger=False
-        ... )
     """
 
     changes_update = True

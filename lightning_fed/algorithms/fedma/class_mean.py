@@ -1,7 +1,4 @@
-"""Average of output layers by class shares.
-
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Section 2.
-"""
+"""Average of output layers by class shares (FedMA, section 2)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Progress of a FedMA pass through the layers, and the extras in its messages.
-
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
-"""
+"""Progress of a FedMA pass through the layers, and the extras in its messages."""
 
 from __future__ import annotations
 

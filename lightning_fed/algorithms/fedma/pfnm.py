@@ -1,7 +1,4 @@
-"""Probabilistic federated neural matching: all layers in one exchange.
-
-Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019.
-"""
+"""Probabilistic federated neural matching (PFNM): all layers in one exchange."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""FedMargin: weights clients by the movement of class prototypes (Michieli, Toldo and Ozay, IEEE IoT Journal 2022).
+"""FedMargin: weights clients by the movement of class prototypes.
 
-The accessible text contains no equations. This implementation is a reconstruction from the description, with options
-for ambiguous points; tuning constants (the softmax scale, the decay of the moving average) are fixed.
+Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
+of Things Journal 2022. The accessible text contains no equations. This implementation is a reconstruction from the
+description, with options for ambiguous points; tuning constants are fixed.
 """
 
 from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMargin as AggregateMeanMargin

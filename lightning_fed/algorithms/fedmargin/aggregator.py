@@ -1,8 +1,4 @@
-"""FedMargin on the server: averages client models with attention weights (reconstruction).
-
-Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The accessible text contains no equations.
-"""
+"""FedMargin on the server: averages client models with attention weights (reconstruction)."""
 
 from __future__ import annotations
 

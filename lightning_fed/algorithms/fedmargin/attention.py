@@ -1,8 +1,6 @@
 """Attention weights from client margins (FedMargin, reconstruction).
 
-Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The accessible text contains no equations. Softmax attention follows Ji et al., "Learning
-Private Neural Language Modeling with Attentive Aggregation" (FedAtt), IJCNN 2019.
+Softmax attention follows Ji et al., "Learning Private Neural Language Modeling with Attentive Aggregation", IJCNN 2019.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""FedMargin on the client: class prototypes before and after a visit, or over an epoch of a plain Trainer.
-
-Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022; a reconstruction, see :mod:`lightning_fed.algorithms.fedmargin.margins`.
-"""
+"""FedMargin on the client: class prototypes before and after a visit, or over an epoch of a plain Trainer."""
 
 from __future__ import annotations
 
@@ -67,7 +63,7 @@ class ClassPrototypes(FederatedCallback):
         layer: Name of the layer with the features as output; ``"auto"`` for
             :func:`~lightning_fed.modules.find_feature_layer` at the classifier, found in a trial training step.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
-        ignore_index: Label for void pixels, or ``None``; ``"auto"`` for the label ignored in the loss, or 255 if no
+        ignore_index: Void label, or ``None``; ``"auto"`` for the label ignored in the loss, or 255 unless 255 is a
             class.
         exclude_classes: Classes to exclude, such as a background.
         target: Index, key or function for the labels; by default the labels in the loss. With a given ``layer`` and

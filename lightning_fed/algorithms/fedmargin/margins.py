@@ -1,9 +1,7 @@
 """Margins between class prototypes: LPM and APM of a client, AMM of the aggregate (FedMargin, reconstruction).
 
-Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022, contains no equations in the accessible text. Hypothesis margin: Crammer, Gilad-Bachrach, Navot
-and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002. Relative distance: Nova and Estevez, "A review of
-learning vector quantization classifiers", 2014.
+Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (hypothesis margin); Nova
+and Estevez, "A review of learning vector quantization classifiers", 2014 (relative distance).
 """
 
 from __future__ import annotations
@@ -124,12 +122,6 @@ def aggregate_prototype_margin(
         margin: Margin per class, see :func:`class_margins`. "gain" compares a client with itself and becomes
             "hypothesis".
         class_reduction: Same as in :func:`local_prototype_margin`.
-
-    Example:
-        >>> client = Prototypes(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([5, 0]))
-        >>> aggregate = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 5]))
-        >>> aggregate_prototype_margin(client, aggregate).item()
-        2.5
     """
     margins = class_margins(after, reference, "hypothesis" if margin == "gain" else margin)
     return _over_classes(margins, after.counts, class_reduction)

@@ -45,8 +45,8 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     """Draws class prototypes as points in a plane, and logs the picture to TensorBoard.
 
     With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
-    With any other aggregator the points are averages over the round's clients, with each class weighted by counts. On a
-    plain ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
+    With any other aggregator the points are averages over the round's clients, weighted by counts. On a plain
+    ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
     :class:`~lightning_fed.callbacks.ClassPrototypes`; all other methods need the callback explicitly.
 
     The plane has the largest spread among the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`),

@@ -1,10 +1,7 @@
 """Class prototypes: feature means by class, over clients and rounds (FedMargin, reconstruction).
 
-Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. Segmentation labels follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation
-via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR), CVPR 2021.
-
-Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused zero row.
+Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused row of zeros. Segmentation labels
+follow the code of Michieli and Zanuttigh (SDR), CVPR 2021.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""FedSS on the clients: each client holds, trains and sends only some classes.
-
-"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, Algorithm 1.
-"""
+"""FedSS on the clients (Algorithm 1): each client holds, trains and sends only some classes."""
 
 from __future__ import annotations
 
@@ -60,11 +57,10 @@ class SampledSoftmax(FederatedCallback):
         classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over the data.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or a
-            client's loader may skip examples and ``classes`` is ``None``.
-        MisconfigurationException: In ``setup``, if the Trainer has no federation; in ``fit``, if an option does not
-            support sliced entries (``optimizer_state="keep"``, BatchNorm with ``batch_norm="recalibrate"``, a rule for
-            whole entries), if the head shares its weight, or the head is in evaluation mode during training.
+        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing or soft, or a loader may
+            skip examples and ``classes`` is ``None``.
+        MisconfigurationException: In ``fit``, if an option does not support sliced entries (``optimizer_state="keep"``,
+            recalibrated BatchNorm, a rule for whole entries), the head shares its weight, or is in evaluation mode.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ MarginOf = Literal["angle", "cosine"]
 def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
     r"""Draws negative classes, uniformly without replacement; sorted, int64, on the CPU.
 
-    :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. Time and memory do not grow with
-    :math:`n`.
+    :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. Time does not grow with :math:`n`.
 
     Args:
         positives: The client's classes :math:`P`, whole numbers, shape ``(classes,)``, in any order.

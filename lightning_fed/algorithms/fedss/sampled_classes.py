@@ -1,7 +1,4 @@
-"""FedSS's sampled classes S_k: a client's classes in a visit.
-
-"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, section 3.
-"""
+"""FedSS's sampled classes S_k: a client's classes in a visit (section 3)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """FeSEM: several global models (centres), one for each cluster of clients.
 
-Xie, Long, Shen, Zhou, Wang, Jiang and Zhang, "Multi-Center Federated Learning", 2020.
+Xie, Long, Shen, Zhou, Wang, Jiang & Zhang, "Multi-Center Federated Learning", 2020. https://arxiv.org/abs/2005.01026
 """
 
 from lightning_fed.algorithms.fesem.aggregator import FeSEM as FeSEM

@@ -1,7 +1,4 @@
-"""FeSEM on the server: several global models, one for each cluster of clients.
-
-Xie, Long, Shen, Zhou, Wang, Jiang & Zhang, "Multi-Center Federated Learning", 2020. https://arxiv.org/abs/2005.01026
-"""
+"""FeSEM on the server: several global models, one for each cluster of clients."""
 
 from __future__ import annotations
 
@@ -56,8 +53,7 @@ class FeSEM(Aggregator):
 
     Args:
         num_centers: Number of centres. 1 gives exactly FedAvg's weights.
-        assign_on: Pattern for the compared entries, such as ``"*head.*"`` for the last layer; ``"*"`` compares all
-            floating-point entries except BatchNorm's running statistics.
+        assign_on: Pattern for the compared entries, such as ``"*head.*"`` for the last layer.
         init: Initialisation for the centres.
         seed: Seed for the initialisation.
 

@@ -25,12 +25,13 @@ def k_means(
     num_starts: int = 10,
     max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
-    r"""Clusters points around centres. The initial centres are distant points (k-means++).
+    r"""Clusters points; returns each point's centre index and each centre's initial point index.
 
     .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
-    Then each point joins the nearest centre, and each centre moves to its points' weighted mean, until nothing changes.
-    A centre without points stays in place. The best start has the smallest weighted sum over squared distances.
+    The initial centres are distant points (k-means++). Then each point joins the nearest centre, and each centre moves
+    to its points' weighted mean, until nothing changes. A centre without points stays in place. The best start has the
+    smallest weighted sum over squared distances.
 
     Args:
         points: Shape ``(N, d)``.
@@ -39,9 +40,6 @@ def k_means(
         generator: Draws the initial centres.
         num_starts: Number of starts.
         max_steps: Maximum step count per start.
-
-    Returns:
-        Centre index for each point, shape ``(N,)``, and initial point index for each centre, shape ``(num_centers,)``.
 
     Example:
         >>> points = torch.tensor([[0.0], [8.0], [0.2], [7.8]])

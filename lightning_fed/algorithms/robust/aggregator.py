@@ -45,9 +45,8 @@ class RobustAggregator(Aggregator):
 
     All updates in a round are stored: n states. Client updates (local minus global, all shared floating-point entries
     as one vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics
-    have other scales and must stay valid, so statistics are excluded from the comparison and combined by a trimmed mean
-    without the ``num_malicious`` smallest and largest values. Integer entries take the majority value, or the lower
-    median without a majority.
+    have other scales and must stay valid, so statistics are only combined, by a trimmed mean without the
+    ``num_malicious`` smallest and largest values. Integer entries take the majority value, or else the lower median.
 
     A rule needs at least ``a f + b`` updates, with ``least = (a, b)``, or one update for f = 0; otherwise the round
     fails, and all clients are excluded with the reason. A client whose update was refused for its content (NaN, wrong

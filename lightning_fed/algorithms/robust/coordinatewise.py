@@ -21,8 +21,7 @@ from lightning_fed.method import register
 class Median(RobustAggregator):
     """Coordinate-wise median of the clients' models; for an even number the mean of the middle two.
 
-    Requires at least ``2 f + 1`` clients. The number of malicious clients has no effect. Reference: Yin et al., ICML
-    2018.
+    Requires at least ``2 f + 1`` clients. The number f has no effect. Reference: Yin et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -52,8 +51,7 @@ class Median(RobustAggregator):
 class TrimmedMean(RobustAggregator):
     """Coordinate-wise mean of the clients' models without the ``f`` smallest and ``f`` largest values.
 
-    Requires at least ``2 f + 1`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference: Yin et al.,
-    ICML 2018.
+    Requires at least ``2 f + 1`` clients; for f = 0 equal to :class:`FairAvg`. Reference: Yin et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

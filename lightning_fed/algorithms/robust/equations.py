@@ -141,7 +141,7 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Weights for client updates and for the previous center in the new center.
+    r"""Weights for client updates and the previous center, shape ``(n + 1,)``, and the last factors, shape ``(n,)``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
@@ -151,9 +151,6 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
         gram: Inner products between client updates and, in the last row and column, the previous center.
         radius: Norm :math:`\tau`; ``None`` for the median distance to the center, in each iteration.
         iterations: Number of iterations.
-
-    Returns:
-        Weights, shape ``(n + 1,)``, with sum 1; and the factors in the last iteration, shape ``(n,)``.
 
     Example:
         >>> rows = torch.tensor([[1.0], [3.0], [0.0]]).double()  # two clients, and the center
@@ -279,9 +276,8 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
     r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to a common norm.
 
-    The matrix is diagonal, f is ``num_malicious``, and the norm is the largest remaining norm. Reference: Allouah,
-    Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025,
-    Algorithm 2 ("ARC").
+    The matrix is diagonal, and the norm is the largest remaining norm. Reference: Allouah, Guerraoui, Gupta, Jellouli,
+    Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2 ("ARC").
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()

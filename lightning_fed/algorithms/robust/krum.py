@@ -60,8 +60,7 @@ class Krum(RobustAggregator):
 class MultiKrum(RobustAggregator):
     """Mean over the clients with the lowest scores in :class:`Krum`.
 
-    Requires at least ``2 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference: Blanchard et
-    al., NeurIPS 2017.
+    Requires at least ``2 f + 3`` clients; :class:`FairAvg` for f = 0. Reference: Blanchard et al., NeurIPS 2017.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -93,8 +92,7 @@ class Bulyan(RobustAggregator):
     """Coordinate-wise mean around the median over clients selected by repeated Krum.
 
     Krum selects ``n - 2 f`` clients; for each coordinate the ``n - 4 f`` values nearest to the median are averaged.
-    Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference: El Mhamdi et
-    al., ICML 2018.
+    Requires at least ``4 f + 3`` clients; for f = 0 equal to :class:`FairAvg`. Reference: El Mhamdi et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

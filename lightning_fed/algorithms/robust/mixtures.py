@@ -1,9 +1,6 @@
 """Update steps to mix client updates before a robust rule, for heterogeneous data.
 
-Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under
-Heterogeneity", AISTATS 2023. Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via
-Bucketing", ICLR 2022. Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust
-Federated Learning", ICLR 2025.
+The papers are cited in :mod:`lightning_fed.algorithms.robust.equations`.
 """
 
 from __future__ import annotations
@@ -102,9 +99,7 @@ class TolerantMixture(Mixture):
 
 
 class NearestNeighborMixing(TolerantMixture):
-    """Replaces each update by the mean of its ``n - f`` nearest updates, itself included (NNM).
-
-    Reference: Allouah et al., AISTATS 2023, Algorithm 2.
+    """Replaces each update by the mean of its ``n - f`` nearest updates, itself included (NNM, AISTATS 2023).
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
@@ -117,8 +112,6 @@ class NearestNeighborMixing(TolerantMixture):
 class AdaptiveClipping(TolerantMixture):
     r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to the longest remaining norm (ARC).
 
-    Reference: Allouah et al., ICLR 2025, Algorithm 2.
-
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
     """
@@ -128,9 +121,7 @@ class AdaptiveClipping(TolerantMixture):
 
 
 class Bucketing(Mixture):
-    """Averages random groups of clients. The rule receives one update per group.
-
-    Reference: Karimireddy et al., ICLR 2022, Algorithm 1.
+    """Averages random groups of clients; the rule receives one update per group (Karimireddy et al., ICLR 2022).
 
     Args:
         bucket_size: Number of clients per group. The last group may be smaller.

@@ -1,8 +1,6 @@
 """Entropy maps: a model's uncertainty about the class, and the number of active features, pixel by pixel.
 
-Shannon, "A Mathematical Theory of Communication", 1948, as used by Michieli, Toldo and Ozay, "Federated Learning via
-Attentive Margin of Semantic Feature Representations" (FedMargin), IEEE Internet of Things Journal 2022. Logarithms are
-natural, and 0 ln 0 is 0.
+Shannon, "A Mathematical Theory of Communication", 1948, as used in FedMargin. Logarithms are natural, and 0 ln 0 is 0.
 """
 
 from __future__ import annotations

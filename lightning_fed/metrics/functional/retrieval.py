@@ -43,8 +43,8 @@ def mean_average_precision_at_r(
     excluded from the query's own neighbours. With a fixed R, a perfect model reaches 1 only if every class has more
     than R images: with five images per class MAP@10 is at most 0.4.
 
-    Among equally near images, other classes come first, so a model with a constant output gets no credit. Distances
-    with seven equal digits count as equal. The result is NaN if an embedding is not finite, or every query is skipped.
+    Among equally near images, other classes come first, so a model with a constant output gets no credit. The result is
+    NaN if an embedding is not finite, or every query is skipped.
 
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
