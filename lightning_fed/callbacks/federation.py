@@ -548,7 +548,7 @@ class Federation(TrainerCallback):
         check_file(trainer.ckpt_path)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the checkpoint's last complete round; an error for another method or other update steps."""
+        """Continues after the checkpoint's last complete round; refuses another method and other update steps."""
         if self._is_fit:
             check_option("method", state_dict.get("method", ""), self.method.name)
             check_steps(state_dict.get("steps"), self._describe_steps())
@@ -605,7 +605,7 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _copy_method(method: Method) -> Method:
-    """Copies a method, to share no state between federations; an error if a part cannot be copied."""
+    """Copies a method, because federations must not share state; refuses parts without a copy."""
     try:
         return copy.deepcopy(method)
     except Exception as error:

@@ -170,7 +170,7 @@ def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
 
 
 def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Callable[[], Any]) -> TrainingTrace | None:
-    """Returns the trace of a step with a batch; ``None`` for a step that skips the batch."""
+    """Returns the trace of a step with a batch; ``None`` if the step skips the batch."""
     calls: dict[str, Call] = {}
     outputs: dict[str, list[Any]] = {}
     outermost: dict[str, None] = {}

@@ -97,7 +97,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes an app with a copy of the recipe, from templates by path in the app; an error for a folder with an app."""
+    """Writes an app with a copy of the recipe, from templates by path in the app; refuses a folder with an app."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():

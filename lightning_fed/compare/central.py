@@ -31,7 +31,7 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Raises for a recipe without the number of rounds or local epochs; centralised training needs both."""
+    """Refuses a recipe without the number of rounds or local epochs: centralised training needs both."""
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
         raise MisconfigurationException(

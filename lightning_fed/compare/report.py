@@ -91,7 +91,7 @@ def summarize(
 def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: float = 0.8, last: int = 1) -> str:
     """Writes ``rounds.csv``, ``summary.csv``, ``summary.md`` and ``curves.png`` (with matplotlib) into a folder.
 
-    The arguments are the arguments of :func:`summarize`, with at least one result. Returns the table in Markdown.
+    The arguments equal :func:`summarize`, with at least one result. Returns the table in Markdown.
     """
     write_text_atomically(folder / "rounds.csv", _rounds(results))
     write_text_atomically(folder / "summary.csv", _summary(results, target, last))
@@ -308,7 +308,7 @@ def _mean_std(numbers: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def _over_parts(by_seed: Sequence[Mapping[tuple[str, float | None], Cell]], method: str, name: str) -> list[float]:
-    """Means over the fractions of stragglers, one per seed."""
+    """Means over the straggler fractions, one per seed."""
     numbers = [
         [number for key, cell in cells.items() if key[0] == method for number in getattr(cell, name)]
         for cells in by_seed

@@ -23,7 +23,7 @@ class ClassNumbers:
     def check(self, client: Client | None, data: Any, stage: str = "training") -> None:
         """Adds a client's classes (all clients' for `None`).
 
-        Raises for a class with two numbers, or a number with two classes.
+        Refuses a class with two numbers, and a number with two classes.
         """
         place = f"the {stage} data" if client is None else f"client {client!r}"
         if client is not None and stage != "training":

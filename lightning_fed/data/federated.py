@@ -58,8 +58,8 @@ class EvaluationData(L.LightningDataModule):
     """Validation and test data, for all clients together or by client.
 
     Args:
-        val: Validation data: loaders as in ``Trainer.fit``, a data set, or either by client; a client may have a list
-            of loaders.
+        val: Validation data: loaders as in ``Trainer.fit``, or a data set; or a mapping by client with a data set, a
+            loader or a list of loaders.
         test: Test data, in the same forms.
         known_clients: Function that returns the clients; mappings without a known client are several named loaders.
     """
@@ -167,7 +167,8 @@ class FederatedDataModule(EvaluationData):
     Args:
         clients: Training data by client, or a sequence (clients 0, 1, ...): map-style data sets, or ``DataLoader`` s
             with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds values at lookup.
-        val: Validation data: loaders as in ``Trainer.fit``, a data set, or either by client, with personal entries.
+        val: Validation data: loaders as in ``Trainer.fit``, or a data set; or a mapping by client, for evaluation as a
+            whole, and by client with the personal entries.
         test: Test data, in the same forms.
         batch_size: Examples per batch, for clients given as data sets.
         shuffle: Whether every epoch in a visit has a new order.
@@ -263,8 +264,8 @@ def datamodule_of_handed(
 ) -> EvaluationData:
     """Builds the datamodule for data given to ``fit``.
 
-    Training data are a ``DataLoader`` or map-style data set, for a partition, or clients. With a one-client partition,
-    anything accepted by a plain Trainer is allowed. Clients and a partition together are an error.
+    Training data are clients, or a ``DataLoader`` or map-style data set for a partition. With a one-client partition,
+    anything accepted by a plain Trainer is allowed.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:

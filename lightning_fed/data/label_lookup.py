@@ -170,7 +170,7 @@ def _collect(
 
 
 def length_of(dataset: Any) -> int:
-    """Counts the samples; an error if the data set cannot be read by index."""
+    """Counts the samples; refuses data sets without access by index."""
     is_iterable = isinstance(dataset, IterableDataset)  # inherits `__getitem__` from `Dataset`
     if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(

@@ -212,7 +212,7 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 
 def _checked_length(batch: Any) -> int:
-    """Counts the examples in a batch; an error if the tensors have different lengths (time as first dimension)."""
+    """Counts the examples in a batch; refuses tensors with different lengths (for example with time first)."""
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
@@ -300,7 +300,7 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context with seeded random generators in a loader, restored afterwards; an error for persistent workers."""
+    """Context with seeded random generators in a loader, restored afterwards; refuses persistent workers."""
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
             "Expected a loader for a pass outside training, but its workers are persistent and serve one"

@@ -134,8 +134,9 @@ class Population(ABC):
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        An isolated pass precedes another stream, and gives all examples. ``groups`` are ranges of positions with
-        interleaved batches (one batch per visit, then the next batch per visit); by default one visit follows another.
+        With ``isolated`` another stream continues afterwards, and the pass gives all examples. ``groups`` are ranges of
+        positions with interleaved batches (one batch per visit, then the next batch per visit); by default one visit
+        follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
@@ -215,9 +216,9 @@ def _device_module() -> Any:
 
 @contextmanager
 def seeded_generators(seed: int | None = None) -> Iterator[None]:
-    """Context that restores the states of the global generators of :func:`seed_everything` afterwards.
+    """Context with the global generators seeded as in :func:`seed_everything`, and restored afterwards.
 
-    ``seed`` None does not seed the generators inside.
+    With ``seed=None`` the generators continue from the current states.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - for the user's data sets
     states = torch_generator_states()
@@ -236,7 +237,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for clients' training; an error if clients train in two threads, because threads share the generators."""
+    """Context for clients' training; refuses a second thread, because threads share the generators."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:

@@ -25,7 +25,7 @@ class SamplerStream:
     """Passes of a sampler over a data set, divided between clients.
 
     A pass depends only on ``seed``, the round, and the number in the round: all clients share the pass. A client's part
-    is the pass without other clients' examples; empty batches are skipped. Samplers with a state are an error.
+    is the pass without other clients' examples; empty batches are skipped. Samplers with a state are refused.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler

@@ -1,11 +1,11 @@
 """Gateway: the server's one port for other machines. The gateway passes on calls from registered SuperNodes only.
 
-Flower's SuperLink has all interfaces at one port. SuperNodes sign their calls (``/v1/fleet/``). A caller at
+Flower's SuperLink has all interfaces at one port. SuperNodes sign all calls (``/v1/fleet/``). A caller at
 ``/v1/control/`` starts and stops runs, reads logs, and registers nodes: Flower's free edition has no login. So the
 SuperLink listens on the loopback address, behind the gateway.
 
 Strangers must not exhaust the gateway. A connection has ten seconds for a call with a registered key and a valid
-signature in its headers; the gateway reads no body before. Each address has few such connections, and a new
+signature in the headers; the gateway reads no body before. Each address has few such connections, and a new
 connection replaces the oldest one. Bodies stream to the SuperLink.
 """
 
@@ -264,7 +264,7 @@ class _TooLargeError(Exception):
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:
-    """Yields parts from a request's body; raises for a too large or broken body."""
+    """Yields parts from a request's body; refuses a large or broken body."""
     size, has_more = 0, True
     while has_more:
         message = await receive()

@@ -128,7 +128,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens and locks the record, and verifies all lines since the last call; raises for an altered record."""
+        """Opens and locks the record, and verifies all lines since the last call; refuses an altered record."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but {str(self._head)!r} has the head of line {head[0]}")

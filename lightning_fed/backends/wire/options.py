@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_options(trainer: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
-    """Checks the user's arguments for ``L.Trainer``: a reserved name is an error."""
+    """Returns the user's arguments for ``L.Trainer``; refuses reserved names."""
     if not (trainer is None or isinstance(trainer, Mapping)):
         raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")
     options = dict(trainer or {})
