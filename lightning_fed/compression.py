@@ -278,7 +278,6 @@ class Downlink(UpdateStep):
         broadcast.extras[VERSION] = torch.tensor(self._version)
 
     def on_sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Replaces broadcast entries by the codes since the client's model."""
         behind = self._version - self._client_versions.get(client, -1)
         if VERSION not in broadcast.extras or not 0 < behind <= len(self._codes):
             return
@@ -330,7 +329,6 @@ class Downlink(UpdateStep):
         return new
 
     def record_clients(self, clients: Iterable[Client]) -> None:
-        """Records clients that hold the previous model."""
         versions = self._client_versions | dict.fromkeys(clients, self._version - 1)
         self._client_versions = {
             client: version for client, version in versions.items() if version >= self._version - len(self._codes)

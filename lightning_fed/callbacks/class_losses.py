@@ -63,7 +63,6 @@ class _Labels:
     fills: frozenset[tuple[int | None, int]] = frozenset()
 
     def renamed(self, num_classes: int) -> frozenset[tuple[int | None, int]]:
-        """Fills by which a class becomes another class."""
         classes = range(num_classes)
         return frozenset((label, fill) for label, fill in self.fills if fill in classes and label in (None, *classes))
 
@@ -216,7 +215,6 @@ class ClassLosses:
         return None
 
     def _product_of(self, name: str, args: Sequence[Any]) -> int | None:
-        """Returns the class loss equal to the sum over a product or difference, if any."""
         if name not in ("mul", "sub") or not all(isinstance(value, Tensor) for value in args[:2]):
             return None
         for first, second in (args[:2], args[1::-1]):
@@ -251,7 +249,6 @@ class ClassLosses:
         return len(self._losses) - 1
 
     def _labels_of(self, name: str, is_pointwise: bool, args: Sequence[Any], output: Tensor) -> _Labels | None:
-        """Returns the labels in a result computed from batch tensors and constants."""
         operands = [origin.labels for origin in self._all(args)]
         known = [labels for labels in operands if labels is not None]
         if not known:
@@ -335,7 +332,6 @@ def _has_moves(name: str, args: Sequence[Any], output: Tensor) -> bool:
 
 
 def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill: int | None) -> _Scores | None:
-    """Returns the scores in a result computed from one layer's outputs, constants and batch tensors."""
     scores = [origin.scores for origin in operands if origin.scores is not None]
     is_mixed = any(origin.is_computed and origin.scores is None for origin in operands)
     if is_mixed or len({(part.layer, part.channels) for part in scores}) != 1:
@@ -369,7 +365,6 @@ def _fill_of(name: str, args: Sequence[Any]) -> int | None:
 
 
 def _named_leaves(batch: Any, path: BatchPath = ()) -> list[tuple[BatchPath, Tensor]]:
-    """Returns tensors and places from nested sequences, mappings and data classes."""
     if isinstance(batch, Tensor):
         return [(path, batch)]
     if isinstance(batch, Mapping):

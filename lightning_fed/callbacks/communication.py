@@ -172,7 +172,6 @@ class CommunicationReport(FederatedCallback):
 
     @property
     def rows(self) -> list[Traffic]:
-        """All traffic, in order."""
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
@@ -184,7 +183,6 @@ class CommunicationReport(FederatedCallback):
         return [*summaries, self._summarize(list(seen), _ALL)]
 
     def table(self) -> str:
-        """Formats :meth:`summary` as a Markdown table."""
         header = ["part", "numbers", "down", "up", "bytes down", "bytes up", "share of FedAvg"]
         rows = [
             [row.part, *(f"{number:,.0f}" for number in row[1:-1]), "" if row.share is None else f"{row.share:.2%}"]
@@ -200,7 +198,6 @@ class CommunicationReport(FederatedCallback):
             writer.writerows(row._replace(round=round_number(row.round)) for row in self.rows)
 
     def _sum_up(self, round: int) -> None:
-        """Replaces the traffic per client in a round by sums."""
         visits = [self._visits.pop(key) for key in list(self._visits) if key[0] == round]
         self._counts[round] = len(visits), _num_answers(visits)
         sums: dict[str, Traffic] = {}

@@ -66,7 +66,6 @@ def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> An
 
 
 def _named_inputs(batch: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
-    """Returns tensors named like arguments; labels only for required arguments."""
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     needed = [
         name

@@ -580,7 +580,6 @@ class Federation(TrainerCallback):
         return {**self._steps, **{name: callback.describe_privacy() for name, callback in sorted(private.items())}}
 
     def _describe_clients(self) -> None:
-        """Warns if the clients differ from the clients in the checkpoint."""
         then, now = self._clients, describe_clients(self.population.clients)
         if self.rounds and then and then != now:
             _log.warning(

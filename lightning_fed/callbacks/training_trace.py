@@ -215,7 +215,6 @@ def _plain_batch(trainer: L.Trainer, index: int) -> Any:
 
 
 def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
-    """Returns the task with the only classifier."""
     layers = list(dict.fromkeys(loss.layer for loss in trace.class_losses))
     declared = [name for name, layer in trained_layers(module) if isinstance(layer, LogitsLayer)]
     if not layers and len(declared) == 1:  # the layer may compute the loss
@@ -327,7 +326,6 @@ def _watched(
     outermost: dict[str, None],
     losses: ClassLosses,
 ) -> Iterator[None]:
-    """Context to record calls to the module's layers."""
     depth = 0
     with ExitStack() as hooks:
         root = module.register_forward_pre_hook(
@@ -357,7 +355,6 @@ def _watched(
 
 
 def _training_nodes(loss: Any, trained: set[int]) -> set[Any]:
-    """Returns autograd nodes between a loss and parameters with given ids."""
     order: list[Any] = []
     waiting, seen = [(loss, False)], set[Any]()
     while waiting:

@@ -67,7 +67,6 @@ class UnseenData(FederatedCallback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Measures a loader before its first batch."""
         if batch_idx or self._adapter is None or self._find_fit().unseen != "data":
             return
         if trainer.testing:

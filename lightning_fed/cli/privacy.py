@@ -122,7 +122,6 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
 
 
 def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:
-    """Returns the recipe's differential privacy, budget and number of rounds."""
     from lightning_fed.backends.wire.data import read_data
     from lightning_fed.privacy.central import CentralDP
 

@@ -69,7 +69,6 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
 
 
 def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
-    """Number of passes over the pooled data per round, as a fraction."""
     if isinstance(datamodule, FederatedDataModule):
         num_clients = len(datamodule.population().clients)
     else:

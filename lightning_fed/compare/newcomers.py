@@ -101,8 +101,6 @@ def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: 
 
 
 class _Curve(L.Callback):
-    """Records the metric after every validation."""
-
     def __init__(self, monitor: str) -> None:
         self.values: list[float] = []
         self._monitor = monitor

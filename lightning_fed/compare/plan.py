@@ -158,8 +158,6 @@ def _decision_of(folders: Iterable[Path]) -> str:
 
 
 def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, decision: str) -> list[dict[str, float]]:
-    """Trains a run, saves the result, and returns the rounds."""
-
     def show(number: int, count: int, values: Mapping[str, float]) -> None:
         progress.update(f"round {number}/{count}, {_value_of(values, monitor)}")
 

@@ -308,7 +308,6 @@ def _mean_std(numbers: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def _over_parts(by_seed: Sequence[Mapping[tuple[str, float | None], Cell]], method: str, name: str) -> list[float]:
-    """Means over the straggler fractions, one per seed."""
     numbers = [
         [number for key, cell in cells.items() if key[0] == method for number in getattr(cell, name)]
         for cells in by_seed

@@ -437,7 +437,6 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
 
 
 def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClients:
-    """Splits several loaders with one batch each per step, or one loader without a batch size."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     for loader in combined.flattened:
         _check_splittable(loader)
@@ -494,7 +493,6 @@ def _is_whole(loader: DataLoader[Any]) -> bool:
 
 
 def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
-    """Builds a loader for some examples, with the same batches as the whole loader."""
     part = Subset(loader.dataset, indices.tolist())
     sampler, batch_size, drop_last = batches_of(loader)
     is_shuffled = isinstance(sampler, RandomSampler) and len(part)

@@ -49,7 +49,6 @@ class ClientGenerators:
         self._current: int | None = None
 
     def switch_to(self, client: int) -> None:
-        """Sets the global generators to the state of a client, by its index."""
         if client == self._current:
             return
         if self._current is not None:
@@ -100,7 +99,6 @@ class StackedBatch(NamedTuple):
     batch: Any
 
     def split(self) -> list[StackedBatch]:
-        """Splits the batch into stacks with one client each."""
         tensors = batch_tensors(self.batch)
         return [
             StackedBatch((client,), rebuild_batch(self.batch, iter([tensor[row : row + 1] for tensor in tensors])))

@@ -216,7 +216,6 @@ def _labels_of_targets(
 
 
 def _find_target(sample: Any, is_logged: bool) -> Any:
-    """Takes the target from a sample, and logs the place."""
     if isinstance(sample, tuple | list) and len(sample) > 1:
         if is_logged:
             _log.info(

@@ -329,7 +329,6 @@ class LabelsPerClient(LabelPartition):
         return assign_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
 
     def _skewed(self, rng: np.random.Generator, owned: IndexArray, class_sizes: IndexArray) -> IndexArray:
-        """Number of samples by client and label, shape (clients, labels), from a power law."""
         logarithms = rng.normal(0.0, self.sigma, owned.shape)
         counts = self.min_per_label * owned
         for label in np.flatnonzero(owned.sum(axis=0)):
@@ -343,7 +342,6 @@ class LabelsPerClient(LabelPartition):
 def _counts_per_class(
     rng: np.random.Generator, class_sizes: IndexArray, num_clients: int, alpha: float, balance: bool
 ) -> IndexArray:
-    """Draws the number of samples by client and class, shape (clients, classes)."""
     mean = np.full(num_clients, 1 / num_clients)
     shares = draw_dirichlet(rng, mean, alpha * num_clients, class_sizes.size)
     if not balance:
@@ -364,7 +362,6 @@ def _counts_per_class(
 def _draw_client(
     rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, unused: IndexArray
 ) -> IndexArray:
-    """Draws the number of samples per class for one client, out of ``unused`` samples per class."""
     count = np.zeros_like(unused)
     if alpha == 0:
         suffices = unused >= size
@@ -381,7 +378,6 @@ def _draw_client(
 
 
 def _evenly_owned(rng: np.random.Generator, num_clients: int, num_labels: int, per_client: int) -> IndexArray:
-    """Assigns different labels to each client from consecutive shuffles of all labels."""
     owned = np.zeros((num_clients, num_labels), dtype=np.int64)
     remaining = rng.permutation(num_labels)
     for client_labels in owned:

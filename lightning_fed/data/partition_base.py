@@ -69,8 +69,6 @@ class PartitionOfPartition(Partition):
 
 @dataclass(frozen=True)
 class _Chain:
-    """Chain of functions from a sample to a sample."""
-
     functions: tuple[Callable[[Any], Any], ...]
 
     def __call__(self, sample: Any) -> Any:

@@ -57,8 +57,6 @@ class PoissonSampling:
 
 
 class _ListedBatches:
-    """Batch sampler for given batches."""
-
     def __init__(self, batches: Iterator[np.ndarray]) -> None:
         self._batches = batches
 

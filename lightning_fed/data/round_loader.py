@@ -174,7 +174,6 @@ class RoundLoader:
 
     @property
     def is_endless(self) -> bool:
-        """True if the round ends with a stream without length and limit."""
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
@@ -195,7 +194,6 @@ class RoundLoader:
 
     @property
     def epoch_position(self) -> EpochPosition | None:
-        """Position of the last batch in the local epoch of the group's first visit."""
         if not self.group:
             return None
         planned = self.group[0]
@@ -226,7 +224,6 @@ class RoundLoader:
         """Does nothing, because the state is empty."""
 
     def _look_up(self, visits: Sequence[Visit], process_group: ProcessGroup) -> list[PlannedVisit | str]:
-        """Looks up the size of the clients' data, or the reason against a client's visit."""
         planned: list[PlannedVisit | str] = [""] * len(visits)
         looked_up = [self._plan_visit(visit) for visit in visits[process_group.rank :: process_group.size]]
         for rank, part in enumerate(process_group.gather(looked_up)):
@@ -290,7 +287,6 @@ class RoundLoader:
         self.padding = served - batches[process_group.rank]
 
     def _group_visits(self, rule: VisitGroups) -> None:
-        """Groups visits with similar numbers of batches, to reduce waiting."""
         self.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
         self._draws, self._groups = rule.draws, []
         for position, planned in enumerate(self.visits):
@@ -305,7 +301,6 @@ class RoundLoader:
     def _fetch_group(
         self, stream: Iterator[VisitBatch], positions: range, numbers: ClientGenerators, batches_left: int
     ) -> list[StackedBatch] | None:
-        """Fetches and stacks one batch from each unfinished visit."""
         number = self.visits[positions[0]].num_batches - 1 - batches_left
         batches = {}
         for index, position in enumerate(positions):
@@ -336,7 +331,6 @@ class RoundLoader:
         return item.batch
 
     def _failure_reason(self, client: Client, item: VisitBatch) -> str:
-        """The reason to exclude a client with a data error; the first traceback is logged."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")

@@ -75,7 +75,6 @@ class VisitClock:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Context for a client's work with a visit's time limit."""
         self.start()
         try:
             with self.interrupting():

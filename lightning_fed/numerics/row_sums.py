@@ -93,7 +93,6 @@ class RowSums:
         return table
 
     def _merge_parts(self) -> None:
-        """Merges all parts into one part with distinct, sorted rows."""
         if len(self._parts) > 1:
             rows, sums, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
             rows, positions = torch.unique(rows, return_inverse=True)

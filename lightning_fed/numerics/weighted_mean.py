@@ -122,7 +122,6 @@ class WeightedMean:
         return value + to_float64(base[name]) * (self.total - self._weights[name])
 
     def _with_whole(self, name: str, sums: RowSums) -> RowSums:
-        """Joins an entry's row sums with states that contain all rows."""
         if name not in self._sums:
             return sums
         whole, joined = self._sums[name], RowSums()

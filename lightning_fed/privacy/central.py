@@ -389,7 +389,6 @@ class PrivacyBudget(FederatedCallback):
         federation.schedule.secret = SecretSampling(key, budget.sampling == "poisson")
 
     def _warn_of_earlier(self, trainer: L.Trainer) -> None:
-        """Warns if earlier fits in this process had clients with the same names."""
         if not find_federation(trainer).has_server:
             return
         fits = _FITS.get(_names(trainer), {})

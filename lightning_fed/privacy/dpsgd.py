@@ -66,12 +66,10 @@ class _Account:
 
     @property
     def share(self) -> float:
-        """Sampling probability of an example."""
         return min(1.0, self.batch_size / self.num_samples)
 
     @property
     def expected(self) -> int:
-        """Expected batch size, at most the number of examples."""
         return min(self.batch_size, self.num_samples)
 
     def with_steps(self, steps: int) -> _Account:
@@ -611,8 +609,6 @@ class _Visit:
 
 
 class _DrawnBatches:
-    """Loader with Poisson-sampled batches."""
-
     def __init__(self, loader: Any, callback: DPSGD) -> None:
         self._loader, self._callback = loader, callback
 
@@ -634,7 +630,6 @@ class _DrawnBatches:
 
 
 def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
-    """Creates a function from a client to the account of a full visit."""
     population, schedule = federation.population, federation.schedule
 
     def visit(client: Client) -> _Account:

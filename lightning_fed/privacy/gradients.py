@@ -50,7 +50,6 @@ class ExampleGradients:
         self._handles = [layer.register_forward_hook(self._watch) for layer in self._layers]
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:

@@ -159,7 +159,6 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @torch.no_grad()
     def _broadcast_module(self, module: L.LightningModule) -> None:
-        """Copies all parameters and buffers from the first process."""
         values = tensors_by_path(module)
         forms = {name: (value.shape, value.dtype) for name, value in values.items()}
         for rank, rank_forms in enumerate(self._processes.gather(forms)):

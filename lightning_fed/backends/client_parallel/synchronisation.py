@@ -79,7 +79,6 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._should_stop = False
 
     def start_round(self) -> None:
-        """Makes every process independent."""
         self._unsynchronized = ExitStack()
         self._unsynchronized.enter_context(unsynchronized(find_metrics(self._trainer.lightning_module)))
         self._processes.is_independent = True
@@ -97,7 +96,6 @@ class ProcessSynchronisation(RoundSynchronisation):
             trainer.should_stop, self._should_stop = False, True
 
     def end_visit(self, planned: PlannedVisit) -> None:
-        """Measures the seconds per batch."""
         if planned.fault is None and self._goes_by_time:
             self._seconds[planned.visit.client] = (time.perf_counter() - self._visit_start) / planned.num_batches
 
@@ -162,7 +160,6 @@ class ProcessSynchronisation(RoundSynchronisation):
         local.load_global(self._processes.broadcast(state))
 
     def end_round(self) -> None:
-        """Ends the independence of the processes."""
         self._processes.is_independent = False
         self.release()
 
@@ -171,11 +168,9 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._processes.is_independent = True
 
     def release(self) -> None:
-        """Restores the synchronisation of metrics."""
         self._unsynchronized.close()
 
     def _merge(self, start: State) -> None:
-        """Merges the received updates of all processes in rank order."""
         server = self._server
         known = _tensors([start, server.chain.state_dict()])
         for rank, part in enumerate(self._processes.gather_one_by_one(server.chain.part, known)):

@@ -233,7 +233,6 @@ class Gateway:
                     listener.watch(connection.peer, connection)
 
     async def _forward(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Streams a call to the SuperLink, and the answer back."""
         headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _OWN_HEADERS]
         headers += [(name, value) for name, value in scope["headers"] if name.lower() == b"content-length"]
         headers.append((b"accept-encoding", b"identity"))
@@ -279,7 +278,6 @@ async def _read(receive: Receive) -> AsyncIterator[bytes]:
 
 
 async def _answer(send: Send, status: int, body: bytes) -> None:
-    """Answers, and closes a refused caller's connection."""
     headers = [(b"content-length", str(len(body)).encode())]
     headers += [(b"connection", b"close")] if status >= 400 else []
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -178,7 +178,6 @@ class FlowerTransport(Transport):
                 del self._hello_messages[node]
 
     def _find_nodes(self) -> set[int]:
-        """Connected nodes with permission to serve a client."""
         if self._keys is None:
             return set(self._grid.get_node_ids())
         numbers: dict[int | bytes, int] = {}

@@ -92,7 +92,6 @@ class FederationController(Controller):  # type: ignore[misc]
         _survive_bad_answers()
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Trains; an error ends the job."""
         self._runner.run(FlareTransport(self, fl_ctx, abort_signal, self._sites, self._deadline, key=self._key))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
@@ -101,7 +100,6 @@ class FederationController(Controller):  # type: ignore[misc]
     def process_result_of_unknown_task(
         self, client: Site, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
-        """Drops a late answer."""
         _log.warning("Dropped a late answer from site %r to %r.", client.name, task_name)
 
 

@@ -50,7 +50,6 @@ class Line:
 
     @property
     def time(self) -> float:
-        """Time in seconds since 1970."""
         return datetime.fromisoformat(self.content["time"]).timestamp() if self.content else 0.0
 
 
@@ -149,7 +148,6 @@ class Record:
             os.close(descriptor)
 
     def append(self, content: Mapping[str, Any]) -> Line:
-        """Appends a line and flushes the line to disk."""
         end = b""
         if self._torn:
             content, end = {**content, "torn": hashlib.sha256(self._torn).hexdigest()}, b"\n"
@@ -172,7 +170,6 @@ class Record:
             raise RecordError(f"the record's head {str(self._head)!r} cannot be read: {error}") from error
 
     def _catch_up(self, head: tuple[int, str] | None) -> None:
-        """Verifies new lines and compares the record with the head."""
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise RecordError("the record is not a regular file")

@@ -82,7 +82,6 @@ class Vectorized(VisitsAtOnce):
 
 
 def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]:
-    """A batch from a client, and whether loading the batch drew from Python's or NumPy's generators."""
     for visit in schedule.cohort(0, population.clients).visits:
         try:
             planned = PlannedVisit(visit, population.num_samples(visit.client), 1)

@@ -58,13 +58,11 @@ class StackedModel:
 
     @torch.no_grad()
     def add_client(self) -> None:
-        """Copies the module's values into the next row of the stack."""
         for name, entry in self._entries():
             self._stack[name][self._count].copy_(entry)
         self._count += 1
 
     def enter(self, optimizers: Sequence[Optimizer]) -> None:
-        """Puts the stack into the module's parameters and expands the optimizers' state."""
         self._rows = {name: value[: self._count] for name, value in self._stack.items()}
         self._module_data = {name: parameter.data for name, parameter in self._parameters.items()}
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
@@ -100,20 +98,17 @@ class StackedModel:
         self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:
-        """Restores the module's tensors."""
         for name, data in self._module_data.items():
             set_tensor_data(self._parameters[name], data)
         self._module_data = {}
 
     @torch.no_grad()
     def load_row(self, row: int) -> None:
-        """Copies a client's values into the module, by row."""
         values = self._saved_rows.get(row) or self.values_of(row)
         for name, entry in self._entries():
             entry.copy_(values[name])
 
     def values_of(self, row: int) -> dict[str, Tensor]:
-        """Current values of a client, by row."""
         return {name: value[row] for name, value in self._rows.items()}
 
     def clear(self) -> None:

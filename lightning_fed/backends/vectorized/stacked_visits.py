@@ -96,7 +96,6 @@ class StackedVisits(VisitDriver):
         self.fit.synchronisation.end_visit(group[0])
 
     def close(self) -> None:
-        """Ends open visits without an update."""
         self._model.leave()
         for visit in self._visits:
             self.current = visit

@@ -185,7 +185,6 @@ class _TwoClients:
             yield from ((f"{path}{name}", value) for name, value in vars(owner).items())
 
     def _helpers_attributes(self) -> dict[str, Any]:
-        """Tensors and numbers in the module's plain objects, by name."""
         return {
             f"{path}.{name}": value.detach().clone() if isinstance(value, Tensor) and not _has_escaped(value) else value
             for path, helper in self._helpers.items()
@@ -201,7 +200,6 @@ class _TwoClients:
 
 
 def _helpers_of(module: L.LightningModule) -> dict[str, Any]:
-    """Plain objects in a module's attributes, such as an object with a running mean."""
     lightning_names = vars(L.LightningModule())
     return {
         name: value
@@ -215,7 +213,6 @@ def _helpers_of(module: L.LightningModule) -> dict[str, Any]:
 
 @contextmanager
 def _restored(helpers: Iterable[Any]) -> Iterator[None]:
-    """Restores the attributes of plain objects afterwards."""
     before = [(helper, dict(vars(helper))) for helper in helpers]
     try:
         yield
@@ -240,7 +237,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _try_optimizer(optimizer: Optimizer) -> None:
-    """Compares two steps with two clients' gradients, at once and one after the other."""
     generator = torch.Generator().manual_seed(0)
     shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
     # The second client's gradients are larger, to reveal optimizers with a joint norm.
@@ -261,7 +257,6 @@ def _try_optimizer(optimizer: Optimizer) -> None:
 
 
 def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: int | None) -> list[Tensor]:
-    """Distances moved by copies of the optimizer's parameters, in steps of a copy of the optimizer."""
     twin = object.__new__(type(optimizer))
     # A scheduler's replacement for `step` would step the original optimizer.
     vars(twin).update(copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "step"}))

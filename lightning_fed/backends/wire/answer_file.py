@@ -27,7 +27,6 @@ class AnswerFile:
         self._key = order.hexdigest().encode()
 
     def read(self) -> Packet | None:
-        """Returns the answer; ``None`` if the file has the answer to another order."""
         try:
             with self._path.open("rb") as file:
                 if file.readline().rstrip() != self._key:

@@ -187,7 +187,6 @@ class RemoteClientSide(RemoteSide):
                 self._client_store.record_update(client, server.report.round)
 
     def _end_optimizers(self, round: Round, visits: Sequence[_RemoteVisit]) -> None:
-        """Counts the round's steps, and repeats the visits' scheduler steps."""
         optimizers, trainer = round.optimizers, round.fit.trainer
         counts = sorted(remote.steps.num_steps for remote in visits if remote.steps is not None)
         most = _MOST_TIMES * counts[(len(counts) - 1) // 2] if counts else 0
@@ -233,7 +232,6 @@ class RemoteClientSide(RemoteSide):
         }
 
     def _start_sum(self, fit: FederatedFit) -> ServerSum | None:
-        """Starts a secure sum, if the rule needs one: the clients share secrets."""
         self._train_request["peers"] = None
         sums = [held for held in fit.server.chain.held if isinstance(held, RingSum)]
         if not sums:
@@ -329,7 +327,6 @@ class RemoteClientSide(RemoteSide):
             yield client, answers.get(client, reply)
 
     def _requests(self, fit: FederatedFit, model: State) -> dict[Client, Request]:
-        """Asks clients for requests, if a callback implements ``on_client_request``."""
         requests: dict[Client, Request] = {}
         callbacks = federated_callbacks(fit.trainer)
         if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):

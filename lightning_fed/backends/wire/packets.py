@@ -182,7 +182,6 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
 
 
 def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model: bool) -> Tensor:
-    """Tensor from a slice of a packet's bytes."""
     # Large model entries share the packet's memory, because a packet is read only once. Other tensors are copied: a
     # small tensor, or a tensor stored beyond the round, would keep the whole packet alive.
     if size == 0:

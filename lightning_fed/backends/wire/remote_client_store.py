@@ -41,7 +41,6 @@ class RemoteClientStore(ClientStore):
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
     def record_update(self, client: Client, round: int) -> None:
-        """Records a good update."""
         if round != self._round:
             self._rounds |= self._of_round
             self._round, self._of_round = round, {}

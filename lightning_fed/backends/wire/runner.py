@@ -164,7 +164,6 @@ class ClientRunner:
         population: Population,
         datamodule: HalfData,
     ) -> Packet:
-        """Executes an order; raises ``ClientFault`` for an order without an answer."""
         run, round, client = train_request.run, train_request.visit.round, train_request.visit.client
         remote = RemoteServerSide(
             kind, train_request, broadcast, population, self._gate.judge_entries, HeldFile(self._store / run)
@@ -200,7 +199,6 @@ class ClientRunner:
     def _check_order(
         self, kind: str, train_request: TrainRequest, clients: Sequence[Client], population: Population
     ) -> None:
-        """Checks an order before any work; raises ``ClientFault`` for a refused order."""
         visit, seed = train_request.visit, self._federation.schedule.seed
         if visit.client not in clients:
             raise ClientFault(NOT_HERE)

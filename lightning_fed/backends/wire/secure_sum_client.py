@@ -63,7 +63,6 @@ class ClientSum:
         self._client, self._share, self._min_clients = client, share, min_clients
 
     def answer(self, request: SumRequest) -> Packet:
-        """Answers a request."""
         try:
             steps = {"keys": self._publish, "shares": self._shares, "open": self._open, "unmask": self._unmask}
             return write_sum_reply(request, steps[request.stage](request))

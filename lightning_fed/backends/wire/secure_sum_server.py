@@ -74,7 +74,6 @@ class ServerSum:
             _log.warning(words, round_number(self._server.report.round), len(clients))
 
     def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
-        """Returns the valid published rows."""
         published: dict[Client, bytes] = {}
         for client, (public,) in self._ask("keys", clients):
             try:
@@ -118,7 +117,6 @@ class ServerSum:
         return True
 
     def unmask(self, survivors: Sequence[Client]) -> None:
-        """Unmasks the sum over the survivors, or discards the sum."""
         if len(survivors) < self._sum.least:
             return  # too few clients to unmask the sum
         peers, is_there = tuple(self.peers), tuple(peer in survivors for peer in self.peers)

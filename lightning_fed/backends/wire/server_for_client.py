@@ -225,7 +225,6 @@ class RemoteServerSide(RemoteSide):
         broadcast.unsent = frozenset(held)
 
     def exchange(self, round: Round) -> None:
-        """Answers the query; records the schedulers' final state after a visit."""
         fit, trainer, visit = round.fit, round.fit.trainer, self._train_request.visit
         optimizers = round.optimizers
         if self._kind == VISIT:
@@ -272,7 +271,6 @@ class RemoteServerSide(RemoteSide):
             round.driver.current = None
 
     def _answer(self, round: Round, visit: Visit) -> None:
-        """Calls the requested callback for an answer, with the client's own model or the global one."""
         fit, trainer, module = round.fit, round.fit.trainer, round.fit.module
         question = self._train_request.question or {}
         name = question.get("callback")

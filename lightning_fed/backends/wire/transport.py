@@ -98,7 +98,6 @@ class Transport(ABC):
         """Drops the client's connection, because the node does not serve the client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:
-        """Signs a packet, if the server has a key."""
         if self._key is None:
             return packet
         seconds = self._deadline.seconds + _WAITING
@@ -196,7 +195,6 @@ class Transport(ABC):
         return "its connection was lost"
 
     def _count_late(self) -> None:
-        """Counts answers after the end of the round."""
         for name, (client, round) in list(self._unanswered.items()):
             answer = self.pull(name)
             if answer is not None:

@@ -317,7 +317,6 @@ class ClientEvaluation(AskableCallback):
     def _log_clients(
         self, trainer: L.Trainer, reports: Mapping[Client, EvaluationReport], pooled: Mapping[str, float]
     ) -> None:
-        """Logs the values by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` for few clients."""
         results = self.results = ClientResults.of(reports)
         values: dict[str, float] = {}
         for name, by_client in results.values.items():
@@ -374,7 +373,6 @@ class ClientEvaluation(AskableCallback):
         _log.warning("The evaluation of client %r is excluded: %s.", client, reason)
 
     def _bound_names(self, reports: Mapping[Client, EvaluationReport]) -> None:
-        """Drops names beyond the most frequent ones, and names reserved by Lightning."""
         counts = Counter(name for report in reports.values() for name in report.values)
         accepted = sorted(counts, key=lambda name: (name not in self._names, -counts[name]))  # stable sort
         accepted = [name for name in accepted if name not in _LIGHTNINGS][:_MOST_NAMES]

@@ -277,7 +277,6 @@ def _undefined_numbers(metric: Metric) -> Tensor | None:
 
 
 def _undefined_ratios(metric: Metric, names: tuple[str, str]) -> Tensor:
-    """Marks ratios without a denominator."""
     counts = {name: dim_zero_cat(metric.metric_state[name]) for name in ("tp", "fp", "tn", "fn")}
     average = getattr(metric, "average", None)
     if average == "micro":
@@ -293,7 +292,6 @@ def _undefined_ratios(metric: Metric, names: tuple[str, str]) -> Tensor:
 
 
 def _undefined_curves(metric: Metric) -> Tensor:
-    """Marks classes without positive or negative examples: bool, (classes,)."""
     state = metric.metric_state
     confusion = state.get("confmat")
     if isinstance(confusion, Tensor):  # (thresholds[, classes], 2, 2)

@@ -48,7 +48,6 @@ class EvaluationReport:
     support: Tensor | None = None
 
     def as_update(self, client: Client) -> ClientUpdate:
-        """Packs the report into a message."""
         extras: State = {}
         for name, logged in self.logged.items():
             total = math.nan if logged.total is None else float(logged.total)

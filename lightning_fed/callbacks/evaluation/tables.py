@@ -55,7 +55,6 @@ class Table:
             self._draw(path.with_suffix(".png"))
 
     def _draw(self, path: Path) -> None:
-        """Draws each column with a separate colour scale, from the lowest (dark) to the highest value."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
         from matplotlib.figure import Figure
 
