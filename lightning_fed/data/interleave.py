@@ -107,13 +107,7 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks the batches, given by client index, with equal containers, shapes, types, texts and numbers.
-
-    Example:
-        >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})
-        >>> [(part.clients, part.batch[0].shape) for part in parts]
-        [((0, 2), torch.Size([2, 2, 3])), ((1,), torch.Size([1, 1, 3]))]
-    """
+    """Stacks the batches, given by client index, with equal containers, shapes, types, texts and numbers."""
     structures: dict[Any, dict[int, list[Tensor]]] = {}
     for client, batch in batches.items():
         parts: list[Tensor] = []

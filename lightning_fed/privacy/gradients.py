@@ -32,13 +32,6 @@ class ExampleGradients:
     Hooks record each layer's inputs and output gradients. Opacus' layer rules compute example gradients from both, with
     ``torch.func`` as fallback. Module and layers are not changed. In-place operations are allowed, unlike with Opacus'
     hooks. ``values`` are gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)  # doctest: +SKIP
-        >>> gradients = ExampleGradients(layer, list(layer.parameters()))  # doctest: +SKIP
-        >>> layer(torch.ones(3, 2)).mean().backward()  # doctest: +SKIP
-        >>> gradients.values[layer.bias].flatten()  # doctest: +SKIP
-        tensor([0.3333, 0.3333, 0.3333])
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:

@@ -27,15 +27,6 @@ class PerClientRandom(TorchFunctionMode):
 
     ``vmap(..., randomness="different")`` draws for all examples at once, so the numbers differ from separate runs.
     Unknown random functions reach ``vmap``, with an error under the default ``randomness="error"``.
-
-    Example:
-        >>> def noise(index):
-        ...     with PerClientRandom(torch.manual_seed, [5, 7], index):
-        ...         return torch.rand(2)
-        >>> both = torch.func.vmap(noise)(torch.arange(2))
-        >>> alone = torch.rand(2, generator=torch.Generator().manual_seed(7))
-        >>> torch.equal(both[1], alone)
-        True
     """
 
     def __init__(self, switch_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:

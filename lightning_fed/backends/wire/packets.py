@@ -130,13 +130,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Makes a packet from a header with plain containers, and groups of tensors by name.
-
-    Example:
-        >>> packet = write_packet("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
-        >>> read_packet(packet, "hello")
-        ({'round': 3}, {'state': {'w': tensor([1.])}})
-    """
+    """Makes a packet from a header with plain containers, and groups of tensors by name."""
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
     for group, state in tensors.items():

@@ -159,14 +159,6 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
 
     The macro average in ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
     predictions.
-
-    Example:
-        >>> from torchmetrics.classification import BinaryAUROC, BinaryRecall
-        >>> metrics = BinaryAUROC(thresholds=5), BinaryRecall()
-        >>> metrics[0].update(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]))
-        >>> metrics[1].update(torch.tensor([0.2, 0.7]), torch.tensor([0, 0]))
-        >>> [compute_measured(metric, metric.compute) for metric in metrics]
-        [tensor(nan), tensor(nan)]
     """
     if not is_updated(metric):
         return torch.tensor(math.nan)
