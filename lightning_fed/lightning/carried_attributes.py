@@ -67,13 +67,13 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 class CarriedAttributes:
     """Finds attributes with an effect on later visits. Refuses some, and names others once in the log.
 
-    An attribute is found after two events: one visit changes the attribute, and a later visit reads before writing. A
-    cache is written before each read, and is not found. The search covers the module, submodules, the user's callbacks,
-    the Trainer's optimizers, and the schedulers with a step per batch: numbers, texts, tensors, arrays, random
-    generators, optimizers, iterators, containers, functions with variables in a closure, and objects with such
-    attributes. A callback may count: the numbers are included if a hook writes to parameters, gradients or options for
-    an optimizer. A metric is found after a call of ``compute`` in a visit with updates from an earlier visit. Class
-    attributes, variables in the closures of methods, and global numbers are found after changes in two visits.
+    An attribute is found after two events: one visit changes the attribute, and a later visit reads before writing. The
+    search covers the module, submodules, the user's callbacks, the Trainer's optimizers, and the schedulers with a step
+    per batch: numbers, texts, tensors, arrays, random generators, optimizers, iterators, containers, functions with
+    variables in a closure, and objects with such attributes. A callback's numbers are included if a hook writes to
+    parameters, gradients or options for an optimizer. A metric is found after a call of ``compute`` in a visit with
+    updates from an earlier visit. Class attributes, variables in the closures of methods, and global numbers are found
+    after changes in two visits.
 
     An optimizer in an attribute begins every visit without state. With several clients, attributes in optimizers,
     schedulers, and callbacks with an effect on training are an error after changes in two visits.
@@ -87,16 +87,6 @@ class CarriedAttributes:
         trainer: The Trainer, for callbacks and optimizers.
         is_shared: True if several clients train the module.
         is_reset: True if every visit begins with new optimizers.
-
-    Example:
-        >>> module = L.LightningModule()
-        >>> module.seen = [1, 2]
-        >>> carried = CarriedAttributes(module)
-        >>> carried.start_round()
-        >>> carried.start_visit()
-        >>> module.seen.append(3)
-        >>> carried.changed()
-        ['seen']
     """
 
     def __init__(
@@ -142,8 +132,7 @@ class CarriedAttributes:
     def changed(self) -> list[str]:
         """Returns the attributes with changes since the round's start, in order.
 
-        A list without elements at the round's start is excluded, because modules collect outputs of an epoch for the
-        log. A list with elements from an earlier round is included.
+        A list without elements at the round's start is excluded: modules collect outputs of an epoch for the log.
         """
         return self._differences(self._before, self._fingerprints())
 
@@ -167,15 +156,7 @@ class CarriedAttributes:
         return True
 
     def end_round(self, round: int) -> None:
-        """Names attributes in the log.
-
-        Args:
-            round: The round.
-
-        Raises:
-            MisconfigurationException: If an optimizer, a scheduler or a callback carries state into the training of
-                another client.
-        """
+        """Names attributes in the log. An error if an optimizer, scheduler or callback carries state to another client."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -394,12 +375,9 @@ class CarriedAttributes:
 
 
 class _Watched:
-    """Data descriptor that reports reads and writes of an attribute.
+    """Data descriptor that reports reads and writes of an attribute until :meth:`remove`.
 
-    Args:
-        owner_type: The class with the descriptor, until :meth:`remove`.
-        attribute: Name of the attribute.
-        note: Function of the attribute's full name, and of ``True`` for a read.
+    ``note`` receives the attribute's full name, and ``True`` for a read.
     """
 
     def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:

@@ -28,22 +28,10 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns equal fingerprints for equal values.
+    """Returns equal fingerprints for equal values, to a depth of nested levels.
 
-    A part without readable values counts as unchanged; an iterator counts as changed.
-
-    Args:
-        value: The value.
-        memory: Addresses with parameters and buffers.
-        skipped: Identities of excluded objects and containers around the value.
-        depth: Most nested levels.
-
-    Example:
-        >>> counts = {"seen": [1, 2]}
-        >>> before = fingerprint(counts)
-        >>> counts["seen"].append(3)
-        >>> fingerprint(counts) == before
-        False
+    A part without readable values counts as unchanged, an iterator as changed. ``memory`` holds addresses with
+    parameters and buffers, ``skipped`` identities of excluded objects.
     """
     if isinstance(value, VALUES):
         return value

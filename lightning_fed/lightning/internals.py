@@ -42,18 +42,10 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 
 class OverriddenMethod:
-    """A method of a user's object, replaced on the instance until :meth:`restore`.
+    """A method of a user's object, replaced on the instance until :meth:`restore`; ``original`` is the replaced method.
 
-    A copy of the owner during this time (``copy.deepcopy(module)``) has the copy's own method. Requires: Lightning
-    looks hooks up on the instance, and follows ``__wrapped__`` to check for an overridden hook.
-
-    Args:
-        owner: The object.
-        name: The method's name.
-        replacement: Called instead of the method.
-
-    Attributes:
-        original: The replaced method.
+    A copy of the owner (``copy.deepcopy(module)``) has the copy's own method. Requires: Lightning looks hooks up on the
+    instance, and follows ``__wrapped__`` to check for an overridden hook.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -82,13 +74,9 @@ class OverriddenMethod:
 
 @contextmanager
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
-    """Context without an intended warning; later filters stay.
+    """Context without an intended warning, given by regular expressions for the message's beginning and the module.
 
-    Requires: ``warnings.filters`` is a list with the newest filter first.
-
-    Args:
-        message: Regular expression for the beginning of the warning.
-        module: Regular expression for the warning's module; any module by default.
+    Later filters stay. Requires: ``warnings.filters`` is a list with the newest filter first.
     """
     # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
@@ -115,8 +103,7 @@ def datamodule_of(trainer: L.Trainer) -> Any:
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
     """The training and validation data passed to ``fit``, each ``None`` if not passed.
 
-    The fit loop and the inner validation loop store loaders, or an object with loader hooks, in a data source. Without
-    a data source, an error names the remedy.
+    The fit loop and the inner validation loop store loaders, or an object with loader hooks, in a data source.
     """
     sources = (getattr(loop, "_data_source", None) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop))
     data = [getattr(source, "instance", None) for source in sources]
@@ -125,12 +112,7 @@ def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
 
 
 class HandedDataModule:
-    """A datamodule instead of the data passed to ``fit``, until :meth:`restore`.
-
-    Args:
-        trainer: The Trainer, with data found by :func:`handed_data`.
-        datamodule: The datamodule with these data.
-    """
+    """A datamodule with the data found by :func:`handed_data`, in place of the data until :meth:`restore`."""
 
     def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
         loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
@@ -163,13 +145,9 @@ def is_validating(trainer: L.Trainer) -> bool:
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Sets the Trainer's stage (``trainer.validating``, ...), and returns the previous stage.
+    """Sets the Trainer's stage (``"validation"``, ``"test"``, or a previous stage), and returns the previous stage.
 
     The attribute is ``stage`` in the Trainer's state.
-
-    Args:
-        trainer: The Trainer.
-        stage: ``"validation"``, ``"test"``, or a result of this function.
     """
     before = trainer.state.stage
     known = {"validation": RunningStage.VALIDATING, "test": RunningStage.TESTING}
@@ -256,16 +234,10 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Changes a checkpoint to the start of an epoch.
+    """Changes a checkpoint to the start of an epoch, with the step and the :func:`fit_progress` of this start.
 
     Lightning resumes after the batches counted in ``epoch_loop.batch_progress``. Without a ready batch, Lightning
-    assumes a checkpoint at the end of an epoch.
-
-    Args:
-        checkpoint: Lightning's checkpoint.
-        global_step: The Trainer's step at the epoch's start.
-        progress: Result of :func:`fit_progress` at the epoch's start.
-        window: Batches for one step of the optimizer.
+    assumes a checkpoint at the end of an epoch. ``window`` is the number of batches per optimizer step.
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
     checkpoint["loops"]["fit_loop"] = loop
@@ -286,11 +258,8 @@ def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Changes a checkpoint after an epoch's last batch to a checkpoint between two epochs.
 
     Otherwise, after an early end, a Trainer with a step count would train the rest of the epoch, and a Trainer with
-    ``max_steps`` and without validation would resume inside every epoch.
-
-    Args:
-        checkpoint: Lightning's checkpoint.
-        is_counted: Whether Lightning has counted the batch on the log's axis; Lightning counts after validation.
+    ``max_steps`` and without validation would resume inside every epoch. ``is_counted``: whether Lightning has counted
+    the batch on the log's axis. Lightning counts after validation.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -308,13 +277,7 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
 
 
 def await_validation(checkpoint: dict[str, Any]) -> None:
-    """Changes a checkpoint after an epoch's last batch to a checkpoint at validation's first batch.
-
-    Lightning then resumes with the validation and the end of the epoch.
-
-    Args:
-        checkpoint: Lightning's checkpoint.
-    """
+    """Changes a checkpoint after an epoch's last batch: Lightning then resumes with the validation."""
     loop = checkpoint["loops"]["fit_loop"]
     _advance(loop["epoch_loop.batch_progress"], "completed")
     for counts in (loop["epoch_loop.val_loop.batch_progress"][part] for part in ("total", "current")):
@@ -402,10 +365,6 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
     """Factor on the gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales them itself.
 
     ``torch.amp.GradScaler`` recognises such (fused) optimizers by a private attribute.
-
-    Args:
-        trainer: The Trainer, whose precision may scale the loss.
-        optimizer: The optimizer that is about to step.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -422,12 +381,7 @@ def loss_scale(trainer: L.Trainer) -> float:
 def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
     """True if loss scaling skips the optimizer's step, because gradients have overflowed.
 
-    ``torch.amp.GradScaler`` skips steps with infinite or NaN gradients. ``on_before_optimizer_step`` sees the gradients
-    before this decision.
-
-    Args:
-        trainer: The Trainer, whose precision may scale the loss.
-        optimizer: The optimizer that is about to step.
+    ``torch.amp.GradScaler`` decides after ``on_before_optimizer_step``.
     """
     if getattr(trainer.precision_plugin, "scaler", None) is None:
         return False

@@ -55,8 +55,7 @@ def isolated_pass(
         gradients: Whether to enable gradients.
         is_reloaded: Whether the caller loads parameters and buffers afterwards, so copies are unnecessary.
         is_alone: Whether metrics belong to this process only, because other processes may be elsewhere.
-        is_muted: Whether to mute the loggers: direct entries, such as pictures, are logged once, in training or in the
-            evaluation of the global model.
+        is_muted: Whether to mute the loggers, for example for pictures.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -86,18 +85,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which metrics compute values for this process only, without a cache.
-
-    Args:
-        metrics: Result of :func:`find_metrics`; collections are skipped, because the list contains the members.
-
-    Example:
-        >>> from torchmetrics import MeanMetric
-        >>> metric = MeanMetric()
-        >>> with unsynchronized([metric]):
-        ...     metric.distributed_available_fn()
-        False
-    """
+    """Context in which metrics compute values for this process only, without a cache. Collections are skipped."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):
@@ -133,14 +121,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies of attributes in module, submodules and metrics by name, as restored after an isolated pass.
-
-    Example:
-        >>> module = L.LightningModule()
-        >>> module.seen = [1, 2]
-        >>> noted_attributes(module)
-        {'seen': [1, 2]}
-    """
+    """Copies of attributes in module, submodules and metrics by name, as restored after an isolated pass."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -175,12 +156,7 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
     """Calls ``module.<name>`` with a result of :func:`prepare_batch`, in the Trainer's precision.
 
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        name: The step's name.
-        batch: The batch.
-        indices: Index of the batch, optional for a step, and of the loader, for several loaders.
+    ``indices`` are the batch's index, optional for a step, and with several loaders the loader's index.
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
@@ -210,12 +186,7 @@ def forward_step(module: L.LightningModule) -> str | None:
 def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:
     """Yields batches up to the first error in the data, and appends the error to ``faults``.
 
-    Errors in the module's step are raised elsewhere, and so are distinguished from errors in the data.
-
-    Example:
-        >>> faults = []
-        >>> list(until_fault((1 / number for number in (2, 0)), faults)), faults
-        ([0.5], [ZeroDivisionError('division by zero')])
+    Errors in the module's step are raised elsewhere.
     """
     try:
         yield from batches

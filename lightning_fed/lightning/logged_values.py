@@ -55,17 +55,7 @@ class LogCall:
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """Builds a replacement for ``LightningModule.log``, also effective for ``log_dict``.
-
-    Args:
-        take: Receives every call.
-
-    Example:
-        >>> calls = []
-        >>> intercepted(calls.append)("val_loss", 0.5, True)
-        >>> calls[0].name, calls[0].value, calls[0].prog_bar
-        ('val_loss', 0.5, True)
-    """
+    """Builds a replacement for ``LightningModule.log`` and ``log_dict`` that passes every call to ``take``."""
     return lambda *args, **options: take(LogCall(*args, **options))
 
 
@@ -78,12 +68,10 @@ class LoggedValue:
         total: Sum (for a mean the sum of value times weight), maximum or minimum; ``None`` without values.
         weight: Sum of the weights.
 
-    Example:
-        >>> logged = LoggedValue()
-        >>> logged.add(torch.tensor(1.0), 3)
-        >>> logged.add(torch.tensor(0.0), 1)
-        >>> logged.value
-        0.75
+    Args:
+        reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        total: Sum (for a mean the sum of value times weight), maximum or minimum; ``None`` without values.
+        weight: Sum of the weights.
     """
 
     reduce_fx: str = "mean"
@@ -146,11 +134,7 @@ class LoggedValues:
     directions: dict[str, bool] = field(default_factory=dict)
 
     def take(self, call: LogCall) -> None:
-        """Adds a value, unless the value is logged per step only.
-
-        Raises:
-            MisconfigurationException: If Lightning refuses the reduction.
-        """
+        """Adds a value, unless the value is logged per step only."""
         if call.on_epoch is False:
             return
         name = f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name

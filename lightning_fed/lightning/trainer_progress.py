@@ -21,9 +21,8 @@ from lightning_fed.lightning.internals import (
 class RoundProgress:
     """Corrects Lightning's progress in checkpoints: an incomplete round restarts from its first batch.
 
-    Without a correction Lightning would continue after the trained batches, in a shorter round. A fit resumed from a
-    checkpoint between a round's last batch and validation validates first; without a validation, the checkpoint is a
-    checkpoint of the epoch's end.
+    A fit resumed from a checkpoint between a round's last batch and validation validates first; without a validation,
+    the checkpoint is a checkpoint of the epoch's end.
     """
 
     def __init__(self) -> None:
@@ -46,12 +45,7 @@ class RoundProgress:
         return 0 if self._first_step is None else trainer.global_step - self._first_step
 
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
-        """Marks the round as complete, before the end of the epoch.
-
-        Args:
-            trainer: The Trainer.
-            is_cut: Whether the round was interrupted, without Lightning's knowledge.
-        """
+        """Marks the round as complete before the epoch's end; ``is_cut`` marks an interruption unknown to Lightning."""
         self._first_step, self._is_cut = None, is_cut
 
         def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the round's end may stop the fit

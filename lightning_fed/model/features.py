@@ -1,4 +1,4 @@
-"""Feature layer of a model: the end of the feature extractor, before the classifier."""
+"""Feature layer: the end of a model's feature extractor, before the classifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LogitsLayer(nn.Module):
 
 
 class FeatureLayer(NamedTuple):
-    """Input or output (``side``) of the layer with the name ``path``, as in ``named_modules``."""
+    """Input or output (``side``) of a layer. ``path`` is the name in ``named_modules``."""
 
     path: str
     side: Literal["input", "output"] = "output"
@@ -34,7 +34,8 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
     Checks in order: the output of an ``encoder`` next to a ``decoder`` or ``segmentation_head``
     (``segmentation_models_pytorch``); the output of a ``backbone`` next to a ``classifier`` (torchvision's segmentation
-    models); the input of ``classifier``, by default :func:`find_classifier`. No layer is an error.
+    models); the input of ``classifier``, by default :func:`find_classifier`. A model without such a layer raises
+    ``ValueError``.
 
     Example:
         >>> find_feature_layer(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)))
@@ -72,7 +73,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
     The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
     else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
-    Untrained networks, such as a teacher, are excluded: ``optimized`` contains ids of trained parameters, by default
+    Untrained networks, such as a teacher, are excluded: ``optimized`` contains the trained parameters' ids, by default
     all parameters with gradients.
 
     Example:

@@ -21,11 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchHooks:
-    """Overrides for the module's batch hooks.
-
-    Args:
-        fit: The fit.
-        close_round: Closes the round; returns whether there is an aggregate.
+    """Overrides for the module's batch hooks. ``close_round`` returns whether there is an aggregate.
 
     Attributes:
         round: The last round; ``None`` before the first one.
@@ -42,11 +38,6 @@ class BatchHooks:
         self._waiting: list[Callable[[], object]] = []  # delayed callbacks
 
     def attach(self, module: L.LightningModule) -> list[OverriddenMethod]:
-        """Overrides a module's hooks.
-
-        Returns:
-            The overrides.
-        """
         self.has_batch_start = _is_implemented(module, "on_train_batch_start")
         self._has_batch_end = _is_implemented(module, "on_train_batch_end")
         self._backward = OverriddenMethod(module, "backward", self._on_backward)
@@ -125,10 +116,7 @@ class BatchHooks:
             round.driver.backward(self._backward.original, args, kwargs)
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch: Lightning calls this hook last, so a visit includes all other hooks.
-
-        Fused visits train the round's other batches here.
-        """
+        """Ends a batch, and trains the round's other batches in fused visits. Lightning calls this hook last."""
         self._end_batch(outputs, batch, batch_idx)
         batch_loop = self.batch_loop
         if batch_loop is None or batch_loop.is_over:
@@ -186,10 +174,10 @@ class BatchHooks:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Context in which the module counts batches like in a separate fit.
+        """Context in which the module counts batches like in a separate fit, also in ``trainer.is_last_batch``.
 
-        Yields the index in the local epoch (the first client's, if several train at once). ``trainer.is_last_batch``
-        refers to the local epoch. Between visits yields ``batch_idx``.
+        Yields the index in the local epoch (the first client's, if several train at once), or between visits
+        ``batch_idx``.
         """
         position = None if self.round is None else self.round.loader.epoch_position
         if position is None:

@@ -37,12 +37,8 @@ class BatchLoop:
     """Trains on batches like Lightning's loop, after the end of a batch in Lightning's loop.
 
     All implemented hooks run with the same arguments and in the same order; counters, logged values and log steps are
-    Lightning's. Calls to empty hooks are skipped. Other optimization (manual, accumulated, with a loss scale, with an
-    ``optimizer_step`` in the module) runs in Lightning's code.
-
-    Args:
-        trainer: The Trainer, in a fit.
-        module: The module.
+    Lightning's. Other optimization (manual, accumulated, with a loss scale, with an ``optimizer_step`` in the module)
+    runs in Lightning's code.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -96,11 +92,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Fetches the next batch and trains, up to the module's ``on_train_batch_end``.
-
-        Returns:
-            The step's outputs, the batch and its index.
-        """
+        """Fetches the next batch and trains, up to ``on_train_batch_end``; returns outputs, batch and index."""
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         assert fetcher is not None
@@ -233,13 +225,7 @@ def _implements(owner: Any, hook: str, base: type) -> bool:
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start: bool) -> str | None:
-    """Reason against fused visits; ``None`` if fused visits are possible.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        has_batch_start: Whether the module implements ``on_train_batch_start``.
-    """
+    """Reason against fused visits; ``None`` if fused visits are possible."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {

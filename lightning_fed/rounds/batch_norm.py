@@ -1,8 +1,6 @@
-"""BatchNorm's running statistics in a federation.
+"""BatchNorm's running statistics in a federation, measured by the clients and pooled by the server.
 
-Averaged running statistics fit no model: each client measures with different weights and few batches. A pass with the
-averaged weights gives the right statistics: every client reports mean, variance and count for every BatchNorm layer's
-input, and the server pools the reports, see :mod:`lightning_fed.model.batch_norm`.
+Averaged running statistics fit no model: each client measures with different weights and few batches.
 """
 
 from __future__ import annotations
@@ -73,13 +71,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Warns once per fit about limits of the treatment of BatchNorm.
-
-    Args:
-        fit: The fit.
-        local: The module's entries.
-        visits: The round's visits in this process.
-    """
+    """Warns once per fit about limits of the treatment of BatchNorm."""
     if fit.has_warned("batch_norm"):
         return
     option, rounds = fit.batch_norm, fit.trainer.max_epochs
@@ -108,11 +100,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
 
 
 def warn_of_monitors(fit: FederatedFit) -> None:
-    """Warns once per fit if callbacks monitor a value of the global model, while clients have separate statistics.
-
-    Args:
-        fit: The fit, after a round.
-    """
+    """Warns once per fit if callbacks monitor a value of the global model, while clients have separate statistics."""
     if not fit.has_own_statistics:
         return
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
@@ -133,13 +121,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """BatchNorm statistics behind each monitored value.
-
-    The statistics are ``"own"``, ``"batch"``, ``"data"``, ``"pooled"``, or ``"model"`` for the model's.
-
-    Args:
-        fit: The fit.
-    """
+    """BatchNorm statistics by monitored value: ``"own"``, ``"batch"``, ``"data"``, ``"pooled"`` or ``"model"``."""
     of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
     return {
         name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
@@ -151,18 +133,13 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
 
     A client runs the local data once through the model in evaluation mode; only BatchNorm normalises with each batch's
-    statistics, as in training. The server pools the statistics for the global model, and counts the exchange: the
-    global model down, the statistics up. With ``batch_norm="auto"`` the first reports decide between pooled and own
-    statistics, see :func:`decide_statistics`; own statistics need no more reports. A report also gives the client's own
-    statistics.
+    statistics, as in training. The server counts the exchange: the global model down, the statistics up. With
+    ``batch_norm="auto"`` the first reports decide between pooled and own statistics, see :func:`decide_statistics`. A
+    report also gives the client's own statistics. A cluster's clients measure the cluster's model.
 
     Layers in evaluation mode (a frozen backbone's) are unchanged; if no client can measure, the averages stay. Values
     outside a robust rule's tolerance do not count (:meth:`Aggregator.tolerated
-    <lightning_fed.rule.RuleCapabilities.tolerated>`). A cluster's clients measure the cluster's model.
-
-    Args:
-        fit: The fit, in a round; the module holds the new global model.
-        local: The module's entries.
+    <lightning_fed.rule.RuleCapabilities.tolerated>`).
 
     Returns:
         ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
@@ -212,17 +189,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> tuple[dict[str, float], str | None]:
-    """Pools the clients' reports in the global model and in the models of clusters.
-
-    Args:
-        fit: The fit, in a round; the module holds the new global model.
-        local: The module's entries.
-        measured: Client and report.
-        layers: Names of the layers.
-
-    Returns:
-        As :func:`measure_round`.
-    """
+    """Pools the clients' reports in the global model and in clusters' models; returns as :func:`measure_round`."""
     server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
@@ -298,14 +265,8 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
 
     The first round with reports decides; the second round if fewer than half of the cohort have reported in the first.
     At least two clients must report, and at least ``min_clients``. In rounds with one report the clients' newest
-    reports are collected until two clients have reported: the reports then belong to models of different rounds, and
-    the shift includes the change of the weights between the rounds. The log states an open decision once.
-
-    Args:
-        fit: The fit, in a round.
-        layer: The layer with the largest shift.
-        shift: The largest shift; ``None`` with fewer than two reports.
-        num_reports: Number of clients with a report.
+    reports are collected until two clients have reported: the shift then includes the change of the weights between the
+    rounds. The log states an open decision once.
     """
     cohort = fit.cohort
     is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -334,17 +295,7 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
-    """Running statistics of one client's data, in float64: mean and unbiased variance by name of the entry.
-
-    Args:
-        report: Mean, variance and count, from :meth:`InputStatistics.as_extras`.
-
-    Example:
-        >>> report = {"batch_norm:0:mean": torch.tensor([1.0]), "batch_norm:0:var": torch.tensor([1.0]),
-        ...           "batch_norm:0:count": torch.tensor(2.0)}
-        >>> {name: value.item() for name, value in own_statistics(report).items()}
-        {'0.running_mean': 1.0, '0.running_var': 2.0}
-    """
+    """Running statistics of one client's data, in float64: mean and unbiased variance by entry name."""
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
         pooled = pool_statistics([report], name)
@@ -357,20 +308,11 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation.
+    """Loads a client's model for evaluation; returns new statistics, not stored yet.
 
-    A client with statistics of other weights measures again if the client's training data are in this process.
-    Otherwise the client counts as a client without statistics, and the log warns once.
-
-    Args:
-        fit: The fit.
-        local: The module's entries.
-        client: The client.
-        state: The shared entries of the model.
-        measure_round: Round of the model if clients measure BatchNorm statistics with the model; else ``None``.
-
-    Returns:
-        New statistics, not stored yet; empty if the client cannot measure, ``None`` without a measurement.
+    If ``measure_round`` (the model's round) is not ``None``, a client with statistics of other weights measures again.
+    The result is ``None`` without a measurement, and empty if the training data are in another process: the client then
+    counts as a client without statistics, and the log warns once.
     """
     measured: State | None = None
     served: State | None = None  # `None` serves the stored statistics
@@ -513,18 +455,9 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Statistics of the inputs of BatchNorm layers when a client's data run once through the module.
+    """Measures BatchNorm inputs in one pass over a client's data; returns :meth:`InputStatistics.as_extras`.
 
-    Args:
-        trainer: The Trainer.
-        module: The module; the caller reloads parameters and buffers afterwards.
-        population: The clients' data.
-        visit: The client's visit.
-        layers: The layers by name, which normalise with each batch's statistics.
-        step: Name of the module's step, from :func:`~lightning_fed.lightning.isolated_pass.forward_step`.
-
-    Returns:
-        :meth:`InputStatistics.as_extras`.
+    The layers normalise with each batch's statistics. The caller reloads parameters and buffers afterwards.
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():
@@ -545,20 +478,10 @@ def measure_statistics(
     load: Callable[[Visit], None],
     clock: VisitClock | None = None,
 ) -> list[tuple[Client, State]]:
-    """Collects the clients' reports of BatchNorm inputs, from one pass over each client's data.
+    """Collects the clients' reports of BatchNorm inputs, from one pass over each client's data, limited by ``clock``.
 
-    Args:
-        trainer: The Trainer.
-        module: The module, with the last client's model afterwards.
-        server: Counts the reports.
-        population: The clients' data.
-        visits: The clients with a good update in the round, in shares for several processes.
-        layers: The layers by name, which normalise with each batch's statistics.
-        load: Loads a client's model to measure.
-        clock: Time limit for a client's pass.
-
-    Returns:
-        Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure; the log gives the reason.
+    Clients that cannot measure are excluded; the log gives the reason. Afterwards the module holds the last client's
+    model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:
@@ -607,13 +530,7 @@ def _write_statistics(
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:
-    """Warns if a visit is too short for averaged statistics to follow the weights.
-
-    Args:
-        module: The module, in training mode.
-        local: The module's entries.
-        batches: Batches of the shortest visit.
-    """
+    """Warns if the shortest visit (``batches``) is too short for averaged statistics to follow the weights."""
     remaining = max(
         (
             (1 - layer.momentum) ** batches  # share of the old statistics that is left after the visit

@@ -13,12 +13,7 @@ def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     """Reason to exclude a client after an error in the module's step; ``None`` if the program cannot continue.
 
     A client causes an error by invalid labels, images of another size, or batches too large for the device. An error of
-    all clients ends the fit (:class:`FailedRounds`). After some errors a GPU is lost for the process, and only a new
-    process helps.
-
-    Args:
-        error: The error in the step.
-        planned: The client's visit.
+    all clients ends the fit (:class:`FailedRounds`). After some errors a GPU is lost for the process.
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None
@@ -38,12 +33,7 @@ _ODD_BATCH = (
 
 
 def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
-    """Note for :meth:`BaseException.add_note`: the visit, and a remedy.
-
-    Args:
-        error: The error at the end of the fit.
-        planned: The interrupted visit.
-    """
+    """Note for :meth:`BaseException.add_note`: the interrupted visit, and a remedy."""
     note = f"In round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (

@@ -31,14 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Clients' answers to questions outside a round.
-
-    Args:
-        updates: Answer by client, in the order of the questions.
-        failed: Reason for a missing answer, by client.
-        down_bytes: Bytes for sent models.
-        up_bytes: Bytes for answers.
-    """
+    """Answers by client to questions outside a round, reasons for missing answers, and bytes."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)
@@ -47,15 +40,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
-        """Joins the answers from several processes, in the order of ``clients``.
-
-        Example:
-            >>> one = Answers({"b": ClientUpdate("b", 3, {})}, down_bytes=8)
-            >>> other = Answers({"a": ClientUpdate("a", 1, {})}, {"c": "lost"}, down_bytes=4, up_bytes=2)
-            >>> joined = Answers.joined([one, other], "abc")
-            >>> list(joined.updates), joined.failed, joined.down_bytes, joined.up_bytes
-            (['a', 'b'], {'c': 'lost'}, 12, 2)
-        """
+        """Joins the answers from several processes, in the order of ``clients``."""
         updates = {client: update for part in parts for client, update in part.updates.items()}
         failed = {client: reason for part in parts for client, reason in part.failed.items()}
         return cls(
@@ -69,12 +54,7 @@ class Answers:
 class ClientModels:
     """Each client's own model: the global model with the client's personal entries.
 
-    Args:
-        fit: The fit, with clients, entry policies and the store for personal entries.
-        remote: The other half of the federation, if on other machines.
-
-    Attributes:
-        is_lost: Whether the personal entries are lost, so no client can answer.
+    ``is_lost``: the personal entries are lost, so no client can answer.
     """
 
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
@@ -83,15 +63,9 @@ class ClientModels:
         self._has_logged_strangers = False
 
     def restore(self, rounds: int, state: dict[str, Any], must: bool) -> None:
-        """Restores the clients' personal entries after a number of rounds.
+        """Restores the clients' personal entries after a number of rounds, from the store's ``checkpoint``.
 
-        Args:
-            rounds: Number of rounds.
-            state: Result of the store's ``checkpoint``.
-            must: Whether lost entries are an error; otherwise no client is asked.
-
-        Raises:
-            ValueError: If ``must`` is true and the entries are lost.
+        With ``must``, lost entries raise ``ValueError``; otherwise no client is asked.
         """
         try:
             self._fit.store.restore(rounds, state)
@@ -204,14 +178,10 @@ class ClientModels:
         return answers
 
     def measure(self, trainer: L.Trainer, module: L.LightningModule, clients: Iterable[Client]) -> None:
-        """Measures and stores BatchNorm statistics, of clients with their own statistics and their data here.
+        """Measures and stores BatchNorm statistics of clients with separate statistics and their data in this process.
 
-        Clients with statistics of the module's weights do not measure again.
-
-        Args:
-            trainer: The Trainer.
-            module: The module, which is the global model, and is the global model afterwards.
-            clients: The clients.
+        Clients with statistics of the module's weights do not measure again. The module is the global model, before and
+        after.
         """
         fit, ranks = self._fit, process_group_of(trainer)
         if fit.statistics_round is None or fit.is_remote:

@@ -1,8 +1,4 @@
-"""The rounds of a fit in Lightning's loop: planned, opened with the first batch, and closed after the last batch.
-
-:mod:`lightning_fed.rounds.round` holds the steps of a round, :mod:`lightning_fed.rounds.visit_flow` the steps of a
-visit.
-"""
+"""The rounds of a fit in Lightning's loop: planned, opened with the first batch, and closed after the last batch."""
 
 from __future__ import annotations
 
@@ -72,11 +68,6 @@ _log = logging.getLogger(__name__)
 class RoundLoop:
     """Puts the rounds into a Trainer's fit: a loader for each round, with an end for each visit.
 
-    Args:
-        fit: The fit.
-        models: The clients' models.
-        remote: The other half of the federation, if on another machine.
-
     Attributes:
         remote: The other half of the federation, if on another machine.
         hooks: Batch hook overrides, with the current round.
@@ -115,15 +106,9 @@ class RoundLoop:
     # The fit
 
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
-        """Replaces methods in the user's objects, until :meth:`detach`.
+        """Replaces methods in the user's objects, until :meth:`detach`; ``partition`` splits data that are not clients.
 
-        Args:
-            module: The module.
-            partition: Splits the training data, unless the data are clients already.
-
-        Raises:
-            MisconfigurationException: If a Trainer setting is invalid in a round, or the training data cannot be
-                reached or do not fit ``partition``.
+        An invalid Trainer setting, or data that cannot be reached or do not fit ``partition``, is an error.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         check_trainer(trainer)
@@ -163,12 +148,7 @@ class RoundLoop:
                     self._overridden.append(_without_none(owner, hook))
 
     def start_fit(self) -> None:
-        """Prepares the module for the rounds, once.
-
-        Raises:
-            MisconfigurationException: If ``visits="fused"`` and something prevents fused visits.
-            ValueError: If a trained tensor has no entry.
-        """
+        """Prepares the module for the rounds, once. An obstacle to ``visits="fused"`` is an error."""
         fit = self.fit
         if self._is_started:
             return
@@ -232,8 +212,7 @@ class RoundLoop:
     def start_training(self) -> None:
         """Checks the Trainer for the round's loader, and stores the global generators' states.
 
-        Raises:
-            MisconfigurationException: If the Trainer trains on loaders handed to ``fit``.
+        Training on loaders handed to ``fit`` is an error.
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(

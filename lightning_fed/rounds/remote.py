@@ -48,15 +48,9 @@ class RemoteSide(ABC):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Measures BatchNorm inputs on the clients.
+        """Measures BatchNorm inputs on the clients; ``send`` prepares and counts the message with the model.
 
-        Args:
-            server: Counts the reports.
-            visits: The clients' visits.
-            send: Prepares and counts the message with the model.
-
-        Returns:
-            Client and measurement, without clients that cannot measure; empty on a client's machine.
+        Clients that cannot measure are excluded. A client's machine returns no measurements.
         """
         return []
 
@@ -67,15 +61,9 @@ class RemoteSide(ABC):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Asks clients outside a round.
+        """Asks clients outside a round, and yields answers, or reasons for missing answers.
 
-        Args:
-            fit: The fit; the module holds the entries outside messages.
-            question: The question for a callback: primitives and plain containers.
-            visits: The clients, with the seeds of their draws.
-            send: Prepares and counts the message with the model.
-
-        Returns:
-            Client and answer, or the reason for a missing answer; empty on a client's machine.
+        The module of ``fit`` holds the entries outside messages. ``question`` consists of primitives and plain
+        containers. A client's machine yields nothing.
         """
         return iter(())

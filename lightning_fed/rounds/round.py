@@ -3,8 +3,7 @@
 1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
 2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
 3. :meth:`Round.join`: the processes with shares of the visits join, and answers from remote clients arrive.
-   :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`,
-   :meth:`Round.log`; after the count of the round, :meth:`Round.end`.
+   :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, logs; then :meth:`Round.end`.
 
 At any time :meth:`Round.abandon` ends the round and restores the initial global model.
 """
@@ -50,14 +49,8 @@ _log = logging.getLogger(__name__)
 class Round:
     """An open round: the visits between the server's start and aggregate.
 
-    Args:
-        fit: The fit; the module holds the global model.
-        loader: Loader with the visits' batches.
-        cohort: The round's clients.
-        plan: Plan for the visits' training.
-
     Attributes:
-        fit: The fit.
+        fit: The fit; the module holds the global model.
         loader: Loader with all batches.
         cohort: The round's clients.
         local: The module's entries.
@@ -205,12 +198,7 @@ class Round:
         return state if state is start else new  # the initial state: the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads the global model, and resets the optimizers.
-
-        Args:
-            state: The shared entries.
-            counting: Positions of the visits with good updates.
-        """
+        """Loads shared entries, and resets the optimizers; ``counting`` are positions of visits with good updates."""
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 

@@ -22,12 +22,8 @@ WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 class RoundAverages:
     """The fit's ``WeightAveraging`` callbacks, with one step per round, until :meth:`restore`.
 
-    ``should_update(step_idx=r)`` is called once, after round r's new global model and before validation. Validation
-    then sees an average including the round's model, like after an epoch's last step without a federation.
-    ``should_update(epoch_idx=r)`` is called after validation, unless the average already includes the round.
-
-    Args:
-        fit: The fit.
+    ``should_update(step_idx=r)`` is called once, after round r's new global model and before validation, and
+    ``should_update(epoch_idx=r)`` after validation, unless the average already includes the round.
 
     Raises:
         MisconfigurationException: If models cannot be averaged in this fit.
@@ -66,11 +62,7 @@ class RoundAverages:
         return method
 
     def check_entries(self) -> None:
-        """Compares the averages' entries with the module's, before anything trains.
-
-        Raises:
-            MisconfigurationException: If a method has changed the module after the copy for the average.
-        """
+        """Checks before training that no method has changed the module after the copy for the average."""
         for callback in self._callbacks:
             checkpoint = {"state_dict": self._fit.module.state_dict()}
             callback.on_save_checkpoint(self._fit.trainer, self._fit.module, checkpoint)

@@ -14,13 +14,7 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts the steps of a per-step scheduler in a fit.
-
-    Args:
-        fit: The fit, with known clients.
-        rounds: Number of rounds.
-        window: Batches per optimizer step.
-    """
+    """Counts the steps of a per-step scheduler in a fit; ``window`` is the number of batches per optimizer step."""
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
@@ -39,9 +33,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 def check_estimate(fit: FederatedFit) -> None:
     """Warns about a per-step scheduler built with ``trainer.estimated_stepping_batches``.
 
-    Args:
-        fit: The fit, with known clients: before the start Lightning asks for the training data only for
-            ``trainer.estimated_stepping_batches``.
+    Before the start Lightning asks for the training data only for this attribute.
     """
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization

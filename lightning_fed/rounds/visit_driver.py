@@ -21,11 +21,6 @@ _log = logging.getLogger(__name__)
 class VisitDriver:
     """Drives the visits during one round.
 
-    Args:
-        fit: The fit.
-        loader: Loader with all batches.
-        open_visit: Builds the client's half.
-
     Attributes:
         current: The visit under way; ``None`` between visits, and while several visits train at once.
         group: The visits under way.
@@ -53,15 +48,9 @@ class VisitDriver:
         self._has_loss = False  # a pass over the data before the first batch does not count
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the module's training step on a batch; an error excludes the client.
+        """Runs the module's training step on a batch.
 
-        Args:
-            training_step: The module's training step.
-            args: Arguments, the batch first.
-            kwargs: Keyword arguments.
-
-        Returns:
-            The step's result; ``None`` after an error, so Lightning skips the batch.
+        An error excludes the client. The result is then ``None``, so Lightning skips the batch.
         """
         visit = self.current
         assert visit is not None
@@ -90,13 +79,7 @@ class VisitDriver:
         return output
 
     def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Runs the module's backward pass; an error excludes the client.
-
-        Args:
-            backward: The module's backward pass.
-            args: Arguments, the loss first.
-            kwargs: Keyword arguments.
-        """
+        """Runs the module's backward pass; an error excludes the client."""
         if not self._module.automatic_optimization:  # inside the training step
             backward(*args, **kwargs)
             return
@@ -121,12 +104,7 @@ class VisitDriver:
             self._advance()
 
     def end_early(self, planned: PlannedVisit, num_batches: int) -> None:
-        """Ends a visit before the last batch: the client sends the model so far.
-
-        Args:
-            planned: The visit.
-            num_batches: Trained batches.
-        """
+        """Ends a visit before the last batch: the client sends the model so far."""
         planned.is_over, planned.num_batches = True, num_batches
         if planned.fault is None and not num_batches:
             planned.fault = "`on_train_batch_start` returned -1 before it had trained"
@@ -163,11 +141,7 @@ class VisitDriver:
         self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
-        """Marks a visit as failed by an error in the module's step.
-
-        Raises:
-            Exception: The error, if the program cannot continue, or other clients are missing.
-        """
+        """Marks a visit as failed; raises the error if the program cannot continue, or other clients are missing."""
         fault = client_fault(error, planned)
         is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
         if fault is None or is_alone:
@@ -185,12 +159,7 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for all visits during a fit.
-
-    Args:
-        driver: Builds a round's driver.
-        groups: Rule for visits at once; ``None`` for visits one by one.
-    """
+    """Plan for all visits in a fit: builder for a round's driver, and rule for visits at once, or ``None``."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     groups: VisitGroups | None = None

@@ -1,9 +1,8 @@
 """One visit, from top to bottom: request, broadcast, load, train, answer, keep.
 
-:meth:`ClientVisit.run` is a generator. The generator yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits
-for a reply. :func:`ask_server` and :func:`answer_server` reply to messages, a driver to steps
-(:mod:`lightning_fed.rounds.visit_driver`). A failed visit ends with ``throw``; after an abandoned round, ``close`` ends
-the visit.
+:meth:`ClientVisit.run` is a generator that yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits for a
+reply. :func:`ask_server` and :func:`answer_server` reply to messages, a driver to steps
+(:mod:`lightning_fed.rounds.visit_driver`). A failed visit ends with ``throw``, an abandoned visit with ``close``.
 """
 
 from __future__ import annotations
@@ -50,14 +49,7 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 
 
 class ClientVisit:
-    """The client's half during one visit.
-
-    Args:
-        fit: The fit. The module becomes the client's model.
-        local: The module's entries.
-        optimizers: Optimizers and schedulers, reset for every visit.
-        untrained: Entries without training, by name.
-        planned: The visit.
+    """The client's half during one visit. The module becomes the client's model.
 
     Attributes:
         planned: The visit.
@@ -87,11 +79,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Runs the visit.
-
-        Raises:
-            ClientFault: If the round excludes the client.
-        """
+        """Runs the visit; a :class:`ClientFault` excludes the client from the round."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
@@ -146,8 +134,7 @@ class ClientVisit:
     def advance(self, has_loss: bool | None = None) -> None:
         """Advances to the next batch, and exchanges messages on the way; excludes the client after a fault.
 
-        Args:
-            has_loss: Whether the training step gave a loss; ``None`` before the first batch.
+        ``has_loss``: whether the training step gave a loss; ``None`` before the first batch.
         """
         fit, planned, self.step = self._fit, self.planned, None
         try:
@@ -172,14 +159,7 @@ class ClientVisit:
 
     @contextmanager
     def second_model(self, state: State) -> Iterator[Callable[[], State]]:
-        """Context in which the module is another model, with new optimizers.
-
-        Args:
-            state: The shared and personal entries.
-
-        Yields:
-            Function: returns copies for all entries.
-        """
+        """Context in which the module is another model with new optimizers; yields a function to copy all entries."""
         entries, snapshot = self._local.client_entries(), self._optimizers.snapshot()
         self._local.load_client_entries(state)
         self._optimizers.start_visit()
@@ -258,10 +238,7 @@ class ClientVisit:
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
     """Runs a visit to the next training step, with the server's replies to messages; ``None`` at the end.
 
-    Args:
-        fit: The fit.
-        flow: The visit.
-        reply: Reply to the last step; ``None`` before the first step.
+    ``reply`` is the reply to the last step; ``None`` before the first step.
     """
     try:
         event = flow.send(reply)
@@ -289,11 +266,7 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """The server's half of a visit, after the training: counts, unpacks and checks an update, for the chain.
-
-    Returns:
-        Whether the update is good.
-    """
+    """Counts, unpacks and checks an update after the training, for the chain; returns whether the update is good."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False

@@ -141,7 +141,7 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Passes an update inwards, up to the rule or to a step that collects the round.
+        """Passes an update inwards, up to the rule or to a step with the whole round.
 
         Calls ``inspect`` with the decoded update. An invalid update raises ``BadUpdate``.
         """
