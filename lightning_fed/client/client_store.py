@@ -60,10 +60,7 @@ class ClientStore(ABC):
         """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Changes in ``round`` for the stores in other processes, as a picklable object.
-
-        A store without this method serves one process.
-        """
+        """Changes in ``round`` for other processes' stores, picklable. Stores without this method serve one process."""
         raise NotImplementedError(f"{type(self).__name__} stores client state for one process only.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
@@ -78,15 +75,7 @@ def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientSto
 
 
 class MemoryStore(ClientStore):
-    """Store in memory and in every checkpoint, for hundreds of clients with small entries.
-
-    Example:
-        >>> import torch
-        >>> store = MemoryStore()
-        >>> store.put("a", 0, {"head": torch.tensor([1.0])})
-        >>> store.get("a"), store.get("b")
-        ({'head': tensor([1.])}, None)
-    """
+    """Store in memory and in every checkpoint, for hundreds of clients with small entries."""
 
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}
@@ -121,11 +110,7 @@ class MemoryStore(ClientStore):
         return {"clients": plain_keys(states), "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores all clients' tensors.
-
-        Raises:
-            ValueError: If the checkpoint belongs to a folder.
-        """
+        """Restores all clients' tensors; a checkpoint with a folder raises ``ValueError``."""
         if "folder" in state:
             raise ValueError(f"The checkpoint's client state is in a folder: set store={state['folder']!r}.")
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
@@ -151,14 +136,12 @@ class FolderStore(ClientStore):
     """Store in safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
 
     A new fit begins the folder's next run, and leaves earlier runs unchanged; a resumed fit continues the checkpoint's
-    run. Files and folders with other names are ignored.
+    run. A client with a missing folder, or with an unreadable or changed file, is excluded from the round, because a
+    silent restart from the initial state would be wrong.
 
-    Every file has a checksum. A client with a missing folder, or with an unreadable or changed file, is excluded from
-    the round, because a silent restart from the initial state would be wrong.
-
-    Files are written atomically, and a killed run leaves no partial file. A training checkpoint holds no tensors from
-    the store. Runs can resume from the last two checkpoints: a new checkpoint deletes versions older than the previous
-    checkpoint's. Resuming from an older checkpoint is an error, except with ``keep_all``.
+    Files are written atomically, with checksums. A training checkpoint holds no tensors from the store. Runs can resume
+    from the last two checkpoints: a new checkpoint deletes versions older than the previous checkpoint's. Resuming from
+    an older checkpoint is an error, except with ``keep_all``.
 
     Args:
         folder: Folder for the files, created if necessary; several processes need a shared folder.
@@ -185,11 +168,7 @@ class FolderStore(ClientStore):
         self._kept: set[Client] = set()  # clients that must have a version
 
     def get(self, client: Client) -> State | None:
-        """Reads the client's newest tensors.
-
-        Raises:
-            ClientFault: If the file is missing, unreadable or changed.
-        """
+        """Reads the client's newest tensors; a missing, unreadable or changed file raises ``ClientFault``."""
         versions = self._versions(client)
         if not versions:
             if client in self._kept:
@@ -273,8 +252,7 @@ class FolderStore(ClientStore):
     def restore(self, round: int, state: dict[str, Any]) -> None:
         """Restores the store: versions from ``round`` on are hidden, unless this run writes the version again.
 
-        Raises:
-            ValueError: If the versions were deleted, or the checkpoint holds the tensors.
+        Deleted versions, or a checkpoint with tensors, raise ``ValueError``.
         """
         if state.get("clients"):
             raise ValueError("The checkpoint itself holds the client state: set store=None.")

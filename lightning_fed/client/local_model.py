@@ -50,7 +50,7 @@ class LocalModel:
     Args:
         module: The module that trains.
         policies: The policy of every entry, of :func:`lightning_fed.model.entries.entry_policies`.
-        store: Where clients keep their personal entries.
+        store: Store for the clients' personal entries.
         resizes: Whether received entries may have other shapes; the module then adopts the new shapes.
         initial: Initial values of personal entries for a client's first visit, if different from the server's.
 
@@ -58,9 +58,6 @@ class LocalModel:
         server_entries: The server's values for entries outside all messages.
         has_statistics: Whether the store has running statistics for the last loaded client.
         dropped: Names of buffers with ``persistent=False`` changed in visits; every visit starts without the change.
-
-    Raises:
-        ValueError: If the module has entries without a policy, or a trained parameter has no entry.
     """
 
     def __init__(
@@ -99,10 +96,9 @@ class LocalModel:
         self._optimizer_state: dict[Client, State] = {}
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Copies the shared entries; sliced entries are not copied, because no visit writes into sliced entries.
+        """Copies the shared entries, except sliced entries, because no visit writes into sliced entries.
 
-        Args:
-            known: Tensors to return instead of copies for entries with the same values.
+        ``known`` holds tensors to return instead of copies for entries with the same values.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -144,16 +140,9 @@ class LocalModel:
     ) -> None:
         """Loads a client's model: shared entries from ``state``, personal entries from the client's store.
 
-        Args:
-            client: The client's key.
-            state: The shared entries; any rows for sliced entries.
-            trains: Whether to load the model for training or measurement, with copies of sliced entries too. Otherwise
-                the module is the client's model for evaluation: the stored BatchNorm statistics, and entries of a
-                separate model in the client's memory (``OWN_MODEL``), replace the shared entries.
-            statistics: BatchNorm statistics to use instead of the stored statistics.
-
-        Raises:
-            ValueError: If a shared entry is missing in ``state``, or a stored entry does not fit.
+        With ``trains`` the model is for training or measurement, with copies of sliced entries. Otherwise the model is
+        for evaluation: the stored BatchNorm statistics (or ``statistics``), and entries of a separate model in the
+        client's memory (``OWN_MODEL``), replace the shared entries.
         """
         client_state = self._recalled.pop(client, None)
         if client_state is None:
@@ -186,11 +175,7 @@ class LocalModel:
         self._load(state)
 
     def recall(self, client: Client) -> State:
-        """Reads a client's state from the store, before its request.
-
-        Returns:
-            The client's memory: tensors from callbacks and steps. Empty before the first visit.
-        """
+        """Reads a client's state before the request; returns the memory, which is empty before the first visit."""
         client_state = self.store.get(client) or {}
         self._recalled = {client: client_state}
         return without_prefix(client_state, _MEMORY)
@@ -213,10 +198,8 @@ class LocalModel:
     def model_key(self, state: Mapping[str, Tensor]) -> Tensor:
         """A number for a model's weights, which ties a client's BatchNorm statistics to the weights.
 
-        Running statistics do not count, nor do sliced entries, which can be large.
-
-        Args:
-            state: The shared entries of the model. The same object gives the same number.
+        Running statistics and sliced entries, which can be large, do not count. The same ``state`` gives the same
+        number.
         """
         for known, key in self._model_keys:
             if known is state:
@@ -229,14 +212,7 @@ class LocalModel:
     def store_statistics(
         self, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> None:
-        """Stores a client's BatchNorm statistics.
-
-        Args:
-            client: The client's key.
-            round: Round of the version in the store.
-            statistics: Running statistics by entry name.
-            state: The shared entries of the model with these statistics.
-        """
+        """Stores a client's BatchNorm statistics, measured with the model in ``state``."""
         client_state = {
             name: value for name, value in (self.store.get(client) or {}).items() if not name.startswith(STATISTICS)
         }
@@ -247,9 +223,9 @@ class LocalModel:
         self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry with another form or implausible values after the visit.
+        """Describes the first personal entry with another form or implausible values after the visit, if any.
 
-        Entries with implausible values before the visit are accepted. ``None`` without a fault.
+        Entries with implausible values before the visit are accepted.
         """
         self._find_entries()
         personal = {name: self.entries[name] for name in self.personal}
@@ -265,11 +241,7 @@ class LocalModel:
         return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update from :meth:`global_state`.
-
-        Raises:
-            ValueError: If the visit has written into tensors missing in ``state_dict``.
-        """
+        """Builds the client's update; an error if the visit has written into tensors missing in ``state_dict``."""
         self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
@@ -312,17 +284,7 @@ def _part(client_state: State, prefix: str) -> State:
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's callback memory under names with the prefix ``prefix``, as of ``round``.
-
-    Example:
-        >>> import torch
-        >>> from lightning_fed.client.client_store import MemoryStore
-        >>> store = MemoryStore()
-        >>> store.put("a", 0, {"head": torch.tensor(1.0), "memory:visits": torch.tensor(2)})
-        >>> forget_memory(store, "a", 1, "visits")
-        >>> store.get("a")
-        {'head': tensor(1.)}
-    """
+    """Deletes a client's callback memory under names with the prefix ``prefix``, as of ``round``."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)

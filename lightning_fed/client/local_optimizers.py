@@ -52,8 +52,7 @@ class LocalOptimizers:
         scaler: Holder of the loss scale, with ``state_dict`` and ``load_state_dict``.
         mode: ``"reset"`` or ``"keep"``.
         epoch_schedulers: The schedulers stepped by the Trainer at the round's last batch. An epoch scheduler that
-            shares an optimizer with ``step_schedulers`` steps from the final state in the visit with the median step
-            count.
+            shares an optimizer with ``step_schedulers`` steps from the final state in the median visit.
 
     Attributes:
         finals: Final scheduler states by position in the round; empty if no state outlives the visits.
@@ -82,22 +81,14 @@ class LocalOptimizers:
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def record_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
-        """Records the final state after a visit in another process or on another machine.
-
-        Args:
-            position: Index of the visit in the round.
-            final_state: The state from ``finals``.
-        """
+        """Records the final state (as in ``finals``) after a visit in another process or on another machine."""
         if self.has_lasting_state:
             self.finals[position] = {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
-        """The final state after a visit on another machine, as in ``finals``.
+        """The final state after a visit on another machine, as in ``finals``, from step counts for per-step schedulers.
 
-        The schedulers repeat the steps here, because the visit reports only step counts.
-
-        Args:
-            steps: Step count for every per-step scheduler; the schedulers alternate, as in a visit.
+        The schedulers repeat the steps here and alternate, as in a visit.
         """
         self._load(self._start)
         for number in range(max(steps, default=0)):
@@ -109,11 +100,7 @@ class LocalOptimizers:
         return state
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Step count in a visit for every per-step scheduler; ``None`` if a scheduler does not count steps.
-
-        Args:
-            final_state: The state from ``finals``.
-        """
+        """Step count in a visit for every per-step scheduler; ``None`` if a scheduler does not count steps."""
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -127,11 +114,9 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets all state to the round's start, and restores the client's stored buffers, if any.
+        """Resets all state to the round's start, and restores the client's stored buffers (``packed``), if any.
 
-        Args:
-            packed: Result of :meth:`end_visit` after the client's last visit.
-            rows: Parameters with only some rows at the client, and the rows' indices.
+        ``rows`` are parameters with only some rows at the client, and the rows' indices.
         """
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
         if packed:
@@ -147,11 +132,7 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Records the schedulers' state, and returns the packed optimizer state in ``"keep"`` mode.
-
-        Args:
-            position: Index of the visit in the round.
-        """
+        """Records the schedulers' state, and returns the packed optimizer state in ``"keep"`` mode."""
         if self.has_lasting_state:
             self.finals[position] = self._capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
@@ -159,9 +140,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the buffers, and retains learning rates set by epoch schedulers.
 
-        Args:
-            counting: Positions of the visits with a good update: the schedulers continue from the visit with the median
-                step count, or the lower median.
+        The schedulers continue from the visit with the (lower) median step count, among visits with a good update
+        (``counting``).
         """
         finals = {position: self.finals[position] for position in counting if position in self.finals}
         middle = self._median(finals, lambda final: max(self.steps_of(final) or [0]))
@@ -266,11 +246,7 @@ def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """Packs the optimizers' buffers, and counters in the groups, into a flat dictionary.
-
-    Raises:
-        TypeError: If a buffer is neither a tensor nor a number.
-    """
+    """Packs the optimizers' buffers (tensors or numbers), and counters in the groups, into a flat dictionary."""
     packed: State = {}
     for number, optimizer in enumerate(optimizers):
         counted = {f"{_GROUP}{place}": numbers for place, numbers in enumerate(_counted(optimizer))}
@@ -336,10 +312,6 @@ def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
     Unlike ``copy.deepcopy`` the copy runs no code from foreign classes: in ``deepcopy``, a scheduler with attribute
     access forwarded to another scheduler recurses without end. Optimizers, modules, functions and objects with
     a separate constructor are referenced.
-
-    Args:
-        value: The state: containers, tensors, arrays, numbers, and schedulers inside.
-        copied: Copies of the objects around the value, by identity.
     """
     copied = {} if copied is None else copied
     result: Any

@@ -21,10 +21,6 @@ class UnsavedTensors:
     Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
     only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
     a visit leave the module, and return after the round if all clients have added the same.
-
-    Args:
-        module: The module at the start of the round.
-        names: The entries, from :func:`lightning_fed.model.entries.entry_names`.
     """
 
     def __init__(self, module: nn.Module, names: Mapping[Tensor, str]) -> None:
@@ -37,11 +33,7 @@ class UnsavedTensors:
         self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
 
     def changed(self) -> set[str]:
-        """Names of the non-persistent buffers with other values of the same form than at the start of the round.
-
-        Raises:
-            ValueError: If a parameter or a persistent buffer has changed.
-        """
+        """Names of changed non-persistent buffers. A changed parameter or persistent buffer raises ``ValueError``."""
         changed = {
             path: attribute in vars(layer)["_non_persistent_buffers_set"]
             for (path, layer, attribute, _), before in self._buffers
@@ -61,8 +53,7 @@ class UnsavedTensors:
     def reset(self) -> None:
         """Removes the last visit's additions, and restores the buffers.
 
-        Raises:
-            ValueError: If another client has added another tensor in the same place.
+        Another tensor added by another client in the same place raises ``ValueError``.
         """
         differing = []
         for layer, before in self._members.items():

@@ -25,11 +25,7 @@ _LOAD_WEIGHTS = '`model.load_state_dict(torch.load(path, weights_only=True)["sta
 def check_file(path: str | os.PathLike[str] | None) -> None:
     """Checks a checkpoint's bytes against the checksums in the file; ``torch.load`` ignores the checksums.
 
-    Args:
-        path: The file. Remote files and files without checksums are accepted.
-
-    Raises:
-        ValueError: If the file is damaged.
+    Remote files and files without checksums are accepted. A damaged file raises ``ValueError``.
     """
     if path is None or not Path(path).is_file() or not zipfile.is_zipfile(path):
         return
@@ -48,11 +44,7 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
 
 
 def check_model(state: Mapping[str, Tensor]) -> None:
-    """Checks that clients can train the initial model.
-
-    Raises:
-        MisconfigurationException: If a shared entry is not finite or has negative statistics.
-    """
+    """Refuses an initial model with shared entries that are not finite, or with negative statistics."""
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(
@@ -63,16 +55,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Compares an option of a fit with the checkpoint.
-
-    Args:
-        name: Name of the option.
-        then: The checkpoint's value as text; empty in checkpoints without the option.
-        now: The fit's value.
-
-    Raises:
-        ValueError: If the values differ.
-    """
+    """Compares an option of a fit with the checkpoint's value as text, empty in checkpoints without the option."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or start"
@@ -81,12 +64,7 @@ def check_option(name: str, then: str, now: str) -> None:
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if an evaluation and the fit in its checkpoint treat BatchNorm in different ways.
-
-    Args:
-        then: The checkpoint's option as text; empty in checkpoints without the option.
-        now: The evaluation's option.
-    """
+    """Warns if an evaluation (``now``) and the fit in its checkpoint (``then``) treat BatchNorm in different ways."""
     if then and then != now:
         _log.warning(
             "The values of the checkpoint belong to batch_norm=%s, and this evaluation has %s: set batch_norm=%s to"
@@ -98,15 +76,9 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Compares the update steps and private callbacks of a fit and a checkpoint.
+    """Compares the update steps and private callbacks of a fit and a checkpoint, in order and with all options.
 
-    Args:
-        then: The checkpoint's steps with their options, by name, the innermost step first, and private callbacks;
-            ``None`` in a checkpoint without this record.
-        now: The fit's.
-
-    Raises:
-        ValueError: If a step, a callback, an option or the order differs.
+    ``then`` is ``None`` in a checkpoint without this record.
     """
     old = "of which the file has no record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"
@@ -119,12 +91,7 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
 
 
 def describe_clients(clients: Sequence[Client]) -> str:
-    """Number and digest of a federation's clients, for comparison with a checkpoint.
-
-    Example:
-        >>> describe_clients(["a", "b"]) == describe_clients(["a", "c"]), describe_clients(range(1_000_000))
-        (False, '1000000 clients range(0, 1000000)')
-    """
+    """Number and digest of a federation's clients, for comparison with a checkpoint."""
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"
     if not isinstance(clients, list | tuple):  # a lazy sequence may be too long to read

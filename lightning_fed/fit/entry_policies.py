@@ -36,23 +36,16 @@ def decide_policies(
 ) -> dict[str, Policy]:
     """Decides the policy of each entry in the module's state; logs the personal entries.
 
-    Args:
-        module: The module.
-        personal: Selectors of the personal entries.
-        frozen: Selectors of the frozen entries.
-        batch_norm: Treatment of BatchNorm: ``"personal"`` adds BatchNorm layers to the personal entries.
-            :class:`~lightning_fed.LocalStatistics` adds running statistics to the personal entries, if measured in
-            visits. ``"frozen"`` adds the running statistics to the frozen entries. Statistics measured after the
-            aggregation are frozen without reports to the server, else shared.
-        sliced: Names of sliced entries: a client holds only some rows.
+    With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
+    statistics measured in visits are personal. With ``"frozen"``, running statistics are frozen. Statistics measured
+    after the aggregation are frozen without reports to the server, else shared. A client holds only some rows of
+    ``sliced`` entries.
 
     Raises:
         ValueError: If a selector matches nothing, a personal treatment finds no BatchNorm, an entry is both personal
             and frozen, or a sliced entry is personal, frozen or missing.
 
     Example:
-        >>> decide_policies(nn.BatchNorm1d(2), [], [], "personal")["weight"]
-        'personal'
         >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], LocalStatistics())
         >>> policies["weight"], policies["running_mean"]
         ('shared', 'frozen')
@@ -97,10 +90,9 @@ def decide_policies(
 
 
 def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozenset[str]:
-    """Names of the shared buffers with NaN or infinite values, which cannot be averaged.
+    """Names of the shared buffers with NaN or infinite values, such as masks and thresholds without a value yet.
 
-    Examples are masks and thresholds without a value yet. Running statistics of normalisation layers are excluded,
-    because NaN or infinite statistics are faults.
+    Running statistics are excluded: NaN or infinite statistics are faults.
 
     Example:
         >>> module = nn.BatchNorm1d(1)
@@ -164,14 +156,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Checks the federation's options if clients hold only some rows of an entry.
-
-    Args:
-        module: The module.
-        policies: The policy of every entry.
-        rule: The server's rule.
-        options: The federation's options.
-        reports_statistics: Whether clients report BatchNorm statistics of a new global model.
+    """Refuses options without support for sliced entries (a client holds only some rows).
 
     Raises:
         MisconfigurationException: If an option does not support sliced entries.
@@ -206,14 +191,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Stops gradients in frozen parameters; returns the changed parameters, for ``requires_grad_(True)`` at the end.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> frozen = freeze_parameters(layer, {"weight": "shared", "bias": "frozen"})
-        >>> frozen[0] is layer.bias, layer.bias.requires_grad, layer.weight.requires_grad
-        (True, False, True)
-    """
+    """Stops gradients in frozen parameters; returns the changed parameters, for ``requires_grad_(True)`` at the end."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

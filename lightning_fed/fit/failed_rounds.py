@@ -12,25 +12,14 @@ from lightning_fed.server.interface import RoundReport
 
 
 class FailedRounds:
-    """Count of consecutive rounds without a new model due to failed clients; ends the fit at a limit.
+    """Count of consecutive rounds without a new model due to failed clients; ends the fit at ``limit``.
 
     A round with too few clients due to dropouts does not count. A round without a new model by design (FedMA) counts as
     a success.
 
-    Args:
-        limit: Number of consecutive failed rounds at the fit's end; ``None`` for no limit.
-
     Attributes:
         in_a_row: Number of failed rounds since the last success.
         has_trained: Whether any round has succeeded.
-
-    Example:
-        >>> failed = FailedRounds(limit=2)
-        >>> failed.end_round(RoundReport(0, failed={"a": "it has no examples"}), has_aggregate=False)
-        >>> failed.end_round(RoundReport(1, failed={"a": "it has no examples"}), has_aggregate=False)
-        ... # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        RuntimeError: No new model has come of 2 rounds in a row, up to round 2, in which 1 of 1 clients failed: ...
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -57,15 +46,7 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round.
-
-        Args:
-            report: The round's report.
-            has_aggregate: Whether the server has an aggregate.
-            min_clients: Least number of good updates.
-            num_clients: Number of clients in the federation.
-            errors: Exceptions of failed clients in this process, without tracebacks.
-            ranks: The processes of the round.
+        """Counts a round. ``errors`` are exceptions of failed clients in this process.
 
         Raises:
             Exception: If all clients of the round, at least two or the federation's only client, fail by exceptions of
@@ -102,11 +83,7 @@ class FailedRounds:
             raise RuntimeError(self._message) from self._cause
 
     def end_fit(self) -> None:
-        """Checks for a successful round.
-
-        Raises:
-            RuntimeError: If rounds have failed, and no round has succeeded.
-        """
+        """Raises ``RuntimeError`` if rounds have failed, and no round has succeeded."""
         if self.limit is not None and self.in_a_row and not self.has_trained and self._message:
             raise RuntimeError(self._message) from self._cause
 

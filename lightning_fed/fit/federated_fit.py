@@ -36,16 +36,9 @@ _SAVED = ("rounds", "number", "initial_statistics", "decision", "num_measured", 
 class FederatedFit:
     """A fit: options, parts and state for all rounds.
 
-    Args:
-        options: The options.
-        server: The server, or the connection to the server.
-        schedule: Draws the rounds' cohorts and seeds.
-        store: Store for clients' state.
+    Attributes:
         has_server: Whether the server half is in this process.
         measure_remotely: Measures BatchNorm inputs on clients on other machines; ``None`` for clients in this process.
-        decision: Initial decision between own and pooled BatchNorm statistics.
-
-    Attributes:
         trainer: The Trainer; set by ``setup``.
         policies: Policy by entry name; empty before :meth:`decide_policies`.
         unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
@@ -53,8 +46,6 @@ class FederatedFit:
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits of this Trainer; each fit starts with new optimizers.
-        round_log: Round log.
-        progress: Lightning's progress in checkpoints.
         clock: Ends slow visits.
         synchronisation: Steps for several processes in a round.
         initial_statistics: BatchNorm statistics for a client's first visit; empty unless the server pools statistics
@@ -164,11 +155,7 @@ class FederatedFit:
 
     @property
     def population(self) -> Population:
-        """All clients.
-
-        Raises:
-            RuntimeError: Before :meth:`set_population`.
-        """
+        """All clients; an error before :meth:`set_population`."""
         if self._population is None:
             raise RuntimeError("The clients are not known before `fit` asks for the training data.")
         return self._population
@@ -176,8 +163,7 @@ class FederatedFit:
     def set_population(self, population: Population) -> None:
         """Sets the clients, before the first round and after each reload of the data.
 
-        Raises:
-            MisconfigurationException: If no round can have ``min_clients`` clients.
+        Fewer than ``min_clients`` clients are an error.
         """
         if self._population is not None:
             population.sampling, population.has_raised = self._population.sampling, self._population.has_raised
@@ -196,11 +182,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Decides the policies of a module's entries; known policies stay.
-
-        Returns:
-            Whether there are entries without a policy before.
-        """
+        """Decides the policies of new entries in a module; returns whether any entry is new."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}

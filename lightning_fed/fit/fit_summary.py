@@ -23,12 +23,7 @@ _OURS = ("fed/", "comm/", "client/", "clients/", "evaluation/")
 
 
 def format_bytes(number: float) -> str:
-    """Formats a number of bytes in decimal units.
-
-    Example:
-        >>> format_bytes(999), format_bytes(6_653_480), format_bytes(3.2e12)
-        ('999 bytes', '6.7 MB', '3.2 TB')
-    """
+    """Formats a number of bytes in decimal units."""
     unit = 0
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
@@ -36,13 +31,7 @@ def format_bytes(number: float) -> str:
 
 
 def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
-    """Describes a fit at the start: clients, payload and execution of the visits.
-
-    Args:
-        fit: The fit, with known clients and policies.
-        method: The method's name.
-        trains_at_once: Whether several visits train at once.
-    """
+    """Describes a fit at the start: clients, payload and execution of the visits."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
@@ -89,15 +78,9 @@ def describe_end(
     files: Mapping[str, str] | None = None,
     recalibrates: bool = False,
 ) -> str:
-    """Table with a fit's results.
+    """Table with a fit's results: :attr:`RoundLog.totals`, duration, and the last logged values without ``fed/...``.
 
-    Args:
-        method: The method's name.
-        totals: :attr:`RoundLog.totals`.
-        seconds: Duration of the fit.
-        metrics: The last logged values; the package's numbers are skipped.
-        files: Result of :func:`files_of`.
-        recalibrates: Whether clients receive each new model twice, to measure BatchNorm's statistics.
+    ``recalibrates``: clients receive each new model twice, to measure BatchNorm's statistics.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}

@@ -19,8 +19,8 @@ class LocalStatistics:
 
     After the aggregation each client of the round runs its data once through the new global model and stores mean and
     variance for each BatchNorm layer. A client with statistics from an older model measures again before evaluation.
-    A checkpoint holds all clients' statistics: 8 bytes per channel and client, 384 MB for 10,000 clients with a
-    ResNet-18 (4,800 channels). Set ``store`` to a folder for so many clients.
+    A checkpoint holds all clients' statistics, 8 bytes per channel and client: 384 MB for 10,000 clients with a
+    ResNet-18. Set ``store`` to a folder for so many clients.
 
     Args:
         unseen: Statistics for data without a client: mean and variance over the ``"batch"``; over all ``"data"`` in a
@@ -28,9 +28,6 @@ class LocalStatistics:
             measurements by the round's clients (``"pooled"``, at the cost of ``"recalibrate"``).
         measured: Time of the measurement: with the new weights, after the ``"aggregation"``, or during the
             ``"visit"``, while the weights move (the paper's SiloBN). Statistics from a visit match no shared weights.
-
-    Raises:
-        ValueError: If an argument has another value.
 
     Example:
         >>> from lightning_fed import Federation
@@ -51,10 +48,7 @@ class FixedStatistics:
     """``batch_norm=``: running statistics are averaged for some rounds, and then fixed, in training too (FixBN).
 
     Args:
-        after: Number of rounds before the statistics are fixed.
-
-    Raises:
-        ValueError: If ``after`` is not a whole number from 0 on.
+        after: Number of rounds before the statistics are fixed, from 0 on.
 
     Example:
         >>> from lightning_fed import Federation
@@ -68,11 +62,7 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """``visits=`` for several clients at once, as :class:`~lightning_fed.Vectorized`.
-
-    Attributes:
-        clients: Largest number of simultaneous clients.
-    """
+    """``visits=`` for at most ``clients`` clients at once, as :class:`~lightning_fed.Vectorized`."""
 
     clients: int
 
@@ -80,12 +70,8 @@ class VisitsAtOnce(ABC):
     def plan(self, fit: Any) -> Any:
         """Decides, before the first round, whether visits can train at once; otherwise logs the reason.
 
-        Args:
-            fit: The :class:`~lightning_fed.rounds.FederatedFit` with known clients; the fit's module holds the global
-                model.
-
-        Returns:
-            :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``.
+        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``. The module of ``fit`` holds
+        the global model.
         """
 
 
@@ -100,9 +86,6 @@ class Faults:
             with the same error for all clients. ``None`` continues after any failure.
         visit_timeout: Time limit for a visit in seconds, also while the data or the training step wait; ``None`` for no
             limit. Needs Unix, and a fit in the main thread.
-
-    Raises:
-        ValueError: If an argument is out of range.
 
     Example:
         >>> from lightning_fed import Federation
@@ -128,11 +111,7 @@ VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options for a fit, described in :class:`~lightning_fed.callbacks.Federation`.
-
-    Raises:
-        ValueError: If an option is unknown, or two options are incompatible.
-    """
+    """Options for a fit, described in :class:`~lightning_fed.callbacks.Federation`."""
 
     personal: Sequence[Selector] = ()
     frozen: Sequence[Selector] = ()

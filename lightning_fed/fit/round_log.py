@@ -101,17 +101,10 @@ class RoundLog:
         measured: Mapping[str, float],
         is_private: bool = False,
     ) -> None:
-        """Logs a round.
+        """Logs a round, from the global model ``before`` and ``after`` the round, and the aggregator's metrics.
 
-        Args:
-            trainer: The Trainer.
-            report: The round's report.
-            cohort: The round's clients.
-            before: The global model before the round.
-            after: The global model after the round.
-            parameters: Names of the trained entries.
-            measured: The aggregator's metrics.
-            is_private: Whether only ``measured`` may be published.
+        ``measured`` holds these metrics, ``parameters`` the names of the trained entries. With ``is_private`` only
+        ``measured`` may be published.
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # without totals, which the summary publishes
@@ -155,11 +148,7 @@ class RoundLog:
     ) -> None:
         """Logs values of a round under their names.
 
-        Args:
-            trainer: The Trainer.
-            round: The round.
-            values: The values.
-            passing: Names by kind: each kind's names replace the last names of the kind.
+        ``passing`` holds names by kind: a kind's names replace the last names of the kind.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)

@@ -22,8 +22,7 @@ from lightning_fed.server.schedule import Cohort, Schedule
 class RoundSynchronisation:
     """Synchronisation of several processes in a round; the base class, for one process, does nothing.
 
-    Attributes:
-        visit_costs: Costs of earlier visits, to balance the shares; ``None`` for one process.
+    ``visit_costs``: costs of earlier visits, to balance the shares; ``None`` for one process.
     """
 
     visit_costs: VisitCosts | None = None
@@ -43,25 +42,11 @@ class RoundSynchronisation:
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after the last visit.
 
-        Args:
-            state: The global model's shared entries at the round's start.
-            optimizers: Optimizers and schedulers, reset for every visit.
-            cohort: The round's clients.
-            is_cut: Whether the round ended in this process before the last visit was over.
-
-        Raises:
-            RuntimeError: In all processes, if the round was interrupted in one process.
+        ``is_cut``: the round ended in this process before the last visit was over. All processes then raise an error.
         """
 
     def check_state(self, local: LocalModel) -> None:
-        """Compares the global models of all processes, after the aggregation.
-
-        Args:
-            local: The module's entries.
-
-        Raises:
-            RuntimeError: If the models differ by more than rounding on different devices.
-        """
+        """Refuses global models that differ between processes by more than rounding on different devices."""
 
     def end_round(self) -> None:
         """Called at the end of a round: the processes wait for each other again."""
@@ -94,18 +79,7 @@ class ClientSharing(ABC):
         schedule: Schedule,
         progress: RoundProgress,
     ) -> RoundSynchronisation:
-        """Builds the synchronisation of a fit's rounds.
-
-        Args:
-            trainer: The Trainer.
-            server: The server.
-            store: Store for clients' state.
-            schedule: Draws the rounds' seeds.
-            progress: Lightning's progress in checkpoints.
-
-        Raises:
-            MisconfigurationException: If the fit does not support several processes.
-        """
+        """Builds the synchronisation of a fit's rounds; an error if the fit does not support several processes."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:

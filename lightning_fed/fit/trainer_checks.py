@@ -38,11 +38,7 @@ _REFUSED: dict[type[L.Callback], str] = {
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
-    """The datamodule or module with the Trainer's ``train_dataloader``.
-
-    Raises:
-        MisconfigurationException: If neither has the hook.
-    """
+    """The datamodule or module with the Trainer's ``train_dataloader``; an error if neither has the hook."""
     datamodule: L.LightningDataModule | None = datamodule_of(trainer)
     if datamodule is not None and is_overridden("train_dataloader", datamodule):
         return datamodule
@@ -66,13 +62,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
     """Moves a callback to the front: for all other callbacks a visit begins before the first batch.
 
-    Args:
-        trainer: The Trainer, possibly in a loop over callbacks.
-        callback: The callback.
-        kind: Class of the callback.
-
-    Raises:
-        MisconfigurationException: If the Trainer has another callback of this class.
+    The Trainer may be in a loop over callbacks. A second callback of the class ``kind`` is an error.
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
@@ -82,11 +72,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer) -> None:
-    """Refuses several processes without a strategy for clients.
-
-    Raises:
-        MisconfigurationException: If the strategy does not share the clients.
-    """
+    """Refuses several processes without a strategy for clients."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharing):
         raise MisconfigurationException(
             f"`Federation` trains the clients of a round one after another in one process, but the Trainer has"
@@ -96,15 +82,9 @@ def check_processes(trainer: L.Trainer) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses settings of the Trainer that are invalid with a round's visits.
+    """Refuses Trainer settings without a meaning for a round's visits.
 
-    Args:
-        trainer: The Trainer.
-        visits: The round's visits in order.
-        num_clients: Number of clients in the federation; one client trains as in a plain fit, with any setting.
-
-    Raises:
-        MisconfigurationException: If a setting is invalid.
+    A federation's only client trains as in a plain fit, with any setting.
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
@@ -160,11 +140,7 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers with a state that cannot be stored for a client.
-
-    Raises:
-        MisconfigurationException: If an optimizer is LBFGS.
-    """
+    """Refuses optimizers with a state that cannot be stored for a client (LBFGS)."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
             "The state of LBFGS holds lists of past steps, which a client cannot keep: use optimizer_state='reset'."
@@ -172,14 +148,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuses settings that are invalid for any clients, with one round per epoch.
-
-    Args:
-        trainer: The Trainer.
-
-    Raises:
-        MisconfigurationException: If a setting is invalid.
-    """
+    """Refuses settings that are invalid for any clients, with one round per epoch."""
     check_processes(trainer)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
@@ -211,11 +180,7 @@ def _check_saver(saver: ModelCheckpoint) -> None:
 
 
 def check_schedulers(trainer: L.Trainer) -> None:
-    """Refuses per-step schedulers with counts across clients.
-
-    Raises:
-        MisconfigurationException: If a scheduler has a ``frequency`` or is ``ReduceLROnPlateau``.
-    """
+    """Refuses per-step schedulers with counts across clients: with a ``frequency``, or ``ReduceLROnPlateau``."""
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
             continue

@@ -19,8 +19,9 @@ class AveragingAggregator(Aggregator):
         row_weighting: Divisor for a row in sliced entries: total weight over all clients (``"global"``, as in the FedSS
             paper: a row from few clients changes little), or over clients with the row (``"per_row"``).
 
-    Raises:
-        ValueError: If ``row_weighting`` is unknown.
+    Args:
+        row_weighting: Divisor for a row in sliced entries: total weight over all clients (``"global"``, as in the FedSS
+            paper: a row from few clients changes little), or over clients with the row (``"per_row"``).
     """
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:

@@ -17,23 +17,16 @@ class HeldEntries:
     """Record of untrained entries: round of the last change by entry, and last round by client.
 
     All clients have the initial model. After a change by the server, or the end of an entry's training, the next
-    broadcast to a client holds the entry once.
+    broadcast to a client holds the entry once. ``values`` are the untrained entries in the current or last round.
 
     State: ``since``, the round of an entry's last change, by name; ``clients`` and ``rounds``, the last round with a
     good update, for clients after a change.
-
-    Attributes:
-        values: The untrained entries in the current or last round.
 
     Example:
         >>> import torch
         >>> held, weight = HeldEntries(), torch.ones(1)
         >>> held.start_round(0, {"w": weight})
-        >>> held.held_by("a", {"w": weight})
-        frozenset({'w'})
         >>> held.start_round(1, {"w": weight + 1})
-        >>> held.held_by("a", {"w": weight + 1})
-        frozenset()
         >>> held.record_clients(1, ["a"])
         >>> held.held_by("a", {"w": weight + 1}), held.held_by("b", {"w": weight + 1})
         (frozenset({'w'}), frozenset())
@@ -59,12 +52,6 @@ class HeldEntries:
         }
 
     def start_round(self, round: int, state: State) -> None:
-        """Starts a round.
-
-        Args:
-            round: Index of the round.
-            state: The untrained entries at the start of the round.
-        """
         unchanged = identical_entries(self.values, state)
         since = {name: self._since.get(name, round) if name in unchanged else round for name in state}
         self._since = dict.fromkeys(state, _ALWAYS) if self._is_new else since
@@ -73,13 +60,7 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of the entries in a message that the client already has.
-
-        Args:
-            client: The client.
-            state: The entries in the message.
-            has_present: Whether the client has received the current round's model.
-        """
+        """Names of entries in a message known to the client. ``has_present``: the client has this round's model."""
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
@@ -92,9 +73,7 @@ class HeldEntries:
     def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """State for checkpoints, described in the class docstring.
 
-        Args:
-            entries: A resumed fit's initial model: changed entries are excluded, because no client has the values. By
-                default no entry has changed.
+        ``entries`` is a resumed fit's initial model: changed entries are excluded, because no client has the values.
         """
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}

@@ -28,8 +28,8 @@ class RoundReport:
         counted: Counted examples by client, for good updates.
         failed: Reason by excluded client.
         metrics: Clients' metrics.
-        norms: Step length by client: the Euclidean norm of (local - global) over the trained entries, computed by the
-            server, without clients with other shapes.
+        norms: Euclidean norm of (local - global) over the trained entries by client, computed by the server, without
+            clients with other shapes.
         up_bytes: Bytes in received updates, good or not.
         down_bytes: Bytes in broadcasts.
         refused: Reason by client, for the part of ``failed`` with a bad answer.
@@ -81,14 +81,10 @@ class ServerInterface(ABC):
         min_clients: Least number of good updates for a new global model.
 
     Attributes:
-        chain: The chain.
         report: Report for the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions from updates in this process, without tracebacks.
         held: Record about untrained entries at the clients.
-
-    Raises:
-        ValueError: If ``min_clients`` is not a positive whole number.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
@@ -110,12 +106,7 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Prepares the message for a client; the caller may change the message before :meth:`sent`.
-
-        Args:
-            client: The client's key.
-            request: The client's request, with rows and extras.
-        """
+        """Prepares the message for a client; the caller may change the message before :meth:`sent`."""
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
         """Counts a message to a client in its final form."""
@@ -123,19 +114,11 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def count(self, update: ClientUpdate) -> bool:
-        """Counts a received update.
-
-        Returns:
-            Whether the server has asked for the update; otherwise the client is excluded.
-        """
+        """Counts a received update; ``False`` excludes a client with an unrequested update."""
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks and aggregates an update after :meth:`count`.
-
-        Returns:
-            Whether the update is good; otherwise the client is excluded.
-        """
+        """Checks and aggregates an update after :meth:`count`; ``False`` excludes the client."""
 
     @abstractmethod
     def finish_round(self) -> State | None:
@@ -151,13 +134,7 @@ class ServerInterface(ABC):
         """Restores the chain's state before the round."""
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client from the round, and logs the reason; always ``False``.
-
-        Args:
-            client: The client.
-            reason: The reason in words.
-            error: The exception from the client's update in this process, if any.
-        """
+        """Excludes a client from the round, and logs the reason; always ``False``."""
         self.report.failed[client] = reason
         if error is not None:
             self.errors[client] = error
@@ -165,12 +142,6 @@ class ServerInterface(ABC):
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client with a bad answer; always ``False``.
-
-        Args:
-            client: The client.
-            reason: The reason in words.
-            error: The exception from the client's update in this process, if any.
-        """
+        """Excludes a client with a bad answer; always ``False``."""
         self.report.refused[client] = reason
         return self.fail(client, reason, error)

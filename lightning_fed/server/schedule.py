@@ -1,7 +1,6 @@
 """The schedule: cohorts, stragglers, dropouts and seeds, a pure function of (seed, round).
 
-The schedule neither reads nor moves a global generator, so a resumed run, a run on N processes and two methods under
-comparison see the same rounds. A round costs O(cohort), not O(population).
+The schedule neither reads nor moves a global generator. A round costs O(cohort), not O(population).
 """
 
 from __future__ import annotations
@@ -52,14 +51,7 @@ class Visit:
     is_straggler: bool = False
 
     def num_batches(self, batches_per_epoch: int) -> int:
-        """Number of training batches in this visit.
-
-        Example:
-            >>> Visit("a", 0, 0, epochs=3).num_batches(5), Visit("a", 0, 0, steps=7).num_batches(5)
-            (15, 7)
-            >>> Visit("a", 0, 0, portion=0.5).num_batches(5)
-            3
-        """
+        """Number of training batches in this visit."""
         if batches_per_epoch == 0:
             return 0
         if self.steps is not None:
@@ -71,12 +63,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's clients.
-
-    Args:
-        visits: Planned visits for all reporting clients.
-        dropped: Chosen clients without a report.
-    """
+    """A round's reporting clients with planned visits, and the chosen clients without a report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()
@@ -88,8 +75,8 @@ class SecretSampling:
 
     Args:
         key: The key, a 128-bit integer.
-        is_poisson: Whether each client is drawn independently, with the fraction ``clients_per_round`` as probability,
-            so a round may have any number of clients; otherwise the number is fixed.
+        is_poisson: Whether each client is drawn independently, with the fraction ``clients_per_round`` as probability;
+            otherwise the number of clients is fixed.
     """
 
     key: int
@@ -104,9 +91,6 @@ class Availability:
         stragglers: Fraction of a cohort in [0, 1) with partial work.
         partial_work: ``"keep"`` aggregates the stragglers' partial work, ``"drop"`` excludes stragglers.
         client_dropout: Probability in [0, 1) for a missing report, per chosen client.
-
-    Raises:
-        ValueError: If an argument is outside the range.
 
     Example:
         >>> from lightning_fed import Federation
@@ -143,9 +127,6 @@ class Schedule:
     Attributes:
         secret: A draw independent from ``seed``; ``None`` for the schedule's draw.
 
-    Raises:
-        ValueError: If an argument is outside the range.
-
     Example:
         >>> schedule = Schedule(seed=1, clients_per_round=2)
         >>> cohort = schedule.cohort(round=0, clients=range(1_000_000))
@@ -178,11 +159,7 @@ class Schedule:
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
-        """Number of clients drawn per round from ``population`` clients.
-
-        Raises:
-            ValueError: If the population is empty or smaller than the requested number.
-        """
+        """Number of clients drawn per round; an error for a population below the requested number."""
         if population < 1:
             raise ValueError("Expected at least one client, but got none.")
         if isinstance(self.clients_per_round, float):
@@ -212,9 +189,6 @@ class Schedule:
             clients: All clients, in a fixed order; only the drawn positions are looked up.
             drawn: Index of an earlier round, to visit the same clients again; ``None`` to draw new clients.
             always: Clients in every cohort, drawn or not, and always with complete work.
-
-        Raises:
-            ValueError: If a client in ``always`` is unknown.
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))
@@ -233,14 +207,7 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second, independent sample with the cohort's size, without dropouts.
-
-        For methods with two samples in a round (FedDANE).
-
-        Args:
-            round: Index of the round, from 0.
-            clients: All clients, in a fixed order; only the drawn positions are looked up.
-        """
+        """Draws a second, independent sample with the cohort's size, without dropouts, for FedDANE."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 

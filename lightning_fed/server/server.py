@@ -32,13 +32,6 @@ class Server(ServerInterface):
     rule raise an exception. The round continues. With fewer than ``min_clients`` good updates, or an implausible
     aggregate, the global model does not change.
 
-    Args:
-        chain: The rule with the steps around it.
-        min_clients: Least number of good updates for a new global model.
-
-    Raises:
-        ValueError: If ``min_clients`` is not a positive whole number.
-
     Example:
         >>> import torch
         >>> from lightning_fed.algorithms import FedAvg
@@ -82,12 +75,7 @@ class Server(ServerInterface):
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Prepares the message for a client, and records the form of a good answer.
 
-        Args:
-            client: The client's key.
-            request: The client's request, which counts.
-
-        Raises:
-            ValueError: If the rule does not support rows, or the request does not fit the model.
+        A request for rows against a rule without rows, or a request that does not fit the model, raises ``ValueError``.
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += request.nbytes
@@ -186,11 +174,7 @@ class Server(ServerInterface):
                 return self._state if state is None else state
 
     def _inspect(self, update: ClientUpdate, sent: State) -> None:
-        """Records the length of a client's step.
-
-        Raises:
-            BadUpdate: If the values are implausible or too far from the model.
-        """
+        """Records the length of a client's step; refuses values that are implausible or too far from the model."""
         fault = find_implausible(update.sent)
         if fault is not None:
             raise BadUpdate(fault)
