@@ -22,13 +22,8 @@ _log = logging.getLogger(__name__)
 def unite_names() -> None:
     """Aliases both packages to the one imported first, by default ``lightning.pytorch``.
 
-    The two packages contain the same code, but the Trainer of one rejects modules, datamodules and callbacks from the
-    other. Nothing changes if both are already imported or have different versions.
-
-    Example:
-        >>> import pytorch_lightning, lightning.pytorch
-        >>> pytorch_lightning.Trainer is lightning.pytorch.Trainer
-        True
+    The packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
+    package. Nothing changes if both are already imported or have different versions.
     """
     if _version("lightning") != _version("pytorch-lightning"):
         return
@@ -42,11 +37,7 @@ def unite_names() -> None:
 
 
 def refuse_foreign(*objects: Any) -> None:
-    """Refuses objects from a second copy of Lightning.
-
-    Raises:
-        TypeError: If an object belongs to the other package.
-    """
+    """Refuses objects from a second copy of Lightning with ``TypeError``."""
     for value in objects:
         for base in type(value).__mro__:
             if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():

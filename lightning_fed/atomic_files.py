@@ -28,19 +28,8 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """Yields a temporary path, and moves the file to ``path`` unless an exception was raised.
 
-    Exceptions, such as a full disk, get a note with the unchanged file's name.
-
-    Args:
-        path: Destination. Missing folders are created.
-        suffix: Suffix of the temporary file, unique for each process that writes the same file.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "results" / "summary.csv"
-        >>> with atomic_write(path) as partial:
-        ...     _ = partial.write_text("round,accuracy")
-        >>> path.read_text()
-        'round,accuracy'
+    Missing folders are created. Exceptions, such as a full disk, get a note with the unchanged file's name. Processes
+    that write the same file need different suffixes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")
@@ -81,21 +70,16 @@ class RoundCheckpoint(Checkpoint):
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning checkpoints atomically and loads checkpoints without pickle.
+    """Writes Lightning checkpoints atomically and loads checkpoints without pickle: a pickle can execute any code.
 
     Lightning first writes to the folder for temporary files. If that folder is on another file system, a full disk or a
-    kill during the copy replaces the last checkpoint by a partial file. Lightning 2.5 unpickles checkpoints by default,
-    and a pickle can execute any code.
+    kill during the copy replaces the last checkpoint by a partial file.
     """
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a checkpoint. ``weights_only=False`` unpickles objects, which can execute code.
-
-        Raises:
-            ValueError: If the file contains objects other than tensors and primitives, unless ``weights_only=False``.
-        """
+        """Loads tensors and primitives. ``weights_only=False`` also unpickles objects, which can execute code."""
         if weights_only is False:
             _log.warning("Loading %r with `weights_only=False`: pickled objects can execute code.", str(path))
         with get_filesystem(path).open(str(path), "rb") as file:

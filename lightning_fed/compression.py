@@ -128,9 +128,6 @@ class Quantized(Compression):
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation("fedavg", steps=[Quantized(bits=8)])
-
-    References:
-        Alistarh et al., NeurIPS 2017, section 3.1, with the largest magnitude as the scale.
     """
 
     def __init__(self, bits: Literal[8, 4] = 8) -> None:
@@ -194,9 +191,6 @@ class TopK(Compression):
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation("fedavg", steps=[TopK(share=0.01)])
-
-    References:
-        Stich et al., NeurIPS 2018, Algorithm 1.
     """
 
     def __init__(self, share: float) -> None:
@@ -224,7 +218,7 @@ class TopK(Compression):
 
 
 class Downlink(UpdateStep):
-    r"""Sends encoded model changes since the client's last model.
+    r"""Sends encoded model changes since the client's last model (Tang et al., ICML 2019, Algorithm 1, server side).
 
     The server encodes the change of each round and adds the compression error to the next change (error feedback). The
     new global model is the decoded model, so all clients hold the same model:
@@ -242,9 +236,6 @@ class Downlink(UpdateStep):
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation("fedavg", steps=[Quantized(bits=8), Downlink(Quantized(bits=8))])
-
-    References:
-        Tang et al., ICML 2019, Algorithm 1, server side.
     """
 
     def __init__(self, step: Compression) -> None:

@@ -35,20 +35,12 @@ def round_number(round: int) -> int:
     """One-based round number for log lines, tables, titles and file names.
 
     Messages, checkpoints, arguments and the logged ``epoch`` count from 0, like Lightning's epochs.
-
-    Example:
-        >>> f"Round {round_number(0)}"
-        'Round 1'
     """
     return round + 1
 
 
 def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str:
-    """Formats a Markdown table. A vertical bar in a cell becomes a slash.
-
-    Args:
-        rows: Header and rows.
-        alignment: Alignment of all columns after the first.
+    """Formats a Markdown table from header and rows. A vertical bar in a cell becomes a slash.
 
     Example:
         >>> print(markdown_table([["client", "loss"], ["a", "0.5"]]))
@@ -64,11 +56,6 @@ def show_log() -> None:
     """Shows log lines from level ``INFO``, unless the program configured the package's logger.
 
     ``logging.getLogger("lightning_fed").setLevel(logging.WARNING)`` restricts the log to warnings.
-
-    Example:
-        >>> show_log()
-        >>> [type(handler).__name__ for handler in LOGGER.handlers]
-        ['ConsoleHandler']
     """
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)

@@ -14,10 +14,9 @@ class OptionError(ValueError):
 
 
 class BadUpdate(ValueError):
-    """Invalid update. The client is excluded from the round and logged.
+    """Invalid update. The client is excluded from the round; the message states the reason for the log.
 
-    Aggregators raise the exception in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` before any change
-    to their state. The message states the reason.
+    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` raises the exception before any change to the state.
 
     Example:
         >>> raise BadUpdate("it sends no prototypes")
@@ -27,10 +26,9 @@ class BadUpdate(ValueError):
 
 
 class BadUpdates(ValueError):
-    """Invalid updates, detected once the round is complete.
+    """Invalid updates, detected once the round is complete: reason by excluded client.
 
-    Args:
-        reasons: Reason for each excluded client. An unknown key, such as the key of a sum, stands for all clients.
+    An unknown key, such as the key of a sum, stands for all clients.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:
@@ -39,13 +37,12 @@ class BadUpdates(ValueError):
 
 
 class ClientFault(Exception):
-    """Failure of one client. The client is excluded from the round, and the fit continues with the other clients.
+    """Failure of one client. The round excludes the client, and the fit continues; any other exception stops the fit.
 
-    Callbacks raise the exception on the client, in
+    Callbacks raise the exception on the client, with the reason, in
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive`,
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch` and
-    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`. The message states the reason. Any other exception
-    stops the fit.
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`.
 
     Example:
         >>> raise ClientFault("its images have 4 channels instead of 3")
@@ -59,12 +56,7 @@ class VisitTimeout(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """Formats an exception in one line.
-
-    Example:
-        >>> describe(KeyError("image"))
-        "KeyError: 'image'"
-    """
+    """Formats an exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 

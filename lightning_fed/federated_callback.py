@@ -17,11 +17,7 @@ class TrainerCallback(L.Callback):
     """A callback for a Trainer only: ``Fabric`` is refused, because Fabric never calls the hooks of a fit."""
 
     def on_after_setup(self) -> None:
-        """Refuses Fabric, the only caller of this hook, after ``setup``.
-
-        Raises:
-            MisconfigurationException: Always.
-        """
+        """Refuses Fabric, the only caller of this hook, after ``setup``."""
         raise MisconfigurationException(
             f"Expected `{type(self).__name__}` among the callbacks of a `Trainer`, but got the callback in `Fabric`,"
             " which would train without a federation: use `lightning_fed.FederatedTrainer`."
@@ -41,29 +37,16 @@ class FederatedCallback(TrainerCallback):
     :meth:`on_client_visit_end`. After the last visit: :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
     Outside visits: :meth:`on_model_loaded`. The message after a hook travels.
 
-    Clipping, weights, encoding, masks and noise belong to an update step (:mod:`lightning_fed.steps`): the chain checks
-    the order of the steps.
-
-    Some features read attributes of a callback, with a default for callbacks without the attribute. See the `guide
-    <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
+    Clipping, weights, encoding, masks and noise belong to an update step (:mod:`lightning_fed.steps`). Some features
+    read attributes of a callback, see the `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
 
     Example:
-        >>> import torch
         >>> class Drift(FederatedCallback):
-        ...     '''Reports the largest change of a number in the model, for the log.'''
-        ...
         ...     def on_client_start(self, trainer, module, client, broadcast):
         ...         self.start = broadcast.state
-        ...
         ...     def on_client_end(self, trainer, module, client, update):
         ...         changes = [(update.state[name] - value).abs().max() for name, value in self.start.items()]
         ...         update.metrics["drift"] = float(max(changes))
-        >>> drift = Drift()
-        >>> drift.on_client_start(None, None, "a", Broadcast(0, {"weight": torch.zeros(1), "bias": torch.ones(1)}))
-        >>> update = ClientUpdate("a", 8, {"weight": torch.tensor([3.0]), "bias": torch.tensor([1.5])})
-        >>> drift.on_client_end(None, None, "a", update)
-        >>> update.metrics
-        {'drift': 3.0}
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -80,9 +63,7 @@ class FederatedCallback(TrainerCallback):
 
         The module still holds the global model, and the client's memory is available. Entries without requested rows
         arrive as a whole. Extras are for the rule's :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
-
-        Raises:
-            ClientFault: To exclude the client before the server sends anything.
+        :class:`ClientFault` excludes the client.
         """
 
     def on_server_send(
@@ -98,10 +79,7 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Client side, before the module loads the message: may unpack entries from :meth:`on_server_send`.
 
-        Afterwards ``broadcast.state`` must hold all shared entries.
-
-        Raises:
-            ClientFault: If the client cannot use the message.
+        Afterwards ``broadcast.state`` must hold all shared entries. :class:`ClientFault` excludes the client.
         """
 
     def on_client_start(
@@ -112,8 +90,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
         """Client side, before a training step: returns the batch for the step. Lightning's hooks see the original.
 
-        Raises:
-            ClientFault: To exclude the client because of the data.
+        :class:`ClientFault` excludes the client because of the data.
         """
         return batch
 
@@ -123,10 +100,7 @@ class FederatedCallback(TrainerCallback):
         """Client side, after the last batch: may add extras and metrics to the update. A step changes the state.
 
         A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
-        on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
-
-        Raises:
-            ClientFault: To exclude the client because of the update.
+        on one batch (:class:`~lightning_fed.callbacks.PersonalModel`). :class:`ClientFault` excludes the client.
         """
         return None
 
@@ -144,16 +118,11 @@ class FederatedCallback(TrainerCallback):
 
         Example:
             >>> class Sizes(FederatedCallback):
-            ...     '''Counts the examples in a round, in any number of processes.'''
-            ...
             ...     size = 0
-            ...
             ...     def on_server_receive(self, trainer, module, update):
             ...         self.size += update.num_samples
-            ...
             ...     def share_round(self, trainer, module):
-            ...         sizes = yield self.size
-            ...         self.size = sum(sizes)
+            ...         self.size = sum((yield self.size))
         """
         return None
 
@@ -164,12 +133,9 @@ class FederatedCallback(TrainerCallback):
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Server side, after the round, also after an interrupted round: the module holds the global model.
+        """Server side, after the round: the module holds the global model, which is new if ``is_new``.
 
-        Args:
-            trainer: The Trainer.
-            module: The module.
-            is_new: Whether the round has made a new global model.
+        Also called after an interrupted round.
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
@@ -186,10 +152,9 @@ class AskableCallback(FederatedCallback, ABC):
     def on_client_question(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
-        """Client side: answers a question with the module, loaded for the answer. Changes to the module are undone.
+        """Client side: answers a question with the loaded module. Changes to the module are undone.
 
-        Raises:
-            ClientFault: If the client has no answer.
+        :class:`ClientFault` means no answer.
         """
 
 

@@ -12,15 +12,7 @@ from typing import Any
 
 
 def load_feature(module: str) -> ModuleType:
-    """Imports a module below the kernel line.
-
-    Raises:
-        ModuleNotFoundError: If the module is missing. The message names the missing feature.
-
-    Example:
-        >>> load_feature("lightning_fed.metrics").__name__
-        'lightning_fed.metrics'
-    """
+    """Imports a module below the kernel line; the error for a missing module names the missing feature."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -34,14 +26,9 @@ def load_feature(module: str) -> ModuleType:
 
 
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Creates package functions to load each name in the stub on first access.
+    """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
-    Args:
-        package: The package's ``__name__``.
-        door: The package's ``__file__``. The stub ``__init__.pyi`` in the same folder lists the names.
-
-    Returns:
-        ``__getattr__``, ``__dir__`` and ``__all__`` for the package.
+    ``package`` is the package's ``__name__``, ``door`` the ``__file__``. The stub ``__init__.pyi`` lists the names.
     """
     sources: dict[str, tuple[str, bool]] = {}  # name to module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:

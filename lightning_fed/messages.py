@@ -1,11 +1,8 @@
-"""The wire: three messages between server and client.
+"""The wire: three messages between server and client, with flat dictionaries of tensors.
 
-The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. Both hold flat dictionaries with
-tensors: the same halves run in one process, in several processes or over a network, and bytes are counted, not
-estimated.
-
-A client may first send a :class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or
-with names of known parts of the model. Only requested rows travel, in both directions.
+The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
+:class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with names of known parts
+of the model. Only requested rows travel, in both directions. Bytes are counted, not estimated.
 
 Untrained entries (parameters without gradient, constant buffers) do not travel if the receiver has the values:
 ``unsent`` holds the names, and the receiver fills in the values.
@@ -35,33 +32,17 @@ def plain_keys(clients: Iterable[Client]) -> list[Client]:
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The tensors' size in bytes.
-
-    Example:
-        >>> import torch
-        >>> tensor_bytes({"weight": torch.zeros(3, 2), "steps": torch.tensor(1)})
-        32
-    """
+    """The tensors' size in bytes."""
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
 def file_name(client: Client) -> str:
-    """File name for a client; the key may have any characters.
-
-    Example:
-        >>> len(file_name("ward 3/north"))
-        32
-    """
+    """File name for a client; the key may have any characters."""
     return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Digest for names, types, shapes and values in a state.
-
-    Example:
-        >>> digest({"w": torch.ones(2)}) == digest({"w": torch.ones(2)}), digest({}) == digest({"w": torch.ones(2)})
-        (True, False)
-    """
+    """Digest for names, types, shapes and values in a state."""
     hasher = hashlib.sha256()
     for name in sorted(state):
         value = state[name].detach().cpu().contiguous().reshape(-1)
@@ -88,22 +69,12 @@ def distinct(tensors: Mapping[str, Tensor]) -> State:
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
-    """Adds a prefix to all names.
-
-    Example:
-        >>> list(with_prefix({"w": torch.ones(2)}, "control:"))
-        ['control:w']
-    """
+    """Adds a prefix to all names."""
     return {f"{prefix}{name}": value for name, value in state.items()}
 
 
 def without_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
-    """Selects the entries with a prefix in the name, and removes the prefix.
-
-    Example:
-        >>> list(without_prefix({"control:w": torch.ones(2), "rows": torch.ones(1)}, "control:"))
-        ['w']
-    """
+    """Selects the entries with a prefix in the name, and removes the prefix."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 

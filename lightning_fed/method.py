@@ -1,9 +1,4 @@
-"""Federated methods: rule, update steps, callbacks and settings under one name.
-
-:func:`register` adds the methods in :mod:`lightning_fed.algorithms`. Trainers, recipes and commands look up methods by
-name: ``FederatedTrainer("fedss:num_negatives=40")``, ``Federation(FedSS(num_negatives=40))``, ``method:`` in a recipe,
-and ``lightning-fed compare --methods fedss:num_negatives=40``.
-"""
+"""Federated methods: rule, update steps, callbacks and settings under one name."""
 
 from __future__ import annotations
 
@@ -27,8 +22,7 @@ from lightning_fed.steps.update_step import UpdateStep
 class Method:
     """A server's rule with update steps, callbacks and settings for a federation.
 
-    An :class:`~lightning_fed.Aggregator` is also a method, with registered callbacks and without settings. Other
-    methods are objects of this class, or of a subclass with the method's options as arguments.
+    An :class:`~lightning_fed.Aggregator` is also a method, with registered callbacks and without settings.
 
     Args:
         aggregator: The server's rule, or a method to extend, by name or as an object.
@@ -89,12 +83,6 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
         method: A subclass of :class:`Method` or :class:`~lightning_fed.Aggregator`. The arguments of ``__init__`` are
             options, and the docstring's first line is the description.
         callbacks: Builds the necessary callbacks for a rule.
-
-    Returns:
-        The class.
-
-    Raises:
-        ValueError: If another method has the name.
     """
     if method is None:
         return partial(register, callbacks=callbacks)
@@ -116,18 +104,9 @@ def method_names() -> list[str]:
 
 
 def find_method(name: str) -> type[Method] | type[Aggregator]:
-    """Finds the class of a method.
+    """Finds the class of a method by name, in any case, with or without underscores (``"trimmed_mean"``).
 
-    Args:
-        name: Name in any case, with or without underscores (``"trimmed_mean"``), or the path of an unregistered class:
-            ``"my_project.FedMine"``.
-
-    Raises:
-        ValueError: If the name is unknown.
-
-    Example:
-        >>> find_method("fedbn").__name__
-        'FedBN'
+    The path of an unregistered class (``"my_project.FedMine"``) is a name too. An unknown name raises ``ValueError``.
     """
     module, _, attribute = name.rpartition(".")
     if not module and method_key(name) not in METHODS:
@@ -146,16 +125,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parses a method from a recipe or the command line: ``name[:option=value[:option=value...]]``.
-
-    Args:
-        text: The text. Values are YAML.
-
-    Returns:
-        Name and options.
-
-    Raises:
-        ValueError: If an option has no value or occurs twice.
+    """Parses a method from a recipe or the command line: ``name[:option=value[:option=value...]]``, with YAML values.
 
     Example:
         >>> parse_method("fedprox:mu=1e-2")
@@ -174,11 +144,10 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
-    """Builds a method from a name and options; returns a method object unchanged.
+    """Builds a method from a name with options; a rule becomes a method, and a method object is returned unchanged.
 
-    Args:
-        method: Name in any case, with options if needed (``"fedss:num_negatives=40"``); or a method or rule.
-        options: Arguments for the named method's class, or for callbacks in the method.
+    The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments for the named method's class,
+    or for callbacks in the method.
 
     Raises:
         ValueError: If the name or an option is unknown, or an option without default is missing.
@@ -236,12 +205,7 @@ def _with_options(callback: Callback, options: Mapping[str, Any]) -> Callback:
 
 
 def method_key(name: str) -> str:
-    """Converts a name to a key: lower case, without underscores.
-
-    Example:
-        >>> method_key("Trimmed_Mean")
-        'trimmedmean'
-    """
+    """Converts a name to a key: lower case, without underscores."""
     return name.lower().replace("_", "")
 
 

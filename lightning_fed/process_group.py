@@ -29,11 +29,6 @@ class ProcessGroup:
         size: Number of processes.
         is_independent: Whether communication is disabled at present: during visits the processes train different
             clients.
-
-    Example:
-        >>> group = ProcessGroup()
-        >>> group.size, group.gather("state")
-        (1, ['state'])
     """
 
     rank = 0
@@ -78,11 +73,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 class TorchProcessGroup(ProcessGroup):
-    """The processes in ``torch.distributed``'s default group.
-
-    Args:
-        device: This process's device.
-    """
+    """The processes in ``torch.distributed``'s default group."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank = dist.get_rank()
@@ -154,14 +145,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits an object into distinct tensors and the pickled rest.
-
-    Args:
-        value: The object.
-        known: The receiver's tensors; only indices travel.
-
-    Raises:
-        MisconfigurationException: If the object cannot be pickled.
+    """Splits a picklable object into distinct tensors and the pickled rest. For ``known`` tensors only indices travel.
 
     Example:
         >>> w = torch.ones(2)

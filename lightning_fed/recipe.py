@@ -43,11 +43,10 @@ COMMANDS = {
 
 @contextmanager
 def remembered_subclasses() -> Iterator[None]:
-    """Caches the subclasses of each class until more modules are imported.
+    """Caches the subclasses of each class until more modules are imported, to make recipes faster to parse.
 
-    For every string in place of a module, such as a network name, jsonargparse searches all subclasses: about a hundred
-    times per recipe, with over a thousand subclasses of ``nn.Module``. The patched function is private. Without the
-    function parsing is only slower.
+    For every string in place of a module, such as a network name, jsonargparse searches over a thousand subclasses of
+    ``nn.Module``. The patched function is private. Without the function parsing is only slower.
     """
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:
@@ -148,9 +147,6 @@ class FederatedCLI(LightningCLI):
 
         Each of several processes saves separate batches (``predictions_0.pt``, ...). ``--return_predictions false``
         saves nothing, for use with a ``BasePredictionWriter`` callback.
-
-        Args:
-            arguments: Arguments for ``Trainer.predict``.
         """
         predictions = self.trainer.predict(**arguments)
         if predictions:

@@ -1,8 +1,4 @@
-"""The server's rules: the port from a round's messages to the new global state.
-
-A rule is a monoid between :meth:`~Aggregator.start` and :meth:`~Aggregator.aggregate`. Changes to an update between a
-client's training and the rule belong to :mod:`lightning_fed.steps`.
-"""
+"""The server's rules: the port from a round's messages to the new global state."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ class RoundPlan:
 
 
 class RuleCapabilities:
-    """Optional parts of a rule: features read the declarations here, and a rule overrides the declarations it changes.
+    """Optional parts of a rule. Features read these declarations, and rules override some.
 
     Attributes:
         accepts_rows: An update may contain a few rows of an entry (:attr:`ClientUpdate.rows`). Such a rule implements
@@ -89,8 +85,7 @@ class RuleCapabilities:
     def model_of(self, client: Client) -> State | None:
         """Shared entries of the client's model; ``None`` for the global model.
 
-        Clients with the same model get the same object. The server writes BatchNorm statistics into the tensors after a
-        round.
+        Clients with the same model get the same object. The server writes BatchNorm statistics into the tensors.
         """
         return None
 
@@ -138,10 +133,7 @@ class Aggregator(RuleCapabilities, ABC):
         """Receives one client's checked update, or a sum from an update step.
 
         The rule now owns the tensors, except tensors named in ``update.unsent``: the broadcast owns these, and the rule
-        must not write into the memory.
-
-        Raises:
-            BadUpdate: If the rule cannot use the update; the rule is unchanged, and the server excludes the client.
+        must not write into the memory. An unusable update leaves the rule unchanged and raises :class:`BadUpdate`.
         """
 
     @abstractmethod
@@ -150,14 +142,10 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """The new global values of the shared entries, from all updates (at least one).
+        """The new shared entries from all updates (at least one); ``None`` without a new model yet.
 
-        Returns:
-            The state; ``None`` if the rule needs more rounds for a new model.
-
-        Raises:
-            BadUpdates: If a comparison of all updates excludes clients. The rule has removed these updates, and the
-                server calls the method again with enough other updates.
+        If a comparison of all updates excludes clients, the rule removes these updates and raises :class:`BadUpdates`.
+        The server calls the method again if enough updates remain.
         """
 
     def metrics(self) -> dict[str, float]:

@@ -26,8 +26,7 @@ class FederatedTrainer(L.Trainer):
     """``L.Trainer`` with federated rounds for epochs.
 
     The class builds a :class:`~lightning_fed.callbacks.Federation` callback, accepts plain training data, and counts
-    rounds in the progress bar. ``Federation`` documents the federated arguments. The signature has the arguments
-    of both classes.
+    rounds in the progress bar. The signature has the arguments of both classes.
 
     Args:
         method: The federated method.
@@ -42,9 +41,8 @@ class FederatedTrainer(L.Trainer):
 
     Example:
         >>> from lightning_fed.data import Dirichlet
-        >>> trainer = FederatedTrainer(
-        ...     "fedprox:mu=0.1", max_rounds=50, clients_per_round=10, partition=Dirichlet(100, alpha=0.1), logger=False
-        ... )
+        >>> clients = Dirichlet(100, alpha=0.1)
+        >>> trainer = FederatedTrainer("fedprox:mu=0.1", max_rounds=50, partition=clients, logger=False)
         >>> trainer.max_epochs
         50
     """
@@ -110,11 +108,6 @@ class FederatedTrainer(L.Trainer):
             ckpt_path: Checkpoint to resume from.
             weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects; pickled objects can
                 execute code. By default such a checkpoint is an error.
-
-        Raises:
-            MisconfigurationException: If the data are not clients and ``partition`` is missing, or a Trainer setting is
-                invalid in a round.
-            TypeError: If an object comes from the package ``pytorch_lightning``.
         """
         refuse_foreign(model, train_dataloaders, datamodule)
         check_processes(self)  # before Lightning starts them

@@ -30,30 +30,11 @@ class RoundLog:
     """Writes a round's numbers to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
 
     The log position is Lightning's position for the round's other values: the batches so far, with the round as
-    ``epoch``.
-
-    ========================== ==========================================================================
-    ``fed/clients``            clients with an aggregated update
-    ``fed/stragglers``         clients with partial work, aggregated or excluded
-    ``fed/dropped``            chosen clients without a report
-    ``fed/failed``             excluded clients; the log gives each reason
-    ``fed/num_samples``        examples behind the aggregate
-    ``fed/update_norm``        Euclidean norm of (local - global) over the trained entries, before any bound;
-                               mean over clients, weighted by counted examples
-    ``fed/global_update_norm`` norm of (new - old) global parameters
-    ``fed/batch_norm_shift``   share of variance between clients in a BatchNorm layer's inputs, for the layer with
-                               the largest share, if clients measure
-    ``fed/drift``              1 - global_update_norm / update_norm: 0 for equal updates, near 1 if updates
-                               cancel. At least 0 for a weighted mean with these weights; other rules (a server
-                               learning rate above 1, momentum, other weights) may go below 0
-    ``comm/up_bytes``          bytes in the round's updates; ``comm/total_up_bytes`` since the first round
-    ``comm/down_bytes``        bytes in the round's broadcasts; ``comm/total_down_bytes`` since the first round
-    ========================== ==========================================================================
+    ``epoch``. The guide on logging defines the names.
 
     Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
     name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names up
-    to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log. Metrics
-    from the rule (:meth:`Aggregator.metrics <lightning_fed.Aggregator.metrics>`) and update steps have separate names.
+    to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log.
 
     Callbacks can monitor the newest value for every name. The aggregator's names and ``client/<id>/...`` may change
     from round to round: only the last names stay.
