@@ -114,7 +114,7 @@ class FederatedCallback(TrainerCallback):
         """Shares values between processes with different clients, before :meth:`on_server_aggregate`.
 
         A generator yields a value (tensors, numbers and plain containers), and receives the values from all processes
-        in rank order. Required for a callback with data from :meth:`on_server_receive` in :meth:`on_server_aggregate`.
+        in rank order. Required if :meth:`on_server_aggregate` uses data collected in :meth:`on_server_receive`.
 
         Example:
             >>> class Sizes(FederatedCallback):

@@ -41,12 +41,12 @@ class RoundInfo:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """A rule's wishes for a round, before the draw of the cohort.
+    """A rule's requests to the server before the server draws a round's cohort.
 
     Args:
-        drawn: Index of an earlier round, to visit the same cohort again; ``None`` for a new cohort.
-        present: Usable clients in the earlier cohort; ``None`` for all.
-        always: Additional clients in every cohort, with complete work.
+        drawn: Index of an earlier round whose cohort trains again; ``None`` for a new cohort.
+        present: Clients of the earlier cohort that may train again; ``None`` for all.
+        always: Additional clients in every cohort, never as stragglers or dropouts.
     """
 
     drawn: int | None = None

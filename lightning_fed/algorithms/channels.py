@@ -75,7 +75,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """A client's number of examples, and numbers by channel and entry."""
+    """A client's number of examples, and the single numbers sent by the client, by channel and entry."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -83,7 +83,7 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over clients with bounded numbers in the same magnitude; a monoid.
+    """Sums over clients whose reported numbers have a similar magnitude. Parts can be merged in any order.
 
     The rule excludes whole parts, because a sum cannot exclude a single client. ``means`` are by channel; ``sums`` are
     the rule's further sums by entry, with a method ``merge``.

@@ -194,7 +194,7 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Leaves one half of the federation to another machine. A backend calls this method before a fit."""
+        """Leaves the server or the clients to another machine, behind ``remote``. Called by a backend before a fit."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
@@ -355,7 +355,7 @@ class Federation(TrainerCallback):
         return self._models.ask(trainer, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context outside validation with the model for validation in the module: an average, if available."""
+        """Context that loads the model used in validation into the module: the averaged model, if the fit has one."""
         return self._loop.averages_in_place()
 
     @property

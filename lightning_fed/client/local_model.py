@@ -110,7 +110,7 @@ class LocalModel:
         }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the global model: shared entries from ``state``, all others the server's.
+        """Loads the global model: shared entries from ``state``, all other entries from the server's values.
 
         The module owns the tensors of sliced entries from then on.
         """
@@ -118,7 +118,7 @@ class LocalModel:
         self._unsaved.return_additions()
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Filters names of untransmitted entries by difference from the server's values; NaN equals NaN."""
+        """Returns the names of untransmitted entries that differ from the server's values. NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [
@@ -128,7 +128,7 @@ class LocalModel:
         ]
 
     def update_server_entries(self) -> None:
-        """Copies the global model's untransmitted entries as the server's values."""
+        """Sets the server's values to copies of the module's untransmitted entries."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
     def load_client(

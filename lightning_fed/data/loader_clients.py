@@ -252,7 +252,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Position of the pass's decisive loader: the first among the longest, or among the shortest."""
+        """Position of the loader that ends the pass: the shortest with ``"min_size"``, otherwise the longest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 

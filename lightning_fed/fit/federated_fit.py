@@ -197,7 +197,7 @@ class FederatedFit:
         return True
 
     def needs_own_statistics(self, module: L.LightningModule, sliced: Collection[str]) -> bool:
-        """True if ``batch_norm="auto"`` has no choice, because the server does not see a client's statistics."""
+        """True if ``"auto"`` must use separate BatchNorm statistics, because the server sees no client's statistics."""
         has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 

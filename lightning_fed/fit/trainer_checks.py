@@ -60,7 +60,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 
 
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
-    """Moves a callback to the front: for all other callbacks a visit begins before the first batch.
+    """Moves a callback to the front, so a visit begins before other callbacks see the first batch.
 
     The Trainer may be in a loop over callbacks. A second callback of the class ``kind`` is an error.
     """
@@ -164,7 +164,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def _check_saver(saver: ModelCheckpoint) -> None:
-    """Refuses a file inside a round if the current batch decides on name or choice."""
+    """Refuses checkpoints inside a round if the name or the choice depends on the current batch."""
     is_inside = saver.every_n_epochs == 0 or getattr(saver, "save_on_exception", False)  # new in Lightning 2.6
     if not is_inside or saver.save_top_k == 0:
         return

@@ -52,7 +52,7 @@ _METRIC = "let a callback reset metrics that training uses in `on_client_start`"
 
 
 class _Known:
-    """Results of a module's rounds: changed attributes, attributes in the log, and searches inside rounds."""
+    """Findings about a module from earlier rounds: changed attributes, logged attributes, and number of searches."""
 
     def __init__(self) -> None:
         self.suspects: dict[str, ref[Any]] = {}  # owners; a second fit has other optimizers
@@ -117,7 +117,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Begins a visit, with new state in the optimizers in attributes."""
+        """Begins a visit; clears the state of optimizers stored in attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
@@ -265,7 +265,7 @@ class CarriedAttributes:
                 self._methods.append(method)
 
     def _call_metric(self, method: OverriddenMethod, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a metric's method; a nested call in ``forward`` is no read or reset by the user."""
+        """Calls a metric's method, and records a read or reset. Calls inside ``forward`` are not recorded."""
         is_forward = method.name == "forward"
         if not self._num_forwards and id(method.owner) in self._updated:
             if method.name == "compute" and self._num_visits:
@@ -389,7 +389,7 @@ class _Watched:
 
     @staticmethod
     def is_possible(owner_type: type, attribute: str) -> bool:
-        """True for a Python class without a method or property of this name."""
+        """True if the attribute can be watched: in a Python class without a method or property of this name."""
         is_of_python = bool(owner_type.__flags__ & 1 << 9)
         return (
             is_of_python

@@ -56,7 +56,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, labels: Tensor) -> None:
-        """Adds embeddings, shape ``(n, d)``, and labels, shape ``(n,)``, integers.
+        """Adds embeddings with shape ``(n, d)`` and integer labels with shape ``(n,)``.
 
         The metric's type must represent each label exactly (float32: up to 16,777,216).
         """

@@ -37,7 +37,7 @@ def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
-    """Refuses Trainers and modules without private steps. ``ends_early``: the budget may stop the fit."""
+    """Refuses Trainers and modules unsuitable for DP-SGD. ``ends_early`` is true if the budget may stop the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
     parameters = set(map(id, module.parameters()))

@@ -159,7 +159,7 @@ class BatchHooks:
         return loader.current is not None and not loader.is_over and ends_after_batch(self._fit.trainer)
 
     def _cut(self, round: Round, planned: PlannedVisit) -> None:
-        """Ends the round with the training so far."""
+        """Ends the round early, because the fit ends; aggregates the clients' training so far."""
         loader = round.loader
         if loader.batches_left and not planned.is_over:
             round.driver.end_early(planned, planned.num_batches - loader.batches_left)

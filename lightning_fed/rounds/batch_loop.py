@@ -34,7 +34,7 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 class BatchLoop:
-    """Trains on batches like Lightning's loop, after the end of a batch in Lightning's loop.
+    """Trains on further batches like Lightning's loop, but faster. Runs at the end of a batch in Lightning's loop.
 
     All implemented hooks run with the same arguments and in the same order; counters, logged values and log steps are
     Lightning's. Other optimization (manual, accumulated, with a loss scale, with an ``optimizer_step`` in the module)

@@ -63,7 +63,7 @@ def freeze_batch_norm(module: nn.Module) -> None:
 
 
 def thaw_batch_norm(module: nn.Module) -> None:
-    """Returns BatchNorm layers to the parent's mode."""
+    """Sets each BatchNorm layer to the mode (training or evaluation) of its parent module."""
     for parent in module.modules():
         for child in parent.children():
             if isinstance(child, BatchNorm):
@@ -237,7 +237,7 @@ def _find_shift(
 def _record_shift(
     fit: FederatedFit, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> dict[str, float]:
-    """Decides on the reports of a round; returns the numbers for the log."""
+    """Finds the shift between the clients' reports, and decides with ``"auto"``; returns the numbers for the log."""
     rule = fit.server.rule
     largest, shift = _find_shift(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:

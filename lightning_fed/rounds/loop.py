@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Puts the rounds into a Trainer's fit: a loader for each round, with an end for each visit.
+    """Runs the rounds inside a Trainer's fit: supplies a loader for each round, and ends each visit.
 
     Attributes:
         remote: The other half of the federation, if on another machine.
@@ -287,7 +287,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context: the module is the average of the global models, as in validation, if the fit has averages."""
+        """Context that loads the average of the global models into the module, as in validation, if the fit has one."""
         return nullcontext() if self._averages is None else self._averages.in_place()
 
     # A round

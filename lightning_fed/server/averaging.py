@@ -48,7 +48,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a mean, without unsent entries, most entries for a model with adapters."""
+        """Adds an update to a mean, without unsent entries. A model with adapters leaves most entries unsent."""
         moved = {
             name: value
             for name, value in update.state.items()

@@ -89,7 +89,7 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message to a client; of a whole model without entries already at the client."""
+        """Counts a message to a client. For a whole model, entries already at the client do not count."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         self.chain.on_sent(client, broadcast)

@@ -112,7 +112,7 @@ class FusionLayer(nn.Module):
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Numbers with the influence of the global features, by level."""
+        """Numbers that measure the influence of the global features, by feature level."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 

@@ -24,11 +24,11 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Returns numbers by name with the influence of the global features."""
+        """Returns named numbers that measure the influence of the global features."""
 
 
 class MixingOperator(FusionOperator):
-    """Base class for operators with shares of the global features as ``weight`` (abstract)."""
+    """Base class for operators whose ``weight`` is the share of the global features (abstract)."""
 
     weight: nn.Parameter
 

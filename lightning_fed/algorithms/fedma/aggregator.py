@@ -174,7 +174,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The stage matched in this round and the pass, if the pass continues."""
+        """The stage matched in this round, and the pass to continue; ``None`` if the pass has ended."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
@@ -312,7 +312,7 @@ class FedMA(Aggregator):
         return current if current is not None and round <= current.round + 1 else MatchingPass(round, round)
 
     def _resized_entries(self, current: MatchingPass) -> State:
-        """Entries of a client in the pass; only shapes and dtypes matter."""
+        """Placeholders with the shapes and dtypes of a client's entries at the current widths."""
         shapes = {name: list(value.shape) for name, value in self._client_entries.items()}
         for group in self._groups.resized(current.sizes):
             for (name, axis), entry in group.entries.items():

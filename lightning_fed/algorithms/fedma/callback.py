@@ -328,7 +328,7 @@ class LayerwiseTraining(FederatedCallback):
         return broadcast.state
 
     def _find_labels(self, trainer: L.Trainer, module: L.LightningModule, rule: FedMA) -> BatchKey:
-        """Finds the labels in the loss of the output layer; ``None``, with a warning, without a proof."""
+        """Finds the batch key of the labels in the output layer's loss. Without a proof: ``None`` and a warning."""
         try:
             task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`", needs_target=True)
             outputs = set(layer_entries(module, module.get_submodule(task.layer)))

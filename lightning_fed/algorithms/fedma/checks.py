@@ -57,7 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses widths in a checkpoint, except from growth along the growable axes of an entry."""
+    """Refuses a checkpoint if an entry's shape differs from the module's along an axis outside ``growable``."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):

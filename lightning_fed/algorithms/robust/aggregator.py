@@ -152,7 +152,7 @@ class RobustAggregator(Aggregator):
 
     @property
     def clients(self) -> list[Client]:
-        """Clients with an update, without trusted clients, in an order beyond the clients' control."""
+        """Clients with an update, except trusted clients. The clients cannot influence the order."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:

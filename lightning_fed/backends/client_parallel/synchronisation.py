@@ -164,7 +164,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self.release()
 
     def abort(self) -> None:
-        """Makes this process independent for good."""
+        """Makes this process independent of the other processes permanently."""
         self._processes.is_independent = True
 
     def release(self) -> None:

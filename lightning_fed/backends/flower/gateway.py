@@ -105,13 +105,13 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection to a stranger, or to a node after a signed call."""
+    """Connection to a peer. A peer is a stranger until its first call with a valid signature."""
 
     listener: Listener
     peer: tuple[Any, ...]  # address and port
 
     def close(self) -> None:
-        """Closes the connection, and gives its place to other strangers."""
+        """Closes the connection, which makes room for another stranger."""
         if self.listener.strangers.get(self.peer) is self:
             del self.listener.strangers[self.peer]
         super().close()
@@ -130,7 +130,7 @@ class Listener(socket.socket):
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. The oldest connection from the same address makes room, or from the busiest address."""
+        """Accepts a connection. At the limit, closes the oldest stranger from this or the busiest address."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
         if self._burst >= _BURST:  # others have a turn: every connection takes memory for TLS
@@ -150,12 +150,12 @@ class Listener(socket.socket):
         return connection, address
 
     def watch(self, peer: tuple[Any, ...], connection: Connection) -> None:
-        """Ends a connection after a stranger's seconds, unless :meth:`trust` is called before."""
+        """Closes the connection after the time limit for strangers, unless :meth:`trust` is called earlier."""
         self.strangers[peer] = connection
         asyncio.get_running_loop().call_later(_STRANGER_SECONDS, self._expire, peer, connection)
 
     def trust(self, peer: tuple[Any, ...]) -> Connection | None:
-        """Takes a connection with a signed call from the strangers."""
+        """Removes a peer with a signed call from the strangers; returns the connection."""
         return self.strangers.pop(peer, None)
 
     def _end_burst(self) -> None:

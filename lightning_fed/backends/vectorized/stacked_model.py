@@ -68,7 +68,7 @@ class StackedModel:
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
 
     def use_copies(self) -> None:
-        """Makes the following steps use copies, to reveal steps with access to the module's tensors."""
+        """Trains on copies of the stack from now on, to detect steps that use the module's tensors directly."""
         copies = copy_state(self._rows)
         self._rows = copies
         self._step_inputs = {
@@ -76,7 +76,7 @@ class StackedModel:
         }
 
     def check_step(self) -> None:
-        """Checks for equal gradients after a step with batches in several shapes.
+        """Checks that all clients used the same parameters in a step with batches of several shapes.
 
         Raises ``RuntimeError`` if the clients' losses depend on different parameters. In a separate run, a parameter
         without a gradient is constant; in a stack the row's gradient is zero, and momentum and weight decay move the

@@ -102,12 +102,12 @@ class RemoteClientSide(RemoteSide):
         self._server_entries: State = {}
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns no visits: Lightning trains an empty batch, and then waits for the answers."""
+        """Returns no visits, because clients train elsewhere. Lightning runs one empty batch and waits for answers."""
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 
     def start(self, fit: FederatedFit) -> None:
-        """Changes nothing: the Trainer's optimizers and schedulers are the round's."""
+        """Does nothing: the round uses the Trainer's optimizers and schedulers."""
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
     def exchange(self, round: Round) -> None:
@@ -436,7 +436,7 @@ class _RemoteVisit:
 
 
 class _Unreadable(Fault):
-    """An unreadable reply."""
+    """Fault in place of a reply that cannot be read."""
 
 
 def _exclude(

@@ -220,7 +220,7 @@ def is_client(key: object) -> bool:
 
 
 def find_bad_place(run: object, client: object, round: object) -> str | None:
-    """Returns the fault in run, client and round of a message, or ``None``.
+    """Describes an invalid run, client or round in a message; returns ``None`` if all are valid.
 
     Example:
         >>> find_bad_place("0a", "ann", 3), find_bad_place("../0a", "ann", 3)
@@ -322,7 +322,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Returns a fault for an unread reply above the size limit for a model, or ``None``."""
+    """Describes a reply that is too large for the model, before the reply is read; otherwise returns ``None``."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:

@@ -120,7 +120,7 @@ def run_server(
 
 
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
-    """Checks for callbacks with a need for the clients' data on the server."""
+    """Refuses callbacks that need the clients' data on the server."""
     has_statistics = half.reports_statistics and batch_norm_layers(module)
     of_steps = [callback for step in half.server.chain.steps for callback in step.callbacks()]
     for callback in (*callbacks, *half.method.callbacks, *of_steps):

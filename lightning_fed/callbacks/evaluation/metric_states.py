@@ -131,17 +131,17 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """True for a metric with states; the sum of two metrics has none."""
+    """True for a metric with states. A metric composed from others (``a + b``) has no states."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
 def is_updated(metric: Metric) -> bool:
-    """True unless a metric has states and no batch; wrappers do not count batches."""
+    """False for a metric with states but without a batch so far. True for wrappers, which do not count batches."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Metrics with all batches of a pass: no metric without a batch, and no part of a wrapper with other batches."""
+    """Selects metrics that saw all batches. Excludes metrics without a batch, and metrics inside a wrapper."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -189,7 +189,7 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """A metric's value between two batches, and every result computed from such a value."""
+    """Marks a metric's value computed before the last batch, and every result computed from such a value."""
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Appends metrics with an update, and without an earlier update or reset, to ``updated``."""
+    """Context that appends each metric to ``updated`` at the first update, unless a reset precedes the update."""
     fresh: list[Metric] = []
     before = [(metric, metric.update) for metric in metrics if holds_states(metric) and not metric.update_called]
 
