@@ -583,10 +583,10 @@ class Federation(TrainerCallback):
         then, now = self._clients, describe_clients(self.population.clients)
         if self.rounds and then and then != now:
             _log.warning(
-                "The clients are not those of the checkpoint: it had %s, and there are %s%s.",
+                "The clients differ from the clients in the checkpoint: the checkpoint had %s, and now there are %s%s.",
                 count_of(then),
                 count_of(now),
-                ", of other names" if count_of(then) == count_of(now) else "",
+                " with other names" if count_of(then) == count_of(now) else "",
             )
         self._clients = now
 

@@ -261,9 +261,9 @@ class FolderStore(ClientStore):
             raise ValueError(f"Expected a number for the store's run in the checkpoint, but got {self._run!r}.")
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
-                f"The folder {str(self.folder)!r} does not hold any more the client state after {round} rounds: the"
-                f" folder holds the state for the last two checkpoints, from {self._oldest.read_text()} rounds on."
-                " Resume from one of these, or restore a copy of the folder. In future runs,"
+                f"The folder {str(self.folder)!r} no longer holds the client state after {round} rounds: the folder"
+                f" holds the state for the last two checkpoints, from {self._oldest.read_text()} rounds on."
+                " Resume from one of these checkpoints, or restore a copy of the folder. In future runs,"
                 f" store=FolderStore({str(self.folder)!r}, keep_all=True) deletes nothing."
             )
         self._resumed_at = self._last_checkpoint = round

@@ -172,14 +172,14 @@ class CarriedAttributes:
             raise MisconfigurationException(
                 f"Expected every visit to begin with the state of the round's start, but the visits of"
                 f" {type(self._module).__name__} changed and read {_listed(refused)}: the values would pass from client"
-                f" to client beside the messages; {self._advise(refused)}."
+                f" to client outside the messages; {self._advise(refused)}."
             )
         names = sorted((found | blind | self._read_metrics) - known.named)
         if names:
             known.named.update(names)
             _log.warning(
-                "Round %d: these attributes of %s changed in the visits: %s. They pass from client to client beside the"
-                " messages: %s.",
+                "Round %d: these attributes of %s changed in the visits: %s. The values pass from client to client"
+                " outside the messages: %s.",
                 round_number(round),
                 type(self._module).__name__,
                 _listed(names),

@@ -101,7 +101,7 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
         tensor([0, 1, 2, 3])
     """
     if len(groups) != len(sizes):
-        raise ValueError(f"Expected one of `sizes` per group, but got {len(sizes)} for {len(groups)}.")
+        raise ValueError(f"Expected one size per group, but got {len(sizes)} sizes for {len(groups)} groups.")
     runs: dict[Axis, list[_Run]] = {}
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         check_count("sizes", size)
@@ -330,4 +330,4 @@ def _check_indices(name: str, indices: Tensor, size: int) -> None:
     indices = indices.cpu()
     is_repeated = indices.ndim != 1 or len(torch.unique(indices)) != len(indices)
     if is_repeated or not bool(((indices >= 0) & (indices < size)).all()):
-        raise ValueError(f"Expected different neurons of {name!r} from 0 to {size - 1}, but got {indices.tolist()}.")
+        raise ValueError(f"Expected distinct neurons of {name!r} from 0 to {size - 1}, but got {indices.tolist()}.")

@@ -278,7 +278,7 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
             else "the clients share pooled statistics"
         )
         _log.info(
-            "BatchNorm: %.0f %% of the differences in the inputs of layer %r lie between the clients: %s.",
+            "BatchNorm: %.0f %% of the variance in the inputs of layer %r is between the clients: %s.",
             100 * shift,
             layer,
             text,

@@ -73,7 +73,7 @@ class RoundAverages:
             if average != current:
                 raise MisconfigurationException(
                     f"Expected `{type(callback).__name__}` behind `Federation` in the Trainer's `callbacks`, because"
-                    " the method changes the module, but got it in front."
+                    " the method changes the module, but got the callback in front of `Federation`."
                 )
 
     def end_round(self) -> None:

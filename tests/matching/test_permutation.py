@@ -297,13 +297,13 @@ def test_refusals(groups):
         permute_neurons(state, [first], [torch.tensor([0, 0, 2])])
     with pytest.raises(ValueError, match=r"axis 0 of 'first\.weight' to have the length 3, but its shape is"):
         permute_neurons({"first.weight": torch.zeros(4, 2, 3, 3)}, [first], [torch.tensor([2, 1, 0])])
-    with pytest.raises(ValueError, match="different neurons of 'first' from 0 to 2, but got"):
+    with pytest.raises(ValueError, match="distinct neurons of 'first' from 0 to 2, but got"):
         slice_neurons(state, [first], [torch.tensor([0, 3])])
-    with pytest.raises(ValueError, match="different neurons of 'first' from 0 to 4, but got"):
+    with pytest.raises(ValueError, match="distinct neurons of 'first' from 0 to 4, but got"):
         grow_neurons(state, [first], [torch.tensor([0, 3, 3])], [5])
     with pytest.raises(ValueError, match="index for each of 3 neurons of 'first', but got 2"):
         grow_neurons(state, [first], [torch.tensor([0, 3])], [5])
-    with pytest.raises(ValueError, match="one of `sizes` per group, but got 1 for 3"):
+    with pytest.raises(ValueError, match="one size per group, but got 1 sizes for 3 groups"):
         resize_groups(groups, [4])
     with pytest.raises(ValueError, match="`sizes` to be at least 1, but got 0"):
         resize_groups([first], [0])

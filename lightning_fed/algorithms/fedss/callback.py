@@ -243,8 +243,8 @@ def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
     replaced = apply_to_collection(batch, Tensor, replace)
     if not count:
         raise OptionError(
-            "Expected `target` to give a tensor that is in the batch, in a list, dictionary or dataclass, so that its"
-            f" labels can be made columns of the logits, but in a {type(batch).__name__} it is not found: let it return"
-            " the tensor itself, and leave its shape to the `training_step`."
+            "Expected `target` to return one of the batch's tensors, which may be inside a list, dictionary or"
+            f" dataclass, but this {type(batch).__name__} does not contain the returned tensor. Return the tensor"
+            " itself, not a copy, and reshape the tensor in `training_step`."
         )
     return replaced

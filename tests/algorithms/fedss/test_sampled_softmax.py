@@ -369,7 +369,7 @@ def test_labels_that_are_not_in_the_batch(federated_trainer):
         name: TensorDataset(inputs, labels[:, None])
         for name, (inputs, labels) in ((name, dataset.tensors) for name, dataset in clients().items())
     }
-    with pytest.raises(ValueError, match="Expected `target` to give a tensor that is in the batch"):
+    with pytest.raises(ValueError, match="Expected `target` to return one of the batch's tensors"):
         federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5, target=lambda batch: batch[1].squeeze(1))]).fit(
             models.Module(net(), plain_sgd), data
         )
