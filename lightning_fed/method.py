@@ -161,7 +161,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
         name, written = parse_method(method)
         return _build_by_name(name, {**written, **options})
     if options:
-        raise TypeError(f"Expected options beside the name of a method, but got {sorted(options)} beside {method!r}.")
+        raise TypeError(f"Expected options only with the name of a method, but got {sorted(options)} with {method!r}.")
     if isinstance(method, Aggregator):
         return Method(method)
     if isinstance(method, Method):

@@ -147,7 +147,7 @@ def test_options_of_its_callbacks():
         (lambda: build_method("fedprox", nu=1), ValueError, r"'fedprox' to be of \['mu', 'row_.*\], but got \['nu'\]"),
         (lambda: build_method("fedprox:mu"), ValueError, "`option=value`, but got 'mu' in 'fedprox:mu'"),
         (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "every option once, but got 'mu' again"),
-        (lambda: build_method(FedAvg(), mu=1), TypeError, r"beside the name of a method, but got \['mu'\] beside"),
+        (lambda: build_method(FedAvg(), mu=1), TypeError, r"only with the name of a method, but got \['mu'\] with"),
         (lambda: build_method(FedBN), TypeError, "a name, a Method or an Aggregator object, but got <class"),
         (lambda: Method("fedsgd"), ValueError, r"`method` to be one of 37 names, but got 'fedsgd'"),
         (lambda: FedBN(3), TypeError, "a name, a Method or an Aggregator object, but got 3"),

@@ -83,7 +83,10 @@ def test_a_federation_that_served_another_trainer_is_refused(federated_trainer):
     first.fit(module, *clients)
     second.fit(models.Module(models.mlp()), *clients)
     first.fit_loop.max_epochs = 2
-    with pytest.raises(MisconfigurationException, match=r"has served another Trainer since: .*federation\.replace\(\)"):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"another Trainer has used .*federation\.replace\(\)",
+    ):
         first.fit(module, *clients)
 
 

@@ -408,8 +408,8 @@ class Federation(TrainerCallback):
         self._fit.trainer = trainer
         if trainer.current_epoch and previous not in (None, trainer) and not self._fit.is_remote:
             raise MisconfigurationException(
-                f"This Trainer is to go on after epoch {trainer.current_epoch}, but its `Federation` has served another"
-                " Trainer since: give each Trainer a `Federation` of its own (`federation.replace()` makes one)."
+                f"This Trainer would continue after epoch {trainer.current_epoch}, but another Trainer has used the"
+                " `Federation` since then: give each Trainer a separate one (`federation.replace()` makes a copy)."
             )
         if fit.rounds and previous is trainer and trainer.current_epoch:  # with a larger `max_epochs`
             self._fit.continue_from(fit)

@@ -55,8 +55,8 @@ def decide_policies(
     if (batch_norm == "personal" or keeps_statistics) and not layers:
         raise OptionError(
             f"Expected a model with BatchNorm layers for batch_norm={batch_norm!r}"
-            f" ({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: name what"
-            " is to stay with the clients in `personal`, or choose another `batch_norm`."
+            f" ({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: name"
+            " the entries that stay with the clients in `personal`, or choose another `batch_norm`."
         )
     statistics = batch_norm_statistics(module)
     if batch_norm == "personal":
@@ -71,7 +71,7 @@ def decide_policies(
     for name in sliced:
         if policies.get(name) != "shared":
             raise OptionError(
-                f"Expected {name!r}, of which clients ask for some rows, to be an entry that travels, but"
+                f"Expected {name!r}, from which clients request single rows, to be a shared entry, but"
                 f" {'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
             )
         policies[name] = "sliced"
@@ -80,9 +80,8 @@ def decide_policies(
         at_home = [name for name in at_home if name not in statistics]
     if at_home:
         _log.warning(
-            "%d entries stay with their clients (%s, ...). Validation of the global model uses the values they had"
-            " at the start of the fit; validation data given as a mapping of clients are also evaluated with each"
-            " client's own.",
+            "%d entries stay with their clients (%s, ...). Validation of the global model uses the initial values of"
+            " these entries. With validation data as a mapping by client, each client's own values are evaluated too.",
             len(at_home),
             at_home[0],
         )
@@ -126,10 +125,10 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 def warn_of_filled(names: Collection[str]) -> None:
     """Warns about buffers filled in visits: the values are not sent to the server, and are lost."""
     _log.warning(
-        "The clients' visits write into %d buffers that do not travel, because they held NaN or infinite values at the"
-        " start (%s). What they write is dropped: the global model has there what it began with, or what its validation"
-        " writes. Give them finite values before the fit to have them averaged, name them in `personal` to have each"
-        " client keep its own, or in `frozen` if this is right.",
+        "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite values"
+        " at the start (%s). The written values are lost: the global model keeps its initial values, or values written"
+        " in validation. To average the buffers, set finite values before the fit. To keep separate values on each"
+        " client, name the buffers in `personal`. To silence this warning, name the buffers in `frozen`.",
         len(names),
         _first(sorted(names)),
     )
@@ -171,8 +170,8 @@ def check_sliced(
         )
     if options.optimizer_state == "keep":
         raise MisconfigurationException(
-            f"Clients hold other rows of {sliced} in every visit, to which the optimizer state that they kept does not"
-            " belong: use optimizer_state='reset'."
+            f"Clients hold different rows of {sliced} in every visit, so a kept optimizer state would belong to other"
+            " rows: use optimizer_state='reset'."
         )
     names = entry_names(module)
     for layer in module.modules():

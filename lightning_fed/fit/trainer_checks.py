@@ -121,8 +121,8 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
         share = getattr(trainer, name, None)
         if isinstance(share, float) and share not in (0.0, 1.0):
             raise MisconfigurationException(
-                f"The training data have no length of which there is a share: set `{name}` to 1.0 or to a number of"
-                f" batches, but got {share}."
+                f"Expected `{name}` to be 1.0 or a number of batches, because the training data have no known length,"
+                f" but got the share {share}."
             )
 
 

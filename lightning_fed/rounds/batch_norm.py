@@ -250,10 +250,10 @@ def _record_shift(
         return {}
     if fit.batch_norm == "recalibrate" and shift > LARGE_SHIFT and fit.record_warning("shift"):
         _log.warning(
-            "The clients' data differ so much that pooled BatchNorm statistics may fit none of them: of the variance of"
-            " the inputs of BatchNorm layer %r %.0f %% lies between the clients, and the global model can score far"
-            " below what its weights are worth. batch_norm=LocalStatistics() gives every client statistics of its own;"
-            " `lightning_fed.modules.to_group_norm` (norm='group' of the ready tasks) does without statistics.",
+            "The clients' data differ so much that pooled BatchNorm statistics may fit no client. In layer %r, %.0f %%"
+            " of the inputs' variance is between the clients, and the global model can score far worse than with"
+            " suitable statistics. batch_norm=LocalStatistics() gives every client separate statistics;"
+            " `lightning_fed.modules.to_group_norm` (norm='group' in the ready tasks) needs no statistics.",
             largest,
             100 * shift,
         )
@@ -541,10 +541,10 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
     )
     if remaining > _MOST_LEFT:
         _log.warning(
-            "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches %.0f %% of them"
-            " are still the old ones: evaluation can fail although the training loss falls."
-            " batch_norm='recalibrate' measures them with the averaged model; `lightning_fed.modules.to_group_norm`"
-            " does without them.",
+            "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches the old values"
+            " still have a weight of %.0f %%: evaluation can fail although the training loss falls."
+            " batch_norm='recalibrate' measures the statistics with the averaged model;"
+            " `lightning_fed.modules.to_group_norm` needs no statistics.",
             batches,
             100 * remaining,
         )

@@ -497,5 +497,5 @@ def test_examples_are_counted_as_they_come(data, options, plain_trainer):
 @pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval", "overfit_batches"])
 def test_a_stream_has_no_share(name, plain_trainer):
     trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(1))], **{name: 0.5})
-    with pytest.raises(MisconfigurationException, match=f"no length of which there is a share: set `{name}`"):
+    with pytest.raises(MisconfigurationException, match=f"Expected `{name}` to be 1.0 or a number of batches"):
         trainer.fit(models.Module(models.mlp()), Stream())

@@ -333,7 +333,7 @@ def test_the_log_says_once_where_pooled_statistics_fit_nobody(offset, federated_
     with caplog.at_level(logging.WARNING):
         trainer.fit(models.Module(models.norm_mlp(), models.sgd), models.as_datasets(clients))
     shift = recorder.logged[-1]["fed/batch_norm_shift"]
-    warned = [message for message in caplog.messages if "lies between the clients" in message]
+    warned = [message for message in caplog.messages if "variance is between the clients" in message]
     assert len(warned) == (offset > 0)
     assert (shift > 0.5) == (offset > 0)
     assert 0 < shift < 1

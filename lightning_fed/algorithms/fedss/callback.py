@@ -134,8 +134,8 @@ class SampledSoftmax(FederatedCallback):
         head = self._head(module)
         if module.training and not head.training:
             raise MisconfigurationException(
-                "The head is in evaluation mode while the module trains: its logits would not be those of the sampled"
-                " softmax. Leave the head out of what you put in evaluation mode."
+                "The head is in evaluation mode while the module trains, so the head would not compute the sampled"
+                " softmax's logits. Keep the head in training mode."
             )
         target = find_target(batch, self.target)
         labels = self._classes_of(target)
@@ -176,8 +176,8 @@ class SampledSoftmax(FederatedCallback):
         for name, layer in module.named_modules():
             if layer is not head and any(id(weight) in parameters for weight in layer.parameters(recurse=False)):
                 raise MisconfigurationException(
-                    f"The head shares its weight with {name!r}, which would look up other rows than those it means:"
-                    " clients can hold a few classes only if the weight is the head's own."
+                    f"The head shares its weight with {name!r}. If clients hold only some classes' rows, {name!r} would"
+                    " read wrong rows: give the head a separate weight."
                 )
         return layer_entries(module, head)
 

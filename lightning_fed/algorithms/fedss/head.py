@@ -85,7 +85,9 @@ class SampledSoftmaxHead(LogitsLayer):
         if not 0 <= margin < limit:
             raise ValueError(f"Expected `margin` to be from 0 to below {limit:.4g}, but got {margin}.")
         if margin and not normalize:
-            raise ValueError(f"Expected no `margin` with `normalize=False`: it is one of cosines, but got {margin}.")
+            raise ValueError(
+                f"Expected no `margin` with `normalize=False`, because margins apply to cosines, but got {margin}."
+            )
         self.scale = check_positive("scale", scale)
         self.normalize = normalize
         self.margin = margin

@@ -94,7 +94,7 @@ class RemoteServer(ServerInterface):
         state = self._broadcast.state
         fault = find_implausible(state) or find_non_finite(self._broadcast.extras)
         if fault is not None:
-            raise ClientFault(f"what the server sent cannot be used: {fault}")
+            raise ClientFault(f"the server's message cannot be used: {fault}")
         self._broadcast.rows = dict(request.rows)
         return self._broadcast
 

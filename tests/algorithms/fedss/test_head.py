@@ -576,7 +576,7 @@ def test_a_margin_is_one_of_training_with_labels():
     for options, message in (
         ({"margin": 3.2}, "from 0 to below 3.142, but got 3.2"),
         ({"margin": 2.0, "margin_of": "cosine"}, "from 0 to below 2, but got 2.0"),
-        ({"margin": 0.1, "normalize": False}, "it is one of cosines"),
+        ({"margin": 0.1, "normalize": False}, "because margins apply to cosines"),
         ({"margin_of": "degrees"}, "`margin_of` to be one of"),
     ):
         with pytest.raises(ValueError, match=message):
