@@ -85,8 +85,8 @@ class Report(NamedTuple):
 class Part:
     """Sums over clients whose reported numbers have a similar magnitude. Parts can be merged in any order.
 
-    The rule excludes whole parts, because a sum cannot exclude a single client. ``means`` are by channel; ``sums`` are
-    the rule's further sums by entry, with a method ``merge``.
+    The rule excludes whole parts, because a sum cannot exclude a single client. ``means`` has a mean for each channel.
+    ``sums`` has additional sums of the rule, by entry; each sum has a method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)

@@ -85,14 +85,14 @@ class UnseenData(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Pauses during a visit, because a client's model may be evaluated there."""
+        """Pauses the replacement of statistics during a visit, because the client's model may be evaluated there."""
         self._switch(is_active=False)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         self._switch(is_active=True)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Pauses while the module belongs to a client with statistics."""
+        """Pauses the replacement while the module is the model of a client with separate statistics."""
         if self._adapter is None:  # clients on other machines evaluate without a validation of the Trainer
             self._start(module)
         self._switch(is_active=client is None or self._find_fit().served_client != client)

@@ -196,7 +196,7 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def model_key(self, state: Mapping[str, Tensor]) -> Tensor:
-        """A number for a model's weights, which ties a client's BatchNorm statistics to the weights.
+        """Fingerprint of a model's weights, stored with BatchNorm statistics to identify the measured weights.
 
         Running statistics and sliced entries, which can be large, do not count. The same ``state`` gives the same
         number.

@@ -20,7 +20,7 @@ WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 class RoundAverages:
-    """The fit's ``WeightAveraging`` callbacks, with one step per round, until :meth:`restore`.
+    """Makes the fit's ``WeightAveraging`` callbacks update once per round, until :meth:`restore`.
 
     ``should_update(step_idx=r)`` is called once, after round r's new global model and before validation, and
     ``should_update(epoch_idx=r)`` after validation, unless the average already includes the round.
@@ -95,6 +95,6 @@ class RoundAverages:
                 callback.on_validation_epoch_end(self._fit.trainer, self._fit.module)
 
     def restore(self) -> None:
-        """Restores the callbacks' original steps."""
+        """Restores ``should_update`` of the averaging callbacks."""
         for method in self._overridden:
             method.restore()

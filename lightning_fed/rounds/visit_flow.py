@@ -29,17 +29,17 @@ _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer 
 
 
 class Ask(NamedTuple):
-    """A request, answered with the server's broadcast."""
+    """Event in a visit: the client requests a model. The visit resumes with the server's broadcast."""
 
     request: Request
 
 
 class Step(NamedTuple):
-    """A training step on one batch, answered with whether the step gave a loss."""
+    """Event in a visit: a training step on one batch. The visit resumes with whether the step returned a loss."""
 
 
 class Answer(NamedTuple):
-    """An update, answered with whether the server accepts the update."""
+    """Event in a visit: the client sends an update. The visit resumes with whether the server accepted the update."""
 
     update: ClientUpdate
 

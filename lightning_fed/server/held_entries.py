@@ -44,7 +44,7 @@ class HeldEntries:
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Adds missing values, from a resumed fit's model."""
+        """Restores the values missing in a checkpoint from a resumed fit's model."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
@@ -66,7 +66,7 @@ class HeldEntries:
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Records clients with a round's model, unless all clients have the initial values."""
+        """Records that clients hold the round's model. Unnecessary while all entries have their initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 

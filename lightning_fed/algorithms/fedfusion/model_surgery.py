@@ -167,7 +167,7 @@ def _forget_compiled_code(module: nn.Module) -> None:
 
 
 def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
-    """Builds the layer for F(E, E) with "conv"."""
+    """Builds a 1x1 convolution or a linear layer equal to the "conv" operator on two equal features, F(E, E)."""
     operators = [operator for operator in fusion.operators.values() if isinstance(operator, ConvFusion)]
     ndims = list(fusion.ndims.values())
     if not ndims:

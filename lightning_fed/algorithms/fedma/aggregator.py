@@ -140,9 +140,10 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets the network before the first round of a fit; refuses a resumed pass with other stages.
+        """Sets groups, stages and entries of the network before a fit's first round.
 
-        Groups and entries have client widths; only the entries' shapes and dtypes matter.
+        Groups and entries have the clients' widths; only the entries' shapes and dtypes matter. A resumed pass must
+        have the same stages.
         """
         current = self._open_pass
         if current is not None:

@@ -117,9 +117,10 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Assigns the parameters' rows to some classes.
+        """Declares the classes whose rows the parameters now hold, in order.
 
-        The caller sets the rows before, and restores all rows with :meth:`release`.
+        The caller first replaces the parameters' data by these rows. After restoring all rows, the caller calls
+        :meth:`release`.
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)

@@ -13,7 +13,7 @@ from lightning_fed.numerics.row_sums import is_increasing
 
 
 class ForeignLabelError(ValueError):
-    """A label outside the client's classes."""
+    """Raised for a label outside the client's classes."""
 
 
 @dataclass(frozen=True, eq=False)

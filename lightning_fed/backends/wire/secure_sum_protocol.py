@@ -109,7 +109,7 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks the clients before a client shares secrets.
+    """Checks the other clients' published rows, before a client shares secrets.
 
     Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is not more than half of the
     clients: two halves could then restore different secrets.

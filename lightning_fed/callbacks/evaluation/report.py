@@ -27,12 +27,12 @@ class EvaluationReport:
         num_samples: Number of examples.
         logged: Sums of the values logged per epoch by steps and batch hooks, by name.
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: Logged name to the key for the logged metric.
+        metrics: For each logged name, the state key of the logged metric.
         values: The client's own values, by name.
-        partial: Names for values not determined by sums and states; missing over all clients.
+        partial: Names of values not determined by sums and states; these values have no result over all clients.
         shown: Names for the progress bar.
-        higher_is_better: Name to whether high values are good, if a metric declares the direction.
-        stays: Metric to the reason for keeping the state on the client.
+        higher_is_better: For each name, whether high values are good, if a metric declares the direction.
+        stays: For each metric whose state stays on the client, the reason.
         support: Examples per class: float64, shape (classes,); ``None`` without a counting metric.
     """
 

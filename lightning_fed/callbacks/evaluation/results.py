@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Values per metric and client, with each metric's direction, and examples per client (and class, if counted)."""
+    """Values per metric and client, whether higher is better, and numbers of examples per client (and per class)."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
