@@ -19,8 +19,8 @@ def load_feature(module: str) -> ModuleType:
         if not (error.name or "").startswith("lightning_fed."):
             raise  # another package, such as an extra
         raise ModuleNotFoundError(
-            f"Expected the feature `{error.name}` in the package, but the folder or file is missing: install"
-            " lightning-fed anew.",
+            f"Expected the feature `{error.name}` in the package, but the folder or file is missing:"
+            " reinstall lightning-fed.",
             name=error.name,
         ) from error
 

@@ -119,7 +119,7 @@ def _add_evaluation(callbacks: list[Callback]) -> None:
     try:
         kind = load_feature("lightning_fed.callbacks.evaluation.client_evaluation").ClientEvaluation
     except ModuleNotFoundError as error:
-        _log.warning("Clients do not evaluate the model on data of their own: %s", error)
+        _log.warning("The model is not evaluated on the clients' own data: %s", error)
         return
     if not any(isinstance(callback, kind) for callback in callbacks):
         evaluation = kind()

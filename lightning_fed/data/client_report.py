@@ -247,7 +247,7 @@ def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int
 def _one_pass(population: Population, client: Client) -> Iterator[Any]:
     batches = population.batches_per_epoch(client, isolated=True)
     if batches is None:
-        raise ValueError(f"Expected data with a length, but those of client {client!r} have none.")
+        raise ValueError(f"Expected data with a length, but the data of client {client!r} have no length.")
     planned = PlannedVisit(Visit(client, 0, 0), population.num_samples(client), batches)
     for item in population.stream([planned], isolated=True):
         if item.error is not None:

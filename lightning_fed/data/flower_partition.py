@@ -53,8 +53,8 @@ class FlowerPartition(Partition):
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         if self.partitioner.is_dataset_assigned():
             raise OptionError(
-                "Expected a partitioner without a data set, because it splits that of the training loader, but"
-                f" {type(self.partitioner).__name__} has one: make a new one."
+                "Expected a partitioner without a data set, because the training loader's data set is split, but"
+                f" {type(self.partitioner).__name__} already has one: create a new partitioner."
             )
         partitioner = copy.deepcopy(self.partitioner)  # a partitioner accepts only one data set
         partitioner.dataset = self._table(dataset)

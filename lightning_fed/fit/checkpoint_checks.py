@@ -38,8 +38,8 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
         raise ValueError(f"The checkpoint {str(path)!r} is damaged: {error}. Resume from another one.") from error
     if damaged is not None:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {damaged!r} in it has other bytes than were written. Resume from"
-            " another one."
+            f"The checkpoint {str(path)!r} is damaged: the bytes of {damaged!r} have changed since they were written."
+            " Resume from another checkpoint."
         )
 
 

@@ -183,8 +183,8 @@ def check_sliced(
             )
     if reports_statistics and batch_norm_statistics(module):
         raise MisconfigurationException(
-            "Measuring BatchNorm's running statistics (batch_norm='recalibrate', for one) would send all of"
-            f" {sliced} to every client once more: convert the model with"
+            "A measurement of BatchNorm's running statistics (for example with batch_norm='recalibrate') would send"
+            f" the whole of {sliced} to every client again: convert the model with"
             " `lightning_fed.modules.to_group_norm` (the FedSS paper does), or choose another `batch_norm`."
         )
 

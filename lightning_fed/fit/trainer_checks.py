@@ -45,9 +45,9 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
     if is_overridden("train_dataloader", module):
         return module
     raise MisconfigurationException(
-        "Expected training data: loaders or data sets that are handed to `fit`, a datamodule, or the module's own"
-        " `train_dataloader`. If loaders were handed to `fit`, `Federation` has not found them in this version of"
-        " Lightning: hand over `datamodule=lightning_fed.data.LoaderDataModule(train, val)`."
+        "Expected training data: loaders or data sets passed to `fit`, a datamodule, or the module's own"
+        " `train_dataloader`. If loaders were passed to `fit`, `Federation` has not found the loaders in this version"
+        " of Lightning: pass `datamodule=lightning_fed.data.LoaderDataModule(train, val)`."
     )
 
 

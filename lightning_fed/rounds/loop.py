@@ -216,7 +216,7 @@ class RoundLoop:
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
-                "The Trainer trains on other loaders than those of the clients: hand over a datamodule, such as"
+                "The Trainer does not train on the clients' loaders: pass a datamodule to `fit`, such as"
                 " `lightning_fed.data.LoaderDataModule(train, val)`."
             )
         if self.remote is None or not self.remote.has_server:  # a server of remote clients trains nothing here

@@ -42,11 +42,13 @@ class RoundAverages:
                 )
             if not fit.has_server:
                 raise MisconfigurationException(
-                    f"{name} averages global models, which the server has: give it to the server's Trainer."
+                    f"{name} averages global models, and only the server has global models: pass the callback to the"
+                    " server's Trainer."
                 )
             if fit.trainer.is_global_zero:
                 _log.info(
-                    "%s averages the global models, not the clients': its steps, and its decay, are those of rounds.",
+                    "%s averages the global models, not the clients' models: the average has one step per round, and"
+                    " the decay applies per round.",
                     name,
                 )
         self._overridden = [self._override(callback) for callback in self._callbacks]

@@ -532,7 +532,7 @@ REFUSED = {
     "outputs in parts": (lambda: of_a_body(part_of_the_outputs), NONE),
     "two heads": (lambda: of_a_body(two_heads), r"but the layers \['projector', 'other'\] do"),
     "by hand": (by_hand, "but a trial step is impossible with manual optimization"),
-    "fails": (lambda: of_a_body(needs_a_fit), r"cannot be tried out before the training \(KeyError: 'known'\)"),
+    "fails": (lambda: of_a_body(needs_a_fit), r"a trial of the step before training failed \(KeyError: 'known'\)"),
 }
 
 

@@ -323,14 +323,14 @@ class FeatureFusion(FederatedCallback):
             if fusion.operator != self.operator or self.at not in ("auto", extractor.path):
                 raise MisconfigurationException(
                     f"Expected a module without fusion, or with {self.operator!r} at {self.at!r}, but it has"
-                    f" {fusion.operator!r} at {extractor}: take it out with `lightning_fed.modules.unwrap`."
+                    f" {fusion.operator!r} at {extractor}: remove the fusion with `lightning_fed.modules.unwrap`."
                 )
             for name, value in fusion.arguments.items():
                 expected = getattr(self, name)
                 if expected not in (_default_of(name), value):
                     raise MisconfigurationException(
                         f"Expected a module without fusion, or with {name}={expected!r}, but its fusion has"
-                        f" {name}={value!r}: take it out with `lightning_fed.modules.unwrap`."
+                        f" {name}={value!r}: remove the fusion with `lightning_fed.modules.unwrap`."
                     )
             return fusion
         try:

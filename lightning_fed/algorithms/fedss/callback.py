@@ -208,8 +208,8 @@ class SampledSoftmax(FederatedCallback):
         population, planned = federation.population, federation.visit
         if not population.gives_all(client):
             raise OptionError(
-                f"The loader of client {client!r} may leave examples out of a pass (`drop_last`, or sampling with"
-                " replacement), so that its classes cannot be looked for: give `SampledSoftmax` the clients' `classes`."
+                f"The loader of client {client!r} may skip examples in a pass (`drop_last`, or sampling with"
+                " replacement), so a pass may miss classes: give `SampledSoftmax` the clients' `classes`."
             )
         faults, labels_of_batches = list[Exception](), [torch.zeros(0, dtype=torch.int64)]
         with seeded_generators():
@@ -226,7 +226,7 @@ class SampledSoftmax(FederatedCallback):
         if target.ndim > 1 or not bool((target == target.round()).all()):
             raise OptionError(
                 f"Expected labels to be class numbers, but got {target.dtype} of shape {tuple(target.shape)}: soft"
-                " labels have classes that a client does not hold. Say where the labels are with `target`."
+                " labels have classes that a client does not hold. Select integer labels with `target`."
             )
         return target.long()
 
