@@ -87,7 +87,8 @@ class ClassLoss:
     """A loss between class scores from ``layer`` and labels.
 
     ``kind`` is ``"binary"`` for one output, ``"multilabel"`` for several classes per example, else ``"multiclass"``.
-    ``labels`` are places in the batch (empty if the step makes the labels), and ``voids`` ignored labels.
+    ``labels`` are the positions of the labels in the batch; empty if the step computes the labels. ``voids`` are the
+    ignored labels.
     """
 
     layer: str

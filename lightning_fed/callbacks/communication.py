@@ -175,7 +175,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Averages by part: model parts, requests and extras if any, then the sum. Empty before the first visit."""
+        """Average traffic by part (model parts, requests, extras), then of the sum; empty before the first visit."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])

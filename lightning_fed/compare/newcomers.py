@@ -43,7 +43,7 @@ def train_newcomers(
 
     Args:
         module: The global model.
-        clients: Client to training loader and validation loader.
+        clients: Training loader and validation loader of each client.
         max_epochs: Number of local epochs.
         monitor: Name of the logged metric.
         seed: Seed for the training.

@@ -128,14 +128,14 @@ class FederatedFit:
 
     @property
     def unseen(self) -> str:
-        """Statistics for data without a client: ``"batch"``, ``"data"``, ``"pooled"``, or empty for the model's own."""
+        """Kind of BatchNorm statistics for data without a client: an option of ``unseen``; empty for the model's own."""
         if isinstance(self.batch_norm, LocalStatistics):
             return self.batch_norm.unseen
         return "batch" if self.decision == "own" else ""
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model for the clients' measurements of BatchNorm statistics; ``None`` for no round."""
+        """Round of the global model with which clients measure BatchNorm statistics; ``None`` without measurements."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property

@@ -65,7 +65,7 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes with an effect on later visits. Refuses some, and names others once in the log.
+    """Finds attributes that carry values from one visit to later visits. Some raise an error, others a warning.
 
     An attribute is found after two events: one visit changes the attribute, and a later visit reads before writing. The
     search covers the module, submodules, the user's callbacks, the Trainer's optimizers, and the schedulers with a step
@@ -75,10 +75,10 @@ class CarriedAttributes:
     updates from an earlier visit. Class attributes, variables in the closures of methods, and global numbers are found
     after changes in two visits.
 
-    An optimizer in an attribute begins every visit without state. With several clients, attributes in optimizers,
-    schedulers, and callbacks with an effect on training are an error after changes in two visits.
+    An optimizer stored in an attribute begins every visit without state. With several clients, changes in two visits
+    are an error for attributes of optimizers, of schedulers, and of callbacks with an effect on training.
 
-    Excluded are layers from this package, the ``state_dict`` in optimizers and schedulers, memory with parameters
+    The search skips layers from this package, the ``state_dict`` of optimizers and schedulers, memory with parameters
     and buffers, and tensors with a gradient history. The search cannot find other globals, and objects behind more
     than five levels.
 

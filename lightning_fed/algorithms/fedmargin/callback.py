@@ -56,7 +56,7 @@ class ClassPrototypes(FederatedCallback):
     features include weight changes, augmentation and dropout. Margins of short visits are noisy.
 
     Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
-    data set stays active, but both passes draw the same random numbers.Batches are loaded in the main process. Passes
+    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. Passes
     leave random numbers and module state unchanged.
 
     Args:

@@ -82,7 +82,7 @@ def local_prototype_margin(
 ) -> Tensor:
     r"""LPM: movement of a client's prototypes in local training, a float64 scalar; NaN if undefined for all classes.
 
-    Reconstructed from "deviation of on-client prototypes before and after local training".
+    Reconstruction: the paper only says "deviation of on-client prototypes before and after local training".
 
     .. math:: \mathrm{LPM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], p_k^0[c])
 
@@ -111,7 +111,7 @@ def aggregate_prototype_margin(
 ) -> Tensor:
     r"""APM: distance between a client's prototypes and the aggregate prototypes; NaN if undefined for all classes.
 
-    Reconstructed from "deviation of aggregate prototypes from local prototypes".
+    Reconstruction: the paper only says "deviation of aggregate prototypes from local prototypes".
 
     .. math:: \mathrm{APM}_k = \frac{1}{|C_k \cap \mathrm{dom}\, \bar P|}
         \sum_c \mathrm{SPM}(p_k^1[c], \bar P[c])
@@ -131,7 +131,7 @@ def aggregate_prototype_margin(
 def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs", *, normalize: bool = False) -> Tensor:
     r"""AMM: mean margin between the classes in a set of prototypes, a scalar; NaN with fewer than two classes.
 
-    Reconstructed from "the margin among the aggregate set of prototypes".
+    Reconstruction: the paper only says "the margin among the aggregate set of prototypes".
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert \bar P[c] - \bar P[c'] \rVert
 

@@ -477,7 +477,7 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """Returns whether this process has clients' data. The package's datamodules answer without making loaders."""
+    """Returns whether this process has clients' data, without building loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 
