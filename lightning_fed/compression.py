@@ -123,7 +123,11 @@ class Quantized(Compression):
     .. math:: q_i = \lfloor u_i / s + \xi_i \rfloor, \qquad \xi_i \sim \mathcal{U}[0, 1), \qquad
         s = \max_i |u_i| / (2^{b - 1} - 1)
 
-    ``bits`` (b) is 8 or 4. FedMA, secure aggregation and central differential privacy raise ``ValueError``.
+    Args:
+        bits: Number of bits b.
+
+    Raises:
+        ValueError: If ``bits`` is neither 8 nor 4; for FedMA, secure sums and central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -185,8 +189,11 @@ class Float16(Compression):
 class TopK(Compression):
     """Sends the values with the largest magnitude in each entry, with positions.
 
-    ``share`` is the fraction of values to send per entry, rounded up, in (0, 1]. FedMA, secure aggregation and central
-    differential privacy raise ``ValueError``.
+    Args:
+        share: Fraction of the values in an entry, rounded up; in (0, 1].
+
+    Raises:
+        ValueError: If ``share`` is outside (0, 1]; for FedMA, secure sums and central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -230,8 +237,11 @@ class Downlink(UpdateStep):
     rows, BatchNorm statistics, extras and models outside visits are sent without compression. The state has compression
     errors and recent codes, at most the size of two models.
 
-    Place ``Downlink`` after all steps that change the new model. Rules for several models or client-specific shapes
-    raise ``ValueError``.
+    Args:
+        step: Compression. ``Downlink`` follows all steps that change the new model.
+
+    Raises:
+        ValueError: For rules with several models or client-specific shapes.
 
     Example:
         >>> from lightning_fed import Federation

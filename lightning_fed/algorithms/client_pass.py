@@ -61,7 +61,15 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses clients with only some rows of an entry, for a method with whole models on the clients."""
+    """Refuses clients with only some rows of an entry, for a method with whole models on the clients.
+
+    Raises:
+        MisconfigurationException: If the message contains rows.
+
+    Example:
+        >>> import torch
+        >>> refuse_rows(Broadcast(0, {"w": torch.zeros(3)}), "MOON")
+    """
     if broadcast.rows:
         raise MisconfigurationException(
             f"{method} keeps whole models on the clients, but clients only hold some rows of {sorted(broadcast.rows)}:"

@@ -48,6 +48,17 @@ class PersonalModel(GradientTerm):
         lam: Strength :math:`\lambda`, at least 0.
         global_epochs: Epochs for the global model, at least 1; the remaining ``local_epochs`` train the personal model.
             A fit without remaining epochs, or with ``local_steps``, is refused.
+
+    Raises:
+        ValueError: If ``lam`` is negative or not finite, or ``global_epochs`` is below 1.
+        MisconfigurationException: In ``fit``, if visits have no remaining epochs or are counted in steps, or clients
+            hold only some rows of an entry.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(
+        ...     max_rounds=10, local_epochs=4, callbacks=[PersonalModel(0.1, global_epochs=2)], logger=False
+        ... )
     """
 
     has_own_models = True
@@ -135,6 +146,9 @@ class Ditto(Method):
         local_epochs: Epochs per visit for the global model.
         personal_epochs: Epochs per visit for the personal model; ``None`` for the same number.
         aggregator: Method for the global model, by name or as an object.
+
+    Raises:
+        ValueError: If ``lam`` is negative or not finite, or epochs are below 1.
 
     Example:
         >>> from lightning_fed import Federation

@@ -59,6 +59,10 @@ class AdaptiveAggregation(FederatedCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, with manual optimization, fewer layers, or clients with only some rows.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[AdaptiveAggregation()], logger=False)
     """
 
     supports_vectorize = True
@@ -192,6 +196,14 @@ class FedALA(Method):
         share: Share of the client's batches for the weights, in (0, 1].
         eta: Learning rate for the weights.
         aggregator: The base method, by name or as an object.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> [type(callback).__name__ for callback in Federation(FedALA(share=0.5)).method.callbacks]
+        ['AdaptiveAggregation']
     """
 
     def __init__(

@@ -44,6 +44,9 @@ class FedAtt(AveragingAggregator):
         noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise gives no privacy guarantee.
         seed: Seed for the noise, combined with the round.
 
+    Raises:
+        ValueError: If ``step_size`` is not positive, or ``noise`` or ``seed`` is negative.
+
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> fedatt = FedAtt(step_size=1.0)

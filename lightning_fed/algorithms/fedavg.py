@@ -28,6 +28,9 @@ class FedAvg(AveragingAggregator):
         row_weighting: Divisor for a row's changes if clients hold only some rows: the sum over all clients' weights
             (``"global"``), or only over clients with the row (``"per_row"``).
 
+    Raises:
+        ValueError: If ``row_weighting`` is unknown.
+
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> import torch

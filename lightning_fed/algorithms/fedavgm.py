@@ -34,6 +34,9 @@ class FedAvgM(Method):
         nesterov: Use Nesterov momentum.
         aggregator: Method for :math:`\bar w`, by name or as an object.
         lazy_rows: See :class:`ServerOptimizer`.
+
+    Raises:
+        ValueError: If an argument is invalid.
     """
 
     def __init__(

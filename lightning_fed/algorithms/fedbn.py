@@ -24,6 +24,9 @@ class FedBN(Method):
     Args:
         aggregator: Method for the other layers, by name or as an object.
 
+    Raises:
+        ValueError: In ``fit``, if the model has no BatchNorm.
+
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(FedBN()).options.batch_norm

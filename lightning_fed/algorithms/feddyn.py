@@ -43,6 +43,9 @@ class FedDyn(ChannelRule):
     Args:
         alpha: Strength :math:`\alpha`, positive; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.
 
+    Raises:
+        ValueError: If ``alpha`` is not positive and finite.
+
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> feddyn = FedDyn(alpha=0.1)

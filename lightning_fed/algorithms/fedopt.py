@@ -45,6 +45,9 @@ class AdaptiveOptimizer(Optimizer):
         tau: Adaptivity :math:`\tau`; a smaller value is more adaptive.
         second_moment: Update formula for the second moment.
 
+    Raises:
+        ValueError: If an argument is invalid.
+
     Example:
         >>> w = torch.tensor(1.0, requires_grad=True)
         >>> optimizer = AdaptiveOptimizer([w], lr=0.1)
@@ -120,6 +123,13 @@ class FedAdagrad(Method):
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+        >>> FedAdagrad(lr=0.01).steps[0].optimizer_kwargs["lr"]
+        0.01
     """
 
     def __init__(
@@ -153,6 +163,14 @@ class FedAdam(Method):
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+        >>> fedadam = FedAdam().steps[0]
+        >>> fedadam.optimizer_kwargs["beta1"], fedadam.optimizer_kwargs["beta2"]
+        (0.9, 0.99)
     """
 
     def __init__(
@@ -186,6 +204,9 @@ class FedYogi(Method):
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
+
+    Raises:
+        ValueError: If an argument is invalid.
 
     Example:
         >>> [type(step).__name__ for step in FedYogi(aggregator="fairavg").steps]

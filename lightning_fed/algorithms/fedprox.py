@@ -30,6 +30,13 @@ class FedProx(Method):
     Args:
         mu: Strength :math:`\mu`; 0 gives FedAvg's weights. The authors tune :math:`\mu` in {0.001, 0.01, 0.1, 0.5, 1}.
         row_weighting: See :class:`FedAvg`.
+
+    Raises:
+        ValueError: If ``mu`` is negative or not finite.
+
+    Example:
+        >>> FedProx(mu=1.0).callbacks[0].mu
+        1.0
     """
 
     def __init__(self, mu: float = 0.01, row_weighting: RowWeighting = "global") -> None:

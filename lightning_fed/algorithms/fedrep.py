@@ -131,6 +131,10 @@ class FedRep(Method):
         local_epochs: Sum of both, if both are given.
         aggregator: Method for the body, by name or as an object.
 
+    Raises:
+        ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or the sum differs from ``local_epochs``;
+            in ``fit``, if a selector matches nothing.
+
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(FedRep("head.*", head_epochs=10, body_epochs=5)).schedule.local_epochs

@@ -54,6 +54,10 @@ class ContrastiveTerm(FederatedCallback):
     Raises:
         MisconfigurationException: In ``fit``, if the network is compiled or skips the layer, a training step proves no
             classifier for ``"auto"``, or clients hold only some rows.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[ContrastiveTerm(mu=5.0)], logger=False)
     """
 
     def __init__(self, mu: float = 1.0, temperature: float = 0.5, layer: str = "auto", network: str = "auto") -> None:
@@ -201,6 +205,14 @@ class MOON(Method):
         temperature: :math:`\tau`.
         layer: Name of the layer with the features as output, or ``"auto"``.
         aggregator: The base method, by name or as an object.
+
+    Raises:
+        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or a number is not finite.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> Federation(MOON(mu=5.0)).method.callbacks[0].mu
+        5.0
     """
 
     def __init__(

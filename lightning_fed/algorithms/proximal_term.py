@@ -26,6 +26,13 @@ class ProximalTerm(GradientTerm):
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.
+
+    Raises:
+        ValueError: If ``mu`` is negative or not finite.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[ProximalTerm(0.1)], logger=False)
     """
 
     supports_vectorize = True

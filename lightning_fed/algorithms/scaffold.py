@@ -48,6 +48,9 @@ class SCAFFOLD(ChannelRule):
         weighting: Clients have equal weights (``"uniform"``, as in the paper) or weights by examples (``"examples"``,
             as in NIID-Bench). Control variates always have equal weights.
 
+    Raises:
+        ValueError: If ``weighting`` is unknown.
+
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> scaffold = SCAFFOLD()

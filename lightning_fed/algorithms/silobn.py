@@ -29,6 +29,9 @@ class SiloBN(Method):
         unseen: Normalisation for data from an unknown client, see :class:`~lightning_fed.LocalStatistics`.
         aggregator: Method for the shared entries, by name or as an object.
 
+    Raises:
+        ValueError: In ``fit``, if the model has no BatchNorm.
+
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(SiloBN()).options.batch_norm

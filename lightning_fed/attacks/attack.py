@@ -24,6 +24,10 @@ class Attack:
     Args:
         clients: Malicious clients by name, or a number of clients drawn from all clients.
         seed: Seed for drawing clients and for the attack.
+
+    Raises:
+        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, with too few
+            clients or an unknown name.
     """
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:

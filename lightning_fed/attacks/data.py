@@ -42,6 +42,9 @@ class LabelFlip(DataAttack):
         num_classes: Number of classes.
         seed: Seed for drawing clients.
 
+    Raises:
+        ValueError: If ``num_classes`` is below 2; in a fit, if a batch has no labels.
+
     Example:
         >>> flip_labels(torch.tensor([0, 1, 9, 255]), num_classes=10)
         tensor([  9,   8,   0, 255])
@@ -76,6 +79,9 @@ class Backdoor(DataAttack):
         value: Pixel value of the trigger, in all channels.
         share: Fraction of images with the trigger in a batch, rounded up.
         seed: Seed for drawing clients.
+
+    Raises:
+        ValueError: If an argument is outside its range; in a fit, if a batch has no images and labels.
 
     Example:
         >>> add_trigger(torch.zeros(1, 1, 3, 3), size=2, value=1.0)

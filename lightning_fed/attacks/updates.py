@@ -86,6 +86,9 @@ class GaussianNoise(UpdateAttack):
         std: Standard deviation :math:`\sigma` per coordinate.
         seed: Seed for drawing clients and for the noise, which depends on client and round.
 
+    Raises:
+        ValueError: If ``std`` is negative.
+
     Example:
         >>> GaussianNoise(clients=1, std=0.0).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
         tensor(1.)
@@ -124,6 +127,9 @@ class BadValues(UpdateAttack):
         clients: Malicious clients, or the number to draw.
         kind: ``"nan"``, ``"inf"`` (both always excluded), or ``"huge"`` (the largest finite number of the dtype).
         seed: Seed for drawing clients.
+
+    Raises:
+        ValueError: If ``kind`` is unknown.
 
     Example:
         >>> BadValues(clients=1, kind="nan").fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())

@@ -74,6 +74,11 @@ class OwnClassConfusion(PeriodicPictures):
     Attributes:
         latest: Matrix by client after the last evaluated round, also without a logger.
 
+    Raises:
+        ValueError: If ``every_n_epochs`` is below 1 or ``clients`` is empty; in ``fit``, if a client is unknown, or the
+            module does not return logits.
+        MisconfigurationException: In ``fit``, if the Trainer has no federation, or no label is found in the loss.
+
     Example:
         >>> confusion = OwnClassConfusion(clients=["Greek/01", "Latin/07"], every_n_epochs=50)
 

@@ -78,6 +78,11 @@ class ClientSegmentations(L.Callback):
         inputs: Images in a batch: an index, key or function; ``None`` for the usual places.
         target: Masks in a batch: an index, key or function; ``None`` for the usual places.
 
+    Raises:
+        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
+        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or a mask has an
+            unknown label.
+
     Example:
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])
     """

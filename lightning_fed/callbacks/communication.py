@@ -73,6 +73,10 @@ class CommunicationReport(FederatedCallback):
             for other entries. By default the parts are the modules at the first level with different names.
         client_rounds: Number of latest rounds with separate numbers per client; earlier rounds store sums.
 
+    Raises:
+        ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry matches a prefix.
+        MisconfigurationException: In ``setup``, if the Trainer has no federation.
+
     Example:
         >>> report = CommunicationReport(parts=["model.head"])
 

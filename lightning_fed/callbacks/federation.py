@@ -115,6 +115,13 @@ class Federation(TrainerCallback):
             same class.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects given.
 
+    Raises:
+        ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
+        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
+            a partition.
+        MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round; in ``fit``, if
+            ``visits="fused"`` and something prevents fused visits.
+
     Note:
         Attributes outside ``state_dict`` pass from one visit to the next, in the module, callbacks, optimizers and
         schedulers; the log names changed attributes with an effect on later visits. Every visit starts with the round's
@@ -615,7 +622,11 @@ def _copy_method(method: Method) -> Method:
 
 
 def find_federation(trainer: L.Trainer) -> Federation:
-    """The Trainer's federation; raises ``MisconfigurationException`` without a federation."""
+    """The Trainer's federation; raises ``MisconfigurationException`` without a federation.
+
+    Raises:
+        MisconfigurationException: If the Trainer has no federation.
+    """
     federation = federation_of(trainer)
     if federation is None:
         raise MisconfigurationException("The Trainer has no `Federation` callback.")
@@ -641,6 +652,9 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
     ``configure_optimizers``. In a federation a round advances the scheduler by the (median) steps of one visit, while
     ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a federation the result is
     Lightning's number, ``inf`` without a limit. Clients' data on other machines raise ``MisconfigurationException``.
+
+    Raises:
+        MisconfigurationException: If the clients' data are on other machines.
 
     Example:
         >>> trainer = L.Trainer(max_steps=7, logger=False, enable_checkpointing=False)

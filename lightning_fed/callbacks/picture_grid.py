@@ -49,6 +49,9 @@ def segmentation_grid(
         Picture, shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images are
         placed in the upper left corner.
 
+    Raises:
+        ValueError: If the numbers of images differ, there are no images, or a class has no colour.
+
     Example:
         >>> image, truth = torch.zeros(1, 3, 4, 4), torch.tensor([[[0, 1], [1, 255]]]).repeat(1, 2, 2)
         >>> grid = segmentation_grid(image, truth, prediction=torch.ones(1, 4, 4, dtype=torch.long))

@@ -78,6 +78,9 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
     Args:
         interval: Seconds between updates.
         options: Further arguments for ``RichProgressBar``.
+
+    Raises:
+        ModuleNotFoundError: If ``rich`` is not installed.
     """
 
     def __init__(self, interval: float = 0.25, **options: Any) -> None:

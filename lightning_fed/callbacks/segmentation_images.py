@@ -58,6 +58,11 @@ class SegmentationImages(PeriodicPictures):
         target: Masks in a batch: an index, a key, or a function of the batch; by default the usual place.
         images: Positions of the images in the validation loader, instead of the first ``num_images``.
 
+    Raises:
+        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` has an invalid colour,
+            ``images`` is empty, or an option is unknown; in ``fit`` and ``validate``, if the layer or an image is
+            missing.
+
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
         ...                               std=(0.229, 0.224, 0.225))

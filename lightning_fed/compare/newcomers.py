@@ -49,6 +49,9 @@ def train_newcomers(
         seed: Seed for the training.
         trainer_options: Further arguments for ``L.Trainer``.
 
+    Raises:
+        ValueError: If ``max_epochs`` is below 1, or the metric is not logged.
+
     Example:
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
@@ -88,6 +91,9 @@ def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: 
         values: Metric before training and after each epoch.
         tolerance: Allowed difference to the best value; 0.005 is half a percentage point of accuracy.
         mode: ``"max"`` if larger values are better, ``"min"`` if smaller values are better.
+
+    Raises:
+        ValueError: If ``values`` is empty.
 
     Example:
         >>> epochs_to_converge([0.2, 0.8, 0.9, 0.903, 0.89])

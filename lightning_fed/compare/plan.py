@@ -41,6 +41,9 @@ class Plan:
         mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else ``"max"``.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` stands for the run's seed.
+
+    Raises:
+        ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.
     """
 
     recipe: Path
@@ -112,6 +115,10 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     Returns:
         The results of all runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every round's
         numbers), ``test`` (numbers on the test data) and ``has_own_models`` (whether clients have personal models).
+
+    Raises:
+        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe or with
+            another treatment of BatchNorm, or the metric is not logged.
     """
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)

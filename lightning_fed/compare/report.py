@@ -150,6 +150,9 @@ def paired_interval(
 
     The result is mean, lower end and upper end; NaN for non-finite scores.
 
+    Raises:
+        ValueError: If the scores have different lengths, or fewer than two seeds.
+
     Example:
         >>> mean, low, high = paired_interval([0.75, 0.5, 1.0], [0.5, 0.5, 0.5])
         >>> round(mean, 3), round(low, 3), round(high, 3)
@@ -170,6 +173,9 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
     """Draws one panel per fraction of stragglers: mean over the seeds as a curve, range over the seeds as a band.
 
     The result is a PNG file; for the arguments see :func:`summarize`.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     from matplotlib.figure import Figure  # the extra `demo`
 

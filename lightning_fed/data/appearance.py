@@ -40,6 +40,10 @@ class Look(PartitionOfPartition):
         std: Standard deviation used as divisor by the data set. Without mean and std, images range from 0 to 1.
         seed: Seed for the looks; ``None`` for the federation's seed.
 
+    Raises:
+        ValueError: If a strength is negative or not finite, or a share is outside [0, 1]; while reading, if an image is
+            outside 0 to 1.
+
     Example:
         >>> from lightning_fed.data import IID
         >>> looks = Look(IID(num_clients=4), polarity=0.5)

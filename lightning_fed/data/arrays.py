@@ -32,6 +32,9 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
             `torchvision.transforms.v2` (with `torchvision.tv_tensors.Mask` for masks). Random draws should come from
             torch's global generator.
 
+    Raises:
+        ValueError: If lengths differ, `mean` or `std` does not fit the channels or the type, or `std` contains zero.
+
     Example:
         >>> import torch
         >>> images = torch.tensor([[[[0, 255]]], [[[255, 51]]]], dtype=torch.uint8)

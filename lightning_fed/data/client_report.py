@@ -169,6 +169,9 @@ def report_clients(
         class_names: Class names.
         ignore_index: Label without a class. Negative labels have no class either.
 
+    Raises:
+        ValueError: If a batch has no inputs, a class is not below ``num_classes``, or a client's data have no length.
+
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> from lightning_fed.data import FederatedDataModule

@@ -48,6 +48,9 @@ class DatasetClients(Population):
         drop_last: Whether to skip a short trailing batch.
         loader_options: Further arguments for the ``DataLoader``.
         draws: Passes of a sampler, instead of passes over all examples.
+
+    Raises:
+        ValueError: If ``batch_size`` is below 1.
     """
 
     def __init__(

@@ -144,7 +144,21 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule for loaders: a training loader for a partition, and validation data as for :class:`EvaluationData`."""
+    """Datamodule for loaders: a training loader for a partition, and validation data as for :class:`EvaluationData`.
+
+    Args:
+        train: The training loader, split by a partition.
+        val: Validation data: loaders as in ``Trainer.fit``, or a mapping by client.
+        known_clients: Function that returns the clients, for mappings with named loaders; see
+            :class:`~lightning_fed.data.federated.EvaluationData`.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.zeros(8, 3), torch.zeros(8)), batch_size=4)
+        >>> LoaderDataModule(loader, val=loader).train_dataloader() is loader
+        True
+    """
 
     def __init__(
         self, train: Any, val: Any = None, known_clients: Callable[[], Sequence[Client]] | None = None
@@ -177,6 +191,10 @@ class FederatedDataModule(EvaluationData):
         pin_memory: As for a ``DataLoader``.
         persistent_workers: Whether workers survive between rounds.
         collate_fn: Function from a list of samples to a batch.
+
+    Raises:
+        TypeError: If ``clients`` is neither a mapping nor a sequence, or mixes data sets and loaders.
+        ValueError: If ``clients`` is empty.
 
     Example:
         >>> import torch
@@ -336,7 +354,12 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Lists the loaders in a client's evaluation data: one loader, or a list."""
+    """Lists the loaders in a client's evaluation data: one loader, or a list.
+
+    Example:
+        >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
+        ([2], 1)
+    """
     return data if _is_several(data) else [data]
 
 
@@ -385,6 +408,12 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
     """Splits a ``train_dataloader``'s result into clients: a loader, or several loaders with one batch each per step.
 
     A one-client partition takes anything accepted by a plain Trainer.
+
+    Raises:
+        TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and there are
+            several clients.
+        OptionError: If a loader's class changes how batches are made, a sampler cannot be divided, or several loaders
+            are split into different clients.
     """
     is_ordinary = type(data) is DataLoader and not changed_methods(data)
     is_ordinary = is_ordinary and data.batch_size is not None and _is_whole(data)

@@ -33,6 +33,9 @@ class FlowerPartition(Partition):
         columns: Columns for the partitioner (``partition_by``): names of attributes or columns in the data set, or a
             mapping from names to one value per sample.
 
+    Raises:
+        TypeError: If ``partitioner`` is not a partitioner.
+
     Example:
         >>> from flwr_datasets.partitioner import DirichletPartitioner  # doctest: +SKIP
         >>> partitioner = DirichletPartitioner(num_partitions=10, partition_by="label", alpha=0.5)  # doctest: +SKIP

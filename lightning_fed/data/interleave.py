@@ -40,6 +40,16 @@ class ClientGenerators:
     Args:
         seeds: The clients' seeds.
         everywhere: Whether Python's and NumPy's generators are switched too; PyTorch's always are.
+
+    Example:
+        >>> numbers = ClientGenerators([1, 2])
+        >>> drawn = []
+        >>> for client in (0, 1, 0):
+        ...     numbers.switch_to(client)
+        ...     drawn.append(torch.rand(1))
+        >>> generator = torch.Generator().manual_seed(1)
+        >>> [torch.equal(torch.rand(1, generator=generator), drawn[visit]) for visit in (0, 2)]
+        [True, True]
     """
 
     def __init__(self, seeds: Sequence[int], everywhere: bool = True) -> None:
@@ -82,7 +92,14 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that detects draws from Python's and NumPy's global generators."""
+    """Context that detects draws from Python's and NumPy's global generators.
+
+    Example:
+        >>> with detect_draws() as has_drawn:
+        ...     _ = random.random()
+        >>> has_drawn
+        [True]
+    """
     states_before, has_drawn = _host_states(), list[bool]()
     yield has_drawn
     has_drawn.append(pickle.dumps(states_before) != pickle.dumps(_host_states()))
@@ -107,7 +124,13 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks the batches, given by client index, with equal containers, shapes, types, texts and numbers."""
+    """Stacks the batches, given by client index, with equal containers, shapes, types, texts and numbers.
+
+    Example:
+        >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})
+        >>> [(part.clients, part.batch[0].shape) for part in parts]
+        [((0, 2), torch.Size([2, 2, 3])), ((1,), torch.Size([1, 1, 3]))]
+    """
     structures: dict[Any, dict[int, list[Tensor]]] = {}
     for client, batch in batches.items():
         parts: list[Tensor] = []
@@ -128,7 +151,13 @@ def batch_tensors(batch: Any) -> list[Tensor]:
 
 
 def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """A batch of the same structure with new tensors."""
+    """A batch of the same structure with new tensors.
+
+    Example:
+        >>> batch = {"image": torch.zeros(1), "name": "a"}
+        >>> rebuild_batch(batch, iter([torch.ones(1)]))
+        {'image': tensor([1.]), 'name': 'a'}
+    """
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Mapping):

@@ -97,6 +97,9 @@ class Dirichlet(LabelPartition):
         prior: Per client: :math:`\pi`, the classes' shares in the data (``"empirical"``) or equal shares
             (``"uniform"``).
 
+    Raises:
+        ValueError: If an argument is outside the allowed range.
+
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -195,6 +198,9 @@ class Shards(LabelPartition):
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
 
+    Raises:
+        ValueError: If an argument is outside the allowed range.
+
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -260,6 +266,9 @@ class LabelsPerClient(LabelPartition):
         seed: Seed for the split; ``None`` for the federation's seed.
         sigma: Standard deviation of the logarithm of the owners' shares; 0 for equal shares.
         min_per_label: Minimum number of samples per client and label.
+
+    Raises:
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch

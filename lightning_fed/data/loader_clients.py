@@ -300,7 +300,11 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context with seeded random generators in a loader, restored afterwards; refuses persistent workers."""
+    """Context with seeded random generators in a loader, restored afterwards; refuses persistent workers.
+
+    Raises:
+        ValueError: If the loader has persistent workers, because these hold training's random numbers.
+    """
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
             "Expected a loader for a pass outside training, but its workers are persistent and serve one"

@@ -37,6 +37,10 @@ class PartialLabels(PartitionOfPartition):
         seed: Seed for the choice; ``None`` for the federation's seed.
         mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for any number.
 
+    Raises:
+        ValueError: If an argument is outside the allowed range; while reading, if a sample has no integer mask, or a
+            mask for the other mode.
+
     Example:
         >>> from lightning_fed.data import IID
         >>> labels = PartialLabels(IID(num_clients=3), num_classes=3, classes_per_client=1)

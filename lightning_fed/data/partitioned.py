@@ -41,6 +41,12 @@ class PartitionedData(FederatedDataModule):
         test_fraction: Share for the test, in [0, 1). With 0 the test data come from `source`.
         seed: Seed for the split. None takes the seed from `lightning.seed_everything`, or else 0, in the first `setup`.
 
+    Raises:
+        ValueError: If a share is outside the allowed range, or no example remains for training; in `setup`, if the
+            loader has a custom sampler.
+        TypeError: If `source` is not a datamodule; in `setup`, if `source` has no training loader over a map-style data
+            set.
+
     Example:
         >>> from lightning_fed.data import LabelsPerClient
         >>> from lightning_fed.datasets import Shapes

@@ -46,6 +46,9 @@ class IID(NumberedPartition):
         num_clients: Number of clients, at least 1.
         seed: Seed for the split; ``None`` for the federation's seed.
 
+    Raises:
+        ValueError: If an argument is outside the allowed range.
+
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -81,6 +84,9 @@ class QuantitySkew(NumberedPartition):
         min_size: Smallest number of samples per client, ensured by repeated draws; ``None`` for the first reachable
             size among 10, 5, 2 and 1.
         seed: Seed for the split; ``None`` for the federation's seed.
+
+    Raises:
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -148,6 +154,10 @@ class PermutedPixels(PartitionOfPartition):
         partition: Partition for the data set: `IID` as in the paper, `LabelsPerClient` as in the paper's program.
         seed: Seed for the permutations; ``None`` for the federation's seed.
 
+    Raises:
+        TypeError: If ``partition`` is not a partition.
+        ValueError: If ``seed`` is negative.
+
     Example:
         >>> import torch
         >>> partition = PermutedPixels(IID(num_clients=2))
@@ -173,6 +183,9 @@ class ByGroup(Partition):
         group: Name of a data set attribute with the group of each sample, the groups themselves, or a function from a
             sample to a group.
         seed: Accepted as in other partitions, but the split is not random.
+
+    Raises:
+        ValueError: If ``seed`` is negative.
 
     Example:
         >>> import torch

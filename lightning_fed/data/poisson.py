@@ -65,7 +65,11 @@ class _ListedBatches:
 
 
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
-    """Returns a loader with a map-style data set and without a custom sampler; raises ``OptionError`` otherwise."""
+    """Returns a loader with a map-style data set and without a custom sampler; raises ``OptionError`` otherwise.
+
+    Raises:
+        OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise OptionError(
             "Expected one DataLoader over a data set that can be indexed, because examples are drawn independently,"

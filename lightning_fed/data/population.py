@@ -94,6 +94,10 @@ class Population(ABC):
             without shuffling; 0 for all batches.
         split_loader: The user's loader, if a partition splits the loader's data set into clients; ``None`` for clients
             with separate data.
+
+    Raises:
+        ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.
+        TypeError: If a client's key is neither a str nor an int.
     """
 
     has_raised = False
@@ -219,6 +223,13 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
     """Context with the global generators seeded as in :func:`seed_everything`, and restored afterwards.
 
     With ``seed=None`` the generators continue from the current states.
+
+    Example:
+        >>> seed_everything(1)
+        >>> with seeded_generators():
+        ...     inside = torch.rand(1)
+        >>> torch.equal(torch.rand(1), inside)
+        True
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - for the user's data sets
     states = torch_generator_states()
@@ -254,7 +265,9 @@ def in_one_thread() -> Iterator[None]:
 class LazyClients(Mapping[Client, Any]):
     """A mapping with clients' data built at each lookup, for huge populations.
 
-    A ``range`` as ``clients``, of any length, costs nothing; ``build`` maps a key to a data set or loader.
+    Args:
+        clients: The clients' keys; a ``range`` of any length costs nothing.
+        build: Function from a client's key to the client's data set or loader.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -286,6 +299,14 @@ def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
     """The keys of a mapping as a sorted sequence, so that the order of insertion does not matter.
 
     The keys of :class:`LazyClients` keep their order and are not listed. NumPy's integers become Python's.
+
+    Raises:
+        TypeError: If a key is neither a str nor an int.
+        ValueError: If a name is longer than :data:`LONGEST_NAME`.
+
+    Example:
+        >>> client_keys({"b": 1, "a": 2}), client_keys({10: 1, 9: 2})
+        (['a', 'b'], [9, 10])
     """
     if isinstance(clients, LazyClients):
         return clients.clients
@@ -309,7 +330,15 @@ def _check_keys(clients: Iterable[Any]) -> None:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of the first tensor in it, at any depth."""
+    """Number of examples in a batch: the length of the first tensor in it, at any depth.
+
+    Raises:
+        ValueError: If the batch contains no tensor.
+
+    Example:
+        >>> batch_length({"name": ["a", "b"], "image": torch.zeros(2, 3)})
+        2
+    """
     length = next(_lengths(batch), None)
     if length is None:
         raise ValueError(f"Expected a batch of tensors to count its examples, but got {type(batch).__name__}.")

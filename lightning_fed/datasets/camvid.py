@@ -61,6 +61,10 @@ class CamVid(FileDataModule):
         batch_size: Frames per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 
+    Raises:
+        FileNotFoundError: In `setup`, if no file or folder is found.
+        ValueError: If a number is outside the allowed range, or an array is missing from the file.
+
     Example:
         >>> data = CamVid("data", image_size=(96, 128), group_by="frames", frames_per_client=20)
         >>> data.num_classes, data.class_names[0], data.ignore_index

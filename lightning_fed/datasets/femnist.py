@@ -39,6 +39,10 @@ class FEMNIST(FileDataModule):
         batch_size: Images per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 
+    Raises:
+        FileNotFoundError: In `setup`, if the file is missing.
+        ValueError: If a number is outside the allowed range, or an array is missing from the file.
+
     Example:
         >>> data = FEMNIST("data", invert=True, test_writers="unseen")
         >>> data.num_classes, data.class_names[10]

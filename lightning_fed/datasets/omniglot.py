@@ -68,6 +68,10 @@ class Omniglot(FileDataModule):
         batch_size: Images per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 
+    Raises:
+        FileNotFoundError: In `setup`, if no file or folder is found, or a character's folder is missing.
+        ValueError: If a number is outside the allowed range, or an array is missing from the file.
+
     Example:
         >>> data = Omniglot("data", val_drawers=2, test_drawers=4)
         >>> data.num_classes, data.class_names[-1], len(data.retrieval_class_names)

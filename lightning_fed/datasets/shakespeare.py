@@ -62,6 +62,11 @@ class Shakespeare(FederatedDataModule):
         num_workers: Worker processes per loader.
         seed: Seed for generated text. Training has another seed.
 
+    Raises:
+        FileNotFoundError: In `setup`, if no file is found.
+        ValueError: If a number is outside the allowed range or, in `setup`, the file has another format or no role with
+            enough samples.
+
     Example:
         >>> data = Shakespeare(max_clients=3, stride=4)
         >>> data.setup()

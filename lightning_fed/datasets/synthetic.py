@@ -30,6 +30,9 @@ class Synthetic(FederatedDataModule):
         batch_size: Examples per batch.
         seed: Seed for the data. Training has another seed.
 
+    Raises:
+        ValueError: If a number is outside the allowed range.
+
     Example:
         >>> data = Synthetic(alpha=1.0, beta=1.0, num_clients=3)
         >>> [len(part[0]) for part in (data.clients, data.val, data.test)]

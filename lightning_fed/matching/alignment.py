@@ -34,6 +34,9 @@ def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor
         neurons: Neurons to order, shape ``(L, D)``.
         blocks: Number of consecutive blocks with equal size.
 
+    Raises:
+        ValueError: If shapes differ, values are not finite, or ``blocks`` does not divide the number of neurons.
+
     Example:
         >>> reference = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
         >>> align_neurons(reference, reference[[2, 0, 1]] + 0.1)
@@ -85,6 +88,9 @@ def align_networks(
         orders: Initial order for each network and group: index of the neuron for each position, int64.
         generator: Draws the order of networks and groups.
         sweeps: Maximum number of sweeps over the networks.
+
+    Raises:
+        ValueError: Same errors as :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
 
     Example:
         >>> first = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[9.0, 5.0, 7.0]])}

@@ -46,6 +46,10 @@ def matched_mean(
         prior_weight: Weight *b* of a prior with mean 0, in clients. With 1 and equal weights the mean over *n* owners
             is multiplied by n/(n+1), as in the authors' program for convolutional networks.
 
+    Raises:
+        ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
+            for errors in :func:`grow_neurons`.
+
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
         >>> group = PermutationGroup.over(states[0], {("bias", 0): "vec"}, 2)

@@ -84,6 +84,9 @@ class MatchedAverage:
         inputs: Index, key or function for the inputs in a batch; ``None`` for the usual inputs.
         seed: Seed for the network order.
 
+    Raises:
+        ValueError: If an option is unknown or outside its range.
+
     Example:
         >>> _ = torch.manual_seed(0)
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

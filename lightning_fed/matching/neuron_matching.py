@@ -116,6 +116,9 @@ def match_neurons(
         passes: Maximum number of passes over the clients; 0 matches each client once.
         max_width: Maximum number of global neurons, at least the width of each client.
 
+    Raises:
+        ValueError: If shapes are wrong, values are not finite, or an option is outside its range.
+
     Example:
         >>> ann = torch.tensor([[4.0, 0.0], [0.0, 4.0], [-5.0, -5.0]])
         >>> bob = torch.tensor([[0.0, 3.8], [3.8, 0.0]])

@@ -110,6 +110,10 @@ def match_states(
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
+    Raises:
+        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or for errors
+            in the functions above.
+
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
         >>> groups, state = PermutationGroups.of(net, torch.zeros(2, 2)), net.state_dict()

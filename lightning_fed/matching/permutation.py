@@ -94,6 +94,9 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
     New neurons follow the existing neurons of the group. Groups later on the same axis (a concatenation) are shifted. A
     group with a fixed width must keep the size.
 
+    Raises:
+        ValueError: If a group that cannot grow gets a new size, or the number of sizes is wrong.
+
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
         >>> group = PermutationGroup.over(state, {("weight", 1): "in"}, 2)
@@ -144,6 +147,9 @@ def permute_neurons(
         groups: Groups to permute.
         orders: Index of the neuron for each position, for each group: int64, shape ``(neurons,)``.
 
+    Raises:
+        ValueError: If an order is not a permutation, splits a block, or a shape is wrong.
+
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
         >>> group = PermutationGroup.over(state, {("a.bias", 0): "vec", ("b.weight", 1): "in"}, 3)
@@ -167,6 +173,10 @@ def slice_neurons(
         state: Any network entries. Entries outside the groups stay the same tensors.
         groups: All groups in the network.
         kept: Indices of the kept neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
+
+    Raises:
+        ValueError: If indices are outside the range or repeated, a group that cannot change its size loses neurons, or
+            a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -192,6 +202,10 @@ def grow_neurons(
         groups: All groups in the network.
         assignments: New index of each neuron, for each group: distinct, int64, shape ``(neurons,)``.
         sizes: Number of neurons in the wider network for each group.
+
+    Raises:
+        ValueError: If indices are outside the range or repeated, a group that cannot grow gets more neurons, or a shape
+            is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}
@@ -226,6 +240,9 @@ def neuron_features(
         state: Network entries, with all other groups in a common order across clients.
         group: Permutation group.
         roles: Roles to include: incoming weights and vectors (FedMA), with ``"in"`` also outgoing weights (PFNM).
+
+    Raises:
+        ValueError: If a role is unknown or a shape is wrong.
 
     Example:
         >>> state = {"a.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([5.0, 6.0])}

@@ -39,6 +39,10 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         names: Names of the exchanged entries. Tied entries appear under the first name.
         choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged); or patterns for names by stage.
 
+    Raises:
+        ValueError: If there are no stages, an entry matches no stage, a stage has no entries, or the neurons of a group
+            are produced in several stages or read before.
+
     Example:
         >>> from torch import nn, zeros
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))

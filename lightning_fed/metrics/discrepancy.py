@@ -35,6 +35,9 @@ class MaximumMeanDiscrepancy(PooledSamples):
         chunk_size: Number of samples per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
+    Raises:
+        ValueError: If an argument is unknown or outside the allowed range.
+
     Example:
         >>> import torch
         >>> discrepancy = MaximumMeanDiscrepancy(squared=True)

@@ -28,6 +28,9 @@ class MeanEntropy(Float64Mean):
         ignore_index: Label of void pixels; ``None`` without void pixels, ``"auto"`` for 255 unless 255 is a class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
+    Raises:
+        ValueError: If ``level`` or ``activation`` is unknown.
+
     Example:
         >>> import torch
         >>> entropy = MeanEntropy(normalize=True)

@@ -28,6 +28,9 @@ class MeanAveragePrecisionAtR(PooledSamples):
         chunk_size: Number of images per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
+    Raises:
+        ValueError: If an argument is unknown or outside the allowed range.
+
     Example:
         >>> import torch
         >>> map_at_r = MeanAveragePrecisionAtR(r="relevant")

@@ -31,6 +31,9 @@ class SegmentationScores(Metric):
         per_class: Whether the result contains scores per class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
+    Raises:
+        ValueError: If an option is unknown, a number is outside the allowed range, or two classes have the same name.
+
     Example:
         >>> scores = SegmentationScores(3, class_names=["sky", "road", "car"])
         >>> logits = torch.eye(3)[[0, 1, 1, 1]].T.reshape(1, 3, 1, 4)  # sky, road, road, road

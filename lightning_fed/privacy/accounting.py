@@ -44,6 +44,9 @@ class Budget:
         sampling: Sampling scheme. The drawn clients must stay secret.
         accountant: ``"rdp"`` (Rényi divergences, fast) or ``"pld"`` (privacy loss distributions, tighter).
 
+    Raises:
+        ValueError: If an argument is outside its range.
+
     Example:
         >>> Budget(noise_multiplier=2.0, delta=1e-3, population=100, cohort=10).sampling
         'poisson'
@@ -92,6 +95,19 @@ def calibrate(
     """Finds the smallest noise for an epsilon after all rounds, with a noise multiplier from 0.05 to 10,000.
 
     For the other arguments see :class:`Budget`.
+
+    Args:
+        epsilon: Bound after all rounds.
+        delta: See :class:`Budget`.
+        population: Total number of clients.
+        cohort: Clients per round.
+        rounds: Total rounds.
+        sampling: Sampling scheme.
+        accountant: Accountant.
+
+    Raises:
+        ValueError: If an argument is outside its range, or a noise multiplier of 10,000 does not suffice.
+        ModuleNotFoundError: If ``dp-accounting`` is not installed.
     """
     check_positive("epsilon", epsilon)
     check_count("rounds", rounds)

@@ -27,6 +27,13 @@ class Audit:
     """Audit result: canary clients (each included at random), guesses, correct guesses, and epsilon.
 
     ``lower_bound`` of epsilon is at the requested confidence; ``claimed`` is the accountant's epsilon.
+
+    Args:
+        num_canaries: Number of canary clients, each included at random.
+        num_guesses: Number of guesses about canaries.
+        num_correct: Number of correct guesses.
+        lower_bound: Lower bound for epsilon, at the requested confidence.
+        claimed: Epsilon according to the accountant.
     """
 
     num_canaries: int
@@ -60,6 +67,9 @@ def audit_mean(
         seed: Seed for including canaries.
         confidence: Confidence level of the lower bound.
         key_for_tests: Known noise key for tests; ``None`` draws a secret key.
+
+    Raises:
+        ValueError: If there are more canaries than clients, or ``share`` gives less than two guesses.
 
     Example:
         >>> audit = audit_mean(Budget(0.5, 1e-3, 100, 100), rounds=1, num_canaries=100)  # doctest: +SKIP
@@ -102,6 +112,13 @@ def empirical_epsilon(
     num_canaries: int, num_guesses: int, num_correct: int, delta: float, confidence: float = 0.95
 ) -> float:
     """Lower bound for epsilon, at a confidence level, given the number of correct guesses about canaries.
+
+    Args:
+        num_canaries: Number of canaries.
+        num_guesses: Number of guesses.
+        num_correct: Number of correct guesses.
+        delta: Delta of the mechanism.
+        confidence: Confidence level of the bound.
 
     Example:
         >>> round(empirical_epsilon(100, 100, 100, 0.0), 2), empirical_epsilon(100, 100, 50, 0.0)

@@ -92,6 +92,10 @@ class CentralDP(UpdateStep):
         quantile: With ``adaptive``: fraction of unclipped updates.
         clip_rate: With ``adaptive``: learning rate of the clipping norm.
 
+    Raises:
+        ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
+            given; for unsupported methods; in a fit, if clients would send other values.
+
     Note:
         Logs ``privacy/epsilon`` and ``privacy/delta`` over all rounds, ``privacy/noise_std`` (of the sum, per
         coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count.
@@ -360,7 +364,11 @@ class PrivateSum(Held):
 
 
 class PrivacyBudget(FederatedCallback):
-    """Sets the noise of an update step before the first round, and stops the fit before the budget is exceeded."""
+    """Sets the noise of an update step before the first round, and stops the fit before the budget is exceeded.
+
+    Args:
+        step: Update step with the noise.
+    """
 
     supports_vectorize = True
     keeps_privacy = True

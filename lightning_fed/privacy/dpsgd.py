@@ -124,6 +124,15 @@ class DPSGD(FederatedCallback):
     accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several clients at once, optimizers with
     several losses per step, callbacks and methods that send more, and losses other than a mean over examples.
 
+    Raises:
+        ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
+            given; in a fit, if ``epsilon`` is given and the number of epochs is unlimited.
+        MisconfigurationException: In a fit without possible privacy: BatchNorm and other layers that mix examples,
+            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
+            clients at once, optimizers with several losses per step or foreign parameters, callbacks and methods that
+            send more, losses other than a mean over examples.
+        ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
+
     Note:
         Logs ``dp/epsilon``, the largest over all clients so far, and ``dp/delta``.
 

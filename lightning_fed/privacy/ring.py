@@ -43,6 +43,9 @@ class Ring:
         clients: Maximum number N of clients in a sum.
         max_weight: Maximum weight A.
 
+    Raises:
+        ValueError: If the resolution is too low for the number of clients.
+
     Example:
         >>> ring = Ring(clip=1.0, clients=10)
         >>> halves = [ring.encode(torch.tensor([0.25, -0.5]), np.random.default_rng(seed)) for seed in range(2)]

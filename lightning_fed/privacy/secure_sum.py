@@ -61,6 +61,10 @@ class SecureSum(UpdateStep):
 
     Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
+    Raises:
+        ValueError: If an argument is outside its range, for rules other than an average, or for unbounded weights (see
+            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if model size and number of clients exceed 32 bits.
+
     Example:
         >>> from lightning_fed import Federation
         >>> from lightning_fed.steps import UniformWeights

@@ -40,6 +40,9 @@ class Task(L.LightningModule, ABC):
         scheduler: Class name in `torch.optim.lr_scheduler`, stepped per epoch (per round in federated training). A
             ``ReduceLROnPlateau`` monitors ``val_loss``. None for a constant rate.
         scheduler_kwargs: Arguments for the scheduler.
+
+    Raises:
+        ValueError: If the optimizer or the scheduler is unknown, or refuses an argument.
     """
 
     input_key: ClassVar[str] = "image"

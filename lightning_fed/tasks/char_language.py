@@ -35,6 +35,9 @@ class CharLSTM(nn.Module):
         dropout: Dropout probability between layers.
         every_step: Whether to predict the next character at every step, not only at the last step.
 
+    Raises:
+        ValueError: If a number is outside the allowed range.
+
     Example:
         >>> sum(parameter.numel() for parameter in CharLSTM().parameters())
         293584
@@ -89,6 +92,10 @@ class CharLanguageTask(Task):
         every_step: Whether to predict the next character at every step, not only at the last step as in LEAF.
         lr: Learning rate.
         **options: Optimizer and schedule, see `Task`.
+
+    Raises:
+        ValueError: If a choice is unknown, a number is outside the allowed range, or an argument does not fit the
+            optimizer.
 
     Example:
         >>> task = CharLanguageTask(hidden_size=32, num_layers=2, every_step=True)

@@ -41,6 +41,9 @@ class ClassificationTask(Task):
         label_smoothing: Share of the target distributed over all classes, between 0 and 1.
         **options: Optimizer and schedule, see `Task`.
 
+    Raises:
+        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
+
     Example:
         >>> task = ClassificationTask("mcmahan_cnn", num_classes=10, lr=0.1, scheduler="ExponentialLR",
         ...                           scheduler_kwargs={"gamma": 0.99})

@@ -40,6 +40,10 @@ def build_network(
         pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
         **kwargs: Arguments for the builder, or for the `timm` model.
 
+    Raises:
+        ValueError: If the name is unknown, a size is below 1 or too small for the network, or there are no published
+            weights.
+
     Example:
         >>> network = build_network("mcmahan_cnn", num_classes=10)
         >>> sum(parameter.numel() for parameter in network.parameters())

@@ -67,6 +67,9 @@ class SegmentationTask(Task):
             this option with ignored pixels, and with losses other than cross-entropy.
         **options: Optimizer and schedule, see `Task`.
 
+    Raises:
+        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
+
     Example:
         >>> task = SegmentationTask("Unet", num_classes=3, encoder_name="resnet18", loss="ce+dice", lr=0.05)
         >>> task(torch.zeros(2, 3, 32, 32)).shape

@@ -57,6 +57,10 @@ class SpreadOut(FederatedCallback):
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.
         MisconfigurationException: In ``fit``, if ``"auto"`` finds no classifier.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SpreadOut(k=5)], logger=False)
     """
 
     supports_vectorize = True

@@ -44,6 +44,13 @@ class FedAwS(Method):
         head: Name of the head; ``"auto"`` for a model with one head.
         target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' positive classes; ``None`` reads the classes from the data.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    Example:
+        >>> FedAwS(strength=1.0).callbacks[1].strength
+        1.0
     """
 
     def __init__(

@@ -26,6 +26,9 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
         margin: :math:`\nu`, greater than 0.
 
+    Raises:
+        ValueError: If ``weight`` is not a matrix, or ``margin`` is not positive.
+
     Example:
         >>> round(spreadout_margin(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])).item(), 4)
         1.48
@@ -54,6 +57,9 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
         classes: :math:`C`, int64, shape ``(classes,)``.
         k: Number of neighbours, at least 1; all, if the comparison has fewer.
         comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; ``None`` for all.
+
+    Raises:
+        ValueError: If ``weight`` is not a matrix, or ``k`` is not a whole number from 1.
 
     Example:
         >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])

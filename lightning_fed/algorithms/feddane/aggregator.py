@@ -25,6 +25,14 @@ class FedDANE(AveragingAggregator):
 
     Args:
         mu: Strength for the proximal term, at least 0.
+
+    Raises:
+        ValueError: If ``mu`` is negative or not finite.
+
+    Example:
+        >>> from lightning_fed.method import build_method
+        >>> [type(callback).__name__ for callback in build_method("feddane", mu=0.1).callbacks]
+        ['GradientCorrection', 'ProximalTerm']
     """
 
     def __init__(self, mu: float = 0.0) -> None:

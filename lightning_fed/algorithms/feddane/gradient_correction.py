@@ -54,6 +54,13 @@ class GradientCorrection(GradientTerm):
     main process; loaders with persistent workers support only one pass at a time and give an error. The correction
     applies to shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the
     correction.
+
+    Raises:
+        MisconfigurationException: In ``fit``, with manual optimization.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, method="feddane", logger=False)  # adds it by itself
     """
 
     needs_local_clients = "its gradients need requests outside visits"

@@ -77,6 +77,10 @@ class FeatureFusion(FederatedCallback):
             FedMA; in ``fit``, if the optimizers cannot train the operator, the module does not run the layer, or the
             fit resumes from a checkpoint without fusion.
 
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
+
     Note:
         Logged for the global model's operator, by level: for "multi" and "single" ``fedfusion/<level>/lambda`` (the
         mean weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); for "conv"

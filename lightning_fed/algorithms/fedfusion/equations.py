@@ -31,6 +31,9 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
         weight: The weights :math:`\lambda`, shape ``(C,)``, any real numbers.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
+    Raises:
+        ValueError: If shapes do not match.
+
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
         >>> fuse_multi(local, reference, torch.tensor([0.25, 0.5]))
@@ -54,6 +57,9 @@ def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
         weight: The weight :math:`\lambda`, shape ``()``, any real number.
+
+    Raises:
+        ValueError: If shapes do not match.
 
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
@@ -86,6 +92,9 @@ def fuse_conv(
         weight: The weights, shape ``(C, 2C)``, with one row per output channel.
         bias: The bias :math:`b`, shape ``(C,)``, or ``None``.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+
+    Raises:
+        ValueError: If shapes do not match.
 
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])

@@ -64,6 +64,10 @@ def find_extractor(
             layer, if found by name or a direct child of a LightningModule, else the outermost ordinary module.
         classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
 
+    Raises:
+        ValueError: If the layer does not exist, or is outside the network; with ``"auto"``, if the network has several
+            classifiers (timm's distilled networks).
+
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
         >>> str(find_extractor(net))

@@ -275,6 +275,9 @@ class FusedExtractor(nn.Module):
         channels: Number of channels, or a list for several features; ``"infer"`` runs the extractor.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
+    Raises:
+        ValueError: If an option is invalid, or the channels cannot be inferred.
+
     Example:
         >>> extractor = FusedExtractor(nn.Conv2d(1, 8, 3), "multi")
         >>> extractor.refer()  # the global model as it was sent

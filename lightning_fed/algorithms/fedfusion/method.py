@@ -33,6 +33,13 @@ class FedFusion(Method):
         conv_init: Initialisation for "conv".
         conv_bias: Add a bias to "conv".
         aggregator: The method, by name or as an object.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    Example:
+        >>> FedFusion("multi").callbacks[0].operator
+        'multi'
     """
 
     def __init__(

@@ -50,6 +50,10 @@ def fuse(
         example: Positional and keyword arguments for the network.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
+    Raises:
+        ValueError: If an option is invalid, the layer does not exist, the channels cannot be inferred, or the model
+            already has fusion.
+
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
         >>> task = ClassificationTask("mcmahan_cnn", num_classes=10)
@@ -72,7 +76,15 @@ def fuse(
 
 
 def find_fusion(module: nn.Module) -> FusionLayer | None:
-    """Returns a model's fusion layer; ``None`` without fusion, and an error for several layers."""
+    """Returns a model's fusion layer; ``None`` without fusion, and an error for several layers.
+
+    Raises:
+        ValueError: If the model has several fusion layers.
+
+    Example:
+        >>> find_fusion(nn.Linear(2, 1)) is None
+        True
+    """
     fusions = [layer for layer in module.modules() if isinstance(layer, FusionLayer)]
     if len(fusions) > 1:
         raise ValueError(f"Expected {type(module).__name__} to have one fusion, but got {len(fusions)}.")
@@ -123,6 +135,10 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
     """Removes the fusion with "multi", "single" or "none" from a model's state.
 
     A convolution is refused, because later layers depend on the fusion: use :func:`unwrap` on the model.
+
+    Raises:
+        ValueError: If the fusion is a convolution, because later layers depend on the fusion. Load the state into
+            a model with fusion, and see :func:`unwrap`.
 
     Example:
         >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))

@@ -50,6 +50,9 @@ class MultiFusion(MixingOperator):
         channels: Number of channels :math:`C`.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
+    Raises:
+        ValueError: If ``channels`` is not a positive number.
+
     Example:
         >>> torch.equal(MultiFusion(channels=4)(torch.ones(2, 4), torch.zeros(2, 4)), torch.ones(2, 4))
         True
@@ -65,7 +68,12 @@ class MultiFusion(MixingOperator):
 
 
 class SingleFusion(MixingOperator):
-    """One weight for all channels, starting at 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`."""
+    """One weight for all channels, starting at 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`.
+
+    Example:
+        >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()
+        8.0
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +92,9 @@ class ConvFusion(FusionOperator):
             local features; ``"average"`` as the mean over both features. The last two have a zero bias.
         bias: Add a bias, as in the authors' program; the paper has no bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+
+    Raises:
+        ValueError: If ``init`` is unknown or ``channels`` is not positive.
 
     Example:
         >>> sum(parameter.numel() for parameter in ConvFusion(channels=64).parameters())
@@ -121,7 +132,13 @@ class ConvFusion(FusionOperator):
 
 
 class NoFusion(FusionOperator):
-    """Returns local features unchanged; FedFusion is then federated averaging."""
+    """Returns local features unchanged; FedFusion is then federated averaging.
+
+    Example:
+        >>> local = torch.rand(2, 4)
+        >>> NoFusion()(local, torch.rand(2, 4)) is local
+        True
+    """
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         return local
@@ -146,6 +163,13 @@ def build_operator(
         conv_init: For "conv", see :class:`ConvFusion`.
         conv_bias: For "conv": add a bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    Example:
+        >>> build_operator("multi", channels=8)
+        MultiFusion(weights=8)
     """
     check_option("operator", name, OperatorName)
     if name == "conv":

@@ -85,6 +85,15 @@ class FedMA(Aggregator):
             owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
         seed: Seed for the order of clients.
 
+    Raises:
+        ValueError: If an option is unknown or outside its range.
+
+    Example:
+        >>> rule = FedMA("permute")
+        >>> from lightning_fed.method import build_method
+        >>> rule.initial, [type(callback).__name__ for callback in build_method(rule).callbacks]
+        ('shared', ['LayerwiseTraining'])
+
     Note:
         Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
         ``fedma/<group>/matched`` (share of client neurons matched with another client), ``fedma/<group>/agreement``

@@ -78,6 +78,13 @@ class LayerwiseTraining(FederatedCallback):
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
             optimizer states or hold partial rows, or an optimizer has an initial state or fixed sizes.
         ValueError: If a checkpoint has impossible widths; in ``fit``, if stages or patterns do not match the module.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> from lightning_fed.algorithms import FedMA
+        >>> trainer = FederatedTrainer(
+        ...     max_rounds=4, method=FedMA(), callbacks=[LayerwiseTraining(pin=["embedding.*"])], logger=False
+        ... )
     """
 
     changes_update = True

@@ -23,6 +23,9 @@ def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequ
         counts: Number of examples (or pixels) per class on each client, shape ``(classes,)``.
         weights: Client weights, greater than 0, for classes without examples.
 
+    Raises:
+        ValueError: If lengths or shapes do not match.
+
     Example:
         >>> biases = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([3.0, 3.0, 3.0])]
         >>> class_mean(biases, [torch.tensor([1, 3, 0]), torch.tensor([1, 0, 0])], [3, 1])

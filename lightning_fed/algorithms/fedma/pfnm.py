@@ -32,6 +32,13 @@ class PFNM(FedMA):
         passes: Maximum number of matching passes over the clients per group.
         max_width: Maximum width of a group relative to a client, see :class:`FedMA`.
         seed: Seed for the order of clients.
+
+    Raises:
+        ValueError: If an option is unknown or outside its range.
+
+    Example:
+        >>> PFNM(gamma=1.0).stages
+        1
     """
 
     def __init__(

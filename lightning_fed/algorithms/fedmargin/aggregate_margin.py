@@ -34,6 +34,9 @@ class AggregateMeanMargin(Float64States):
         exclude_classes: Classes to exclude, such as a background.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
+    Raises:
+        ValueError: If an argument is outside its range.
+
     Example:
         >>> import torch
         >>> margin = AggregateMeanMargin(num_classes=3, num_features=2)

@@ -109,6 +109,9 @@ class FedMargin(Aggregator):
         server_lr: Step size :math:`\eta` towards the weighted mean.
         amm: Logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
 
+    Raises:
+        ValueError: If an option is unknown or outside its range; in a round, if a client measured a different margin.
+
     Note:
         Logs ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 for equal weights) and, with at most 20 clients per
         round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and ``fedmargin/attention/<client>``.

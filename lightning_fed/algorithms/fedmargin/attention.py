@@ -35,6 +35,9 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
         margins: One margin per client, shape ``(K,)``; NaN if missing.
         kind: Ratio, or softmax as in FedAtt.
 
+    Raises:
+        ValueError: If ``margins`` is empty, a margin is infinite or ``kind`` is unknown.
+
     Example:
         >>> margin_attention(torch.tensor([3.0, 1.0, torch.nan]))
         tensor([0.5000, 0.1667, 0.3333], dtype=torch.float64)
@@ -78,6 +81,9 @@ def combine_attention(
         aggregate: Attention by APM :math:`a^A`, shape ``(K,)``.
         combine: Mean, product, or only one attention. A product of 0 for all clients gives equal weights.
         num_samples: Numbers of examples to multiply by before normalization; ``None`` to use only attention.
+
+    Raises:
+        ValueError: If ``combine`` is unknown or the numbers of clients differ.
 
     Example:
         >>> local, aggregate = torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75])

@@ -34,6 +34,16 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
 
     Args:
         every_n_epochs: Rounds between two pictures, at least 1; the first picture is drawn in the first round.
+
+    Raises:
+        ValueError: If ``every_n_epochs`` is below 1.
+        MisconfigurationException: In ``fit``, if the Trainer has no federation with
+            :class:`~lightning_fed.algorithms.FedMargin`.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> callbacks = [Federation(FedMargin()), AttentionMap(every_n_epochs=10)]
+        >>> trainer = L.Trainer(max_epochs=50, callbacks=callbacks, logger=False)
     """
 
     # TensorBoard image name.

@@ -81,6 +81,10 @@ class ClassPrototypes(FederatedCallback):
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the layer is missing, or differs in a resumed fit.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
+
+    Example:
+        >>> prototypes = ClassPrototypes(layer="model.encoder", exclude_classes=[0])
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[prototypes], logger=False)
     """
 
     def __init__(

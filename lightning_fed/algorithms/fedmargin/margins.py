@@ -46,6 +46,9 @@ def class_margins(
         margin: Margin kind.
         fallback: For "hypothesis" and "relative": prototypes for other classes if the reference has only one class.
 
+    Raises:
+        ValueError: If ``margin`` is unknown or shapes differ.
+
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 0]))
         >>> before = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 7]))
@@ -93,6 +96,9 @@ def local_prototype_margin(
         class_reduction: Mean over classes, sum, mean weighted by counts in ``after``, or maximum.
         fallback: Prototypes with other classes for a client with one class, see :func:`class_margins`.
 
+    Raises:
+        ValueError: If an option is unknown or shapes differ.
+
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 5]))
         >>> before = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 5]))
@@ -122,6 +128,15 @@ def aggregate_prototype_margin(
         margin: Margin per class, see :func:`class_margins`. "gain" compares a client with itself and becomes
             "hypothesis".
         class_reduction: Same as in :func:`local_prototype_margin`.
+
+    Raises:
+        ValueError: If an option is unknown or shapes differ.
+
+    Example:
+        >>> client = Prototypes(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([5, 0]))
+        >>> aggregate = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 5]))
+        >>> aggregate_prototype_margin(client, aggregate).item()
+        2.5
     """
     margins = class_margins(after, reference, "hypothesis" if margin == "gain" else margin)
     return _over_classes(margins, after.counts, class_reduction)
@@ -141,6 +156,9 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
         prototypes: Aggregate prototypes.
         kind: Mean over all pairs, or over distances to the nearest other class.
         normalize: Whether to divide by the mean prototype norm.
+
+    Raises:
+        ValueError: If ``kind`` is unknown.
 
     Example:
         >>> prototypes = Prototypes(torch.tensor([[0.0, 0.0], [6.0, 8.0], [3.0, 4.0]]), torch.tensor([1, 1, 1]))

@@ -44,6 +44,9 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
         points: Points, shape ``(n, d)``, with equal weights.
         count: Number of axes :math:`k`.
 
+    Raises:
+        ValueError: If ``points`` have a wrong shape or are empty, or ``count`` is below 1.
+
     Example:
         >>> view = principal_axes(torch.tensor([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]]))
         >>> (view.project(torch.tensor([[3.0, 4.0], [9.0, 12.0]])) + 0.0).round(decimals=6)

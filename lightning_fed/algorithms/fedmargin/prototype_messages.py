@@ -43,7 +43,15 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Unpacks prototypes over ``num_classes`` classes from extras; ``None`` without prototypes."""
+    """Unpacks prototypes over ``num_classes`` classes from extras; ``None`` without prototypes.
+
+    Raises:
+        ValueError: If the shapes are inconsistent, or a class is outside the allowed range.
+
+    Example:
+        >>> unpack_prototypes(pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2]))), 2).counts
+        tensor([0, 2])
+    """
     if "prototypes:classes" not in packed:
         return None
     classes, means, counts = (packed[f"prototypes:{name}"].cpu() for name in ("classes", "means", "counts"))
@@ -57,12 +65,23 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
 
 
 def lpm_key(margin: str, class_reduction: str) -> str:
-    """Key for a local prototype margin in the extras, such as ``"prototypes:lpm:semantic:mean"``."""
+    """Key for a local prototype margin in the extras, such as ``"prototypes:lpm:semantic:mean"``.
+
+    Example:
+        >>> lpm_key("semantic", "mean")
+        'prototypes:lpm:semantic:mean'
+    """
     return f"{_LPM}{margin}:{class_reduction}"
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Describes malformed prototypes in an update's extras; ``None`` for valid or missing prototypes."""
+    """Describes malformed prototypes in an update's extras; ``None`` for valid or missing prototypes.
+
+    Example:
+        >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
+        >>> find_invalid_prototypes(packed), find_invalid_prototypes(packed, num_classes=1)
+        (None, 'its prototypes are of class 1 instead of 0 to 0')
+    """
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
         return "its prototype margin is not a number"

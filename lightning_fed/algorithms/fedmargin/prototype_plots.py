@@ -65,6 +65,11 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     Raises:
         ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
         MisconfigurationException: In ``fit``, if ``ClassPrototypes`` is missing, or comes after this callback.
+
+    Example:
+        >>> from lightning_fed.callbacks import ClassPrototypes
+        >>> callbacks = [ClassPrototypes(), PrototypePlots(class_names=["road", "sky", "tree"])]
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=False)
     """
 
     # TensorBoard image name; the projector uses `prototypes`.

@@ -29,6 +29,10 @@ class Prototypes(NamedTuple):
     Attributes:
         means: Mean features, shape ``(C, d)``; zeros for absent classes.
         counts: Numbers of feature vectors, shape ``(C,)``, integers; 0 for absent classes.
+
+    Example:
+        >>> Prototypes(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([3, 0])).present
+        tensor([ True, False])
     """
 
     means: Tensor
@@ -59,6 +63,9 @@ def class_sums(
         num_classes: Number of classes :math:`C`.
         ignore_index: Label for void pixels, or ``None``; ``"auto"`` for 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match, or a label or an option is outside its range.
 
     Example:
         >>> sums, counts = class_sums(torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]), torch.tensor([1, 1, 255]), 3)
@@ -130,6 +137,9 @@ def aggregate_prototypes(
         weighting: Weights :math:`\omega_{k,c}`: feature vectors per class, examples, or 1.
         num_samples: Number of examples by client, for ``weighting="num_samples"``.
 
+    Raises:
+        ValueError: If ``clients`` is empty, ``weighting`` is unknown or ``num_samples`` is invalid.
+
     Example:
         >>> ann = Prototypes(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 5]))
         >>> bob = Prototypes(torch.tensor([[4.0], [0.0]]), torch.tensor([3, 0]))
@@ -173,6 +183,9 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
         current: The round's prototypes :math:`P_t`, see :func:`aggregate_prototypes`.
         memory: Moving average, or mean over all rounds weighted by counts.
 
+    Raises:
+        ValueError: If ``memory`` is unknown or shapes differ.
+
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [5.0]]), torch.tensor([1, 1]))
         >>> new = Prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([1, 0]))
@@ -201,6 +214,9 @@ def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Pr
     r"""Reference prototypes for the aggregate prototype margin.
 
     A reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and for new classes the round's prototypes :math:`P_t`.
+
+    Raises:
+        ValueError: If shapes differ.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [0.0]]), torch.tensor([1, 0]))

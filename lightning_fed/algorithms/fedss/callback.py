@@ -61,6 +61,12 @@ class SampledSoftmax(FederatedCallback):
             skip examples and ``classes`` is ``None``.
         MisconfigurationException: In ``fit``, if an option does not support sliced entries (``optimizer_state="keep"``,
             recalibrated BatchNorm, a rule for whole entries), the head shares its weight, or is in evaluation mode.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> from lightning_fed.modules import SampledSoftmaxHead
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), SampledSoftmaxHead(784, num_classes=10_000))
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SampledSoftmax(num_negatives=100)], logger=False)
     """
 
     def __init__(

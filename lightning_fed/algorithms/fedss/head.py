@@ -54,6 +54,10 @@ class SampledSoftmaxHead(LogitsLayer):
             radians for ArcFace (published: 0.5 with scale 64), or as a cosine for CosFace (0.35).
         margin_of: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
+    Raises:
+        ValueError: If a size or ``scale`` is not positive, ``margin`` is invalid, or linear logits have a scale or a
+            margin.
+
     Example:
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
         >>> held = SampledClasses(torch.tensor([7, 8, 500]), torch.tensor([True, True, False]))
@@ -258,7 +262,15 @@ class SampledSoftmaxHead(LogitsLayer):
 
 
 def find_sampled_softmax_head(module: nn.Module) -> str:
-    """Returns the name of a module's only :class:`SampledSoftmaxHead`; an error for no head or several heads."""
+    """Returns the name of a module's only :class:`SampledSoftmaxHead`; an error for no head or several heads.
+
+    Raises:
+        ValueError: If the module has no head or several heads.
+
+    Example:
+        >>> find_sampled_softmax_head(nn.Sequential(nn.Linear(8, 2), SampledSoftmaxHead(2, 1000)))
+        '1'
+    """
     names: list[str] = [name for name, layer in module.named_modules() if isinstance(layer, SampledSoftmaxHead)]
     if len(names) != 1:
         raise ValueError(

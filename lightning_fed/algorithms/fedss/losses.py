@@ -39,6 +39,9 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
         num_negatives: Number :math:`m` of classes to draw; fewer if the other classes do not suffice.
         generator: The random generator.
 
+    Raises:
+        ValueError: If a number is too small, or a positive is not a class.
+
     Example:
         >>> sample_negatives(torch.tensor([0, 3]), 6, 4, np.random.default_rng(0))
         tensor([1, 2, 4, 5])
@@ -67,6 +70,9 @@ def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> 
         num_positives: Number :math:`|P|` of the client's classes.
         num_negatives: Number :math:`m` of drawn classes.
         num_classes: Number :math:`n` of all classes.
+
+    Raises:
+        ValueError: If positives and negatives exceed ``num_classes``.
 
     Example:
         >>> round(log_correction(2, 2, 6), 6), log_correction(2, 4, 6)
@@ -101,6 +107,9 @@ def sampled_logits(
         correction: Result from :func:`log_correction`.
         target: Target columns, shape ``(N,)``; negative for no target. Required for "negonly".
         objective: See :func:`sampled_softmax_loss`.
+
+    Raises:
+        ValueError: If the objective is unknown, shapes do not match, or a required target is missing.
 
     Example:
         >>> sampled_logits(torch.zeros(1, 3), torch.tensor([True, True, False]), 0.5)
@@ -185,6 +194,10 @@ def sampled_softmax_loss(
         objective: The loss; "full" needs logits for all classes.
         reduction: Mean or sum over labelled examples, or one value per example.
 
+    Raises:
+        ValueError: If an option is unknown, shapes do not match, a target is not a positive's column, or "full" lacks
+            classes.
+
     Example:
         >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])
         >>> sampled_softmax_loss(logits, torch.tensor([0]), is_positive, num_classes=6)
@@ -222,6 +235,9 @@ def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: 
         change: Aggregated change :math:`\bar g` for some parameters (for example, only the classifier), or gradients.
         reference: The change with the full softmax, for the same parameters.
         norm: Euclidean norm of the difference, or mean absolute difference.
+
+    Raises:
+        ValueError: If ``norm`` is unknown, or the lists are empty or differ in length or shapes.
 
     Example:
         >>> gradient_noise([torch.tensor([3.0, 1.0]), torch.tensor([4.0])], [torch.tensor([0.0, 1.0]), torch.zeros(1)])

@@ -40,6 +40,13 @@ class FedSS(Method):
         head: Name of the head; ``"auto"`` for a model with one head.
         target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' classes; ``None`` reads the classes from the data.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    Example:
+        >>> FedSS(num_negatives=40).callbacks[0].num_negatives
+        40
     """
 
     def __init__(

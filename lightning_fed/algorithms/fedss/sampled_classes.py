@@ -25,6 +25,9 @@ class SampledClasses:
         is_positive: Mask for the client's classes :math:`P_k`, bool, shape ``(S,)``; the others are negatives.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
 
+    Raises:
+        ValueError: If the classes are unsorted, no class is positive, or the objective is unknown.
+
     Example:
         >>> held = SampledClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
         >>> held.relabel(torch.tensor([5, -100, 2]))

@@ -57,6 +57,10 @@ class FeSEM(Aggregator):
         init: Initialisation for the centres.
         seed: Seed for the initialisation.
 
+    Raises:
+        ValueError: If ``num_centers`` is below 1, ``init`` is unknown or ``seed`` is negative; in a round, if
+            ``assign_on`` matches nothing.
+
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> fesem = FeSEM(num_centers=2)

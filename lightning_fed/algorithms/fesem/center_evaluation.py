@@ -26,6 +26,10 @@ class CenterEvaluation(L.Callback):
     examples of the assigned clients. Clients without a centre count with the global model. The evaluation follows
     Lightning's validation or test, before monitoring callbacks. Without data, or before the first round, nothing is
     logged. The cost is one validation per centre.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, method="fesem", logger=False)  # adds it by itself
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -41,6 +41,9 @@ def k_means(
         num_starts: Number of starts.
         max_steps: Maximum step count per start.
 
+    Raises:
+        ValueError: If ``points`` has fewer rows than ``num_centers``.
+
     Example:
         >>> points = torch.tensor([[0.0], [8.0], [0.2], [7.8]])
         >>> assignments, _ = k_means(points, 2, torch.ones(4), np.random.default_rng(0))

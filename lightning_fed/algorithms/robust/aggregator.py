@@ -56,6 +56,9 @@ class RobustAggregator(Aggregator):
     Args:
         num_malicious: Number f of malicious clients per round; ``None`` for the largest number tolerated by the rule.
 
+    Raises:
+        ValueError: If an argument is outside its range.
+
     Note:
         Logs ``fed/excluded``, the number of excluded clients in this round: a client's share is 1 without influence on
         the result, and 0 for the client with the largest weight. With at most 20 clients also logs

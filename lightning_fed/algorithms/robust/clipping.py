@@ -40,6 +40,9 @@ class NormClipping(Method):
     Args:
         max_norm: Norm C, positive; ``None`` for the median norm of the round, the lower median for even numbers.
 
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
+
     Example:
         >>> [type(step).__name__ for step in NormClipping(max_norm=2.0).steps]
         ['UniformWeights', 'MaxNorm']
@@ -70,6 +73,19 @@ class CenteredClipping(RobustAggregator):
         radius: Norm :math:`\tau`, positive; ``None`` for the median distance from v, in each iteration.
         iterations: Number of iterations.
         num_malicious: See :class:`RobustAggregator`.
+
+    Raises:
+        ValueError: If ``radius`` is not positive, or ``iterations`` is not a positive integer.
+
+    Example:
+        >>> from lightning_fed.rule import RoundInfo
+        >>> from lightning_fed import ClientUpdate
+        >>> rule = CenteredClipping(radius=1.0, iterations=1)
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
+        >>> for client, value in {"a": 1.0, "b": 0.5, "c": 1e9}.items():
+        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
+        >>> rule.aggregate()
+        {'w': tensor(0.8333)}
     """
 
     def __init__(

@@ -34,6 +34,9 @@ class GeometricMedian(RobustAggregator):
     Args:
         num_malicious: See :class:`RobustAggregator`.
         smoothing: Lower bound :math:`\nu` for distances, positive.
+
+    Raises:
+        ValueError: If ``smoothing`` is not positive.
     """
 
     def __init__(

@@ -70,6 +70,19 @@ class MultiKrum(RobustAggregator):
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
         num_selected: Number of clients in the mean; ``None`` for ``n - f``.
+
+    Raises:
+        ValueError: If ``num_selected`` is not a positive integer.
+
+    Example:
+        >>> from lightning_fed.rule import RoundInfo
+        >>> from lightning_fed import ClientUpdate
+        >>> rule = MultiKrum(num_malicious=1)
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
+        >>> for client, value in {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 1e9}.items():
+        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
+        >>> rule.aggregate()
+        {'w': tensor(2.5000)}
     """
 
     least = (2, 3)
@@ -101,6 +114,16 @@ class Bulyan(RobustAggregator):
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
+
+    Example:
+        >>> from lightning_fed.rule import RoundInfo
+        >>> from lightning_fed import ClientUpdate
+        >>> rule = Bulyan(num_malicious=1)
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
+        >>> for client, value in enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 1e9]):
+        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
+        >>> rule.aggregate()
+        {'w': tensor(3.)}
     """
 
     least = (4, 3)

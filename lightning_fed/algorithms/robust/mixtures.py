@@ -103,6 +103,9 @@ class NearestNeighborMixing(TolerantMixture):
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
+
+    Raises:
+        ValueError: If ``num_malicious`` is negative.
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
@@ -114,6 +117,9 @@ class AdaptiveClipping(TolerantMixture):
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
+
+    Raises:
+        ValueError: If ``num_malicious`` is negative.
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
@@ -126,6 +132,9 @@ class Bucketing(Mixture):
     Args:
         bucket_size: Number of clients per group. The last group may be smaller.
         seed: Seed for the groups, drawn from (seed, round).
+
+    Raises:
+        ValueError: If an argument is outside the allowed range.
     """
 
     joins = True

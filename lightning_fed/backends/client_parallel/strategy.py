@@ -55,6 +55,11 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         balance: Measure for equal shares: ``"batches"``, where two runs agree bit for bit, or ``"time"``, batches times
             the client's measured seconds per batch, where two runs agree up to float64 rounding.
 
+    Raises:
+        ValueError: If ``balance`` is unknown.
+        MisconfigurationException: In ``fit``, if the module has synchronised BatchNorm layers or differs between
+            processes.
+
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, strategy="client_parallel", devices=1, logger=False)

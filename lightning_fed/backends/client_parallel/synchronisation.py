@@ -180,7 +180,12 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
-    """Refuses ``max_steps``, an unshared store, checkpoints within a round, and callbacks without ``share_round``."""
+    """Refuses ``max_steps``, an unshared store, checkpoints within a round, and callbacks without ``share_round``.
+
+    Raises:
+        MisconfigurationException: For ``max_steps``, an unshared store, checkpoints within a round, or a callback
+            without ``share_round``.
+    """
     if trainer.max_steps != -1:
         raise MisconfigurationException(
             "`max_steps` counts the steps of a single process within a round: use"

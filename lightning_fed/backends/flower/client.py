@@ -49,6 +49,9 @@ def client_app(
         policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
             default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
 
+    Raises:
+        ValueError: If ``trainer`` has an argument reserved for the server.
+
     Example:
         >>> import torch
         >>> from torch import nn

@@ -58,6 +58,11 @@ def server_app(
         key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages, required by sites with the
             server's public key in the policy.
 
+    Raises:
+        ValueError: If an argument is outside the allowed range, or a Trainer argument is unsupported.
+        MisconfigurationException: At the start of the app, if a callback or option needs the clients' data on the
+            server.
+
     Example:
         >>> from torch import nn
         >>> from lightning_fed.tasks import ClassificationTask

@@ -71,7 +71,11 @@ def check_vectorizable(fit: FederatedFit) -> None:
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
-    """Raises ``Obstacle`` if parameters or buffers with a value per client cannot be stacked."""
+    """Raises ``Obstacle`` if parameters or buffers with a value per client cannot be stacked.
+
+    Raises:
+        Obstacle: If the tensors cannot be stacked.
+    """
     known = set(names)
     names_by_storage: dict[int, str] = {}
     for name, value in tensors_by_path(module).items():

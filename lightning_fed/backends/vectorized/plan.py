@@ -37,6 +37,9 @@ class Vectorized(VisitsAtOnce):
     Args:
         clients: Maximum number of clients at once.
 
+    Raises:
+        ValueError: If ``clients`` is not a positive integer.
+
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation(clients_per_round=16, visits=Vectorized(8))

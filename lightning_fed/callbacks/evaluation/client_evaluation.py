@@ -90,6 +90,10 @@ class ClientEvaluation(AskableCallback):
         results: Last evaluation by client. ``None`` before the first evaluation.
         pooled: Last values over all clients.
 
+    Raises:
+        ValueError: If an argument is outside the allowed range.
+        MisconfigurationException: In ``fit``, if neither validation nor test data are mappings by client.
+
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> evaluation = ClientEvaluation(every_n_rounds=5, min_clients=3)

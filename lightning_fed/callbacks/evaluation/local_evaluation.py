@@ -23,6 +23,10 @@ class LocalEvaluation(FederatedCallback):
     ``validation_step``. The validation data are a mapping by client. With remote clients, server and clients both need
     the callback.
 
+    Raises:
+        ValueError: If ``every_n_rounds`` is below 1.
+        MisconfigurationException: In ``fit``, if no client has validation data.
+
     Example:
         >>> local = LocalEvaluation(every_n_rounds=5)
 

@@ -34,6 +34,11 @@ class SiteMatrix(FederatedCallback):
         metric: Name of the value in the matrix, as logged by the validation step.
         folder: Folder for files; ``None`` writes to the log only.
 
+    Raises:
+        MisconfigurationException: In ``fit``, if a sent state is no complete model because clients have personal
+            entries; if privacy or compression hides single clients' models from the server; or if no client has
+            validation data.
+
     Example:
         >>> matrix = SiteMatrix("val_acc")
 

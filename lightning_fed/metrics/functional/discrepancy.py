@@ -57,6 +57,10 @@ def maximum_mean_discrepancy(
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block.
 
+    Raises:
+        ValueError: If the shapes are inconsistent, there are too few samples, an option is unknown or outside the
+            allowed range, or the median distance is 0.
+
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> round(maximum_mean_discrepancy(x, x + 1, squared=True).item(), 6)
@@ -112,6 +116,9 @@ def classwise_maximum_mean_discrepancy(
         chunk_size: As in :func:`maximum_mean_discrepancy`.
         **options: `scales` and `squared`, as in :func:`maximum_mean_discrepancy`.
 
+    Raises:
+        ValueError: As in :func:`maximum_mean_discrepancy`, or if the numbers of labels and samples differ.
+
     Example:
         >>> x, y = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([[0.0], [2.0], [7.0]])
         >>> classwise_maximum_mean_discrepancy(x, y, torch.tensor([0, 0, 1]), torch.tensor([0, 0, 2]), 3)
@@ -149,6 +156,9 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
     Args:
         samples: Samples, shape ``(n, d)``, at least two.
         chunk_size: Number of samples per block.
+
+    Raises:
+        ValueError: If there are fewer than two samples, or a sample is not finite.
 
     Example:
         >>> median_distance(torch.tensor([[0.0], [1.0], [3.0], [7.0]]))

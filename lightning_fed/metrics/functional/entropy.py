@@ -47,6 +47,9 @@ def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
         logits: Logits, shape ``(N, C, *size)``; ``size`` may be empty.
         normalize: Whether to divide by :math:`\ln C`.
 
+    Raises:
+        ValueError: If there are fewer than two classes.
+
     Example:
         >>> softmax_entropy(torch.tensor([[0.7, 0.2, 0.1]]).log(), normalize=True)
         tensor([0.7298])
@@ -71,6 +74,10 @@ def feature_entropy(
         activation: Function for non-negative features; "relu" does not change features after a ReLU.
         normalize: Whether to divide by :math:`\ln d`.
         size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned).
+
+    Raises:
+        ValueError: If ``activation`` is unknown, there are fewer than two channels, or features for resizing are not
+            maps.
 
     Example:
         >>> feature_entropy(torch.tensor([[2.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), normalize=True)

@@ -56,6 +56,10 @@ def mean_average_precision_at_r(
         gallery_labels: Classes of the searched images, shape ``(m,)``.
         chunk_size: Number of queries, and of images, per block.
 
+    Raises:
+        ValueError: If shapes are inconsistent, there is no query, labels are fractions, or an option is unknown or
+            outside the allowed range.
+
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
         >>> mean_average_precision_at_r(embeddings, torch.tensor([0, 0, 1, 1]), r="relevant").item()
@@ -88,6 +92,9 @@ def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: An
         labels: As in :func:`mean_average_precision_at_r`.
         k: Number of neighbours, at least 1; missing neighbours count as misses.
         **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`.
+
+    Raises:
+        ValueError: As in :func:`mean_average_precision_at_r`, or if an embedding is not finite.
 
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.5], [0.1, 1.0]])
