@@ -24,14 +24,12 @@ from lightning_fed.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Audit:
-    """Audit result: canary clients (each included at random), guesses, correct guesses, and epsilon.
-
-    ``lower_bound`` of epsilon is at the requested confidence; ``claimed`` is the accountant's epsilon.
+    """Audit result.
 
     Args:
-        num_canaries: Number of canary clients, each included at random.
-        num_guesses: Number of guesses about canaries.
-        num_correct: Number of correct guesses.
+        num_canaries: Canary clients, each included at random.
+        num_guesses: Guesses about canaries.
+        num_correct: Correct guesses.
         lower_bound: Lower bound for epsilon, at the requested confidence.
         claimed: Epsilon according to the accountant.
     """
