@@ -187,7 +187,7 @@ class Float16(Compression):
 
 
 class TopK(Compression):
-    """Sends the values with the largest magnitude in each entry, with positions.
+    """Sends the values with the largest magnitude in each entry, with positions (Stich et al., Algorithm 1).
 
     Args:
         share: Fraction of the values in an entry, rounded up; in (0, 1].

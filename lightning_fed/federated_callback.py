@@ -63,7 +63,7 @@ class FederatedCallback(TrainerCallback):
 
         The module still holds the global model, and the client's memory is available. Entries without requested rows
         arrive as a whole. Extras are for the rule's :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
-        :class:`ClientFault` excludes the client.
+        Raising :class:`ClientFault` excludes the client.
         """
 
     def on_server_send(
@@ -79,7 +79,7 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Client side, before the module loads the message: may unpack entries from :meth:`on_server_send`.
 
-        Afterwards ``broadcast.state`` must hold all shared entries. :class:`ClientFault` excludes the client.
+        Afterwards ``broadcast.state`` must hold all shared entries. Raising :class:`ClientFault` excludes the client.
         """
 
     def on_client_start(
@@ -90,7 +90,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
         """Client side, before a training step: returns the batch for the step. Lightning's hooks see the original.
 
-        :class:`ClientFault` excludes the client because of the data.
+        Raising :class:`ClientFault` excludes the client because of the data.
         """
         return batch
 
@@ -100,7 +100,9 @@ class FederatedCallback(TrainerCallback):
         """Client side, after the last batch: may add extras and metrics to the update. A step changes the state.
 
         A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
-        on one batch (:class:`~lightning_fed.callbacks.PersonalModel`). :class:`ClientFault` excludes the client.
+        on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
+
+        Raising :class:`ClientFault` excludes the client.
         """
         return None
 
@@ -154,7 +156,7 @@ class AskableCallback(FederatedCallback, ABC):
     ) -> ClientUpdate:
         """Client side: answers a question with the loaded module. Changes to the module are undone.
 
-        :class:`ClientFault` means no answer.
+        Raises :class:`ClientFault` if the client has no answer.
         """
 
 

@@ -82,7 +82,6 @@ class TorchProcessGroup(ProcessGroup):
         self._wire = device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo needs tensors on the CPU
 
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """Yields all processes' values in the order of the ranks."""
         rest, tensors = pack(value, known)
         headers: list[Any] = [None] * self.size
         with _noting_dead_peers():
@@ -94,7 +93,6 @@ class TorchProcessGroup(ProcessGroup):
             yield unpack(pickled, received, known)
 
     def broadcast(self, value: Any) -> Any:
-        """The first process's value, in every process."""
         rest, tensors = pack(value) if self.rank == 0 else (b"", [])
         header: list[Any] = [(rest, [_describe(tensor) for tensor in tensors])]
         with _noting_dead_peers():

@@ -83,41 +83,35 @@ class MemoryStore(ClientStore):
         self._of_round: dict[Client, State] = {}  # separate: a checkpoint inside a round excludes these
 
     def get(self, client: Client) -> State | None:
-        """The client's tensors, or ``None``."""
         return self._of_round.get(client, self._states.get(client)) or None
 
     def clients(self) -> Collection[Client]:
-        """The clients with tensors."""
         return [client for client, state in (self._states | self._of_round).items() if state]
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Stores a copy of the client's tensors."""
         if round != self._round:
             self._add_round(self._states)
             self._round, self._of_round = round, {}
         self._of_round[client] = copy_state(state)
 
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Removes the other clients' tensors."""
         if round == self._round:
             self._of_round = {client: state for client, state in self._of_round.items() if client in clients}
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """All clients' tensors at the end of round ``round - 1``."""
         states = dict(self._states)
         if self._round < round:
             self._add_round(states)
         return {"clients": plain_keys(states), "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores all clients' tensors; a checkpoint with a folder raises ``ValueError``."""
+        """Restores all clients' tensors; refuses a checkpoint of a folder."""
         if "folder" in state:
             raise ValueError(f"The checkpoint's client state is in a folder: set store={state['folder']!r}.")
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
         self._round, self._of_round = -1, {}
 
     def share(self, round: int) -> Any:
-        """The tensors of the round's clients."""
         return self._of_round if self._round == round else {}
 
     def join(self, round: int, share: Any) -> None:
@@ -189,11 +183,9 @@ class FolderStore(ClientStore):
         return state or None
 
     def clients(self) -> Collection[Client]:
-        """The clients with a file."""
         return self._kept
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Writes the client's tensors of ``round``."""
         if self._run is None:
             last = self._last_run()
             self._run = 0 if last is None else last + 1
@@ -221,7 +213,6 @@ class FolderStore(ClientStore):
         self._of_round[1].append(client)
 
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Deletes the other clients' versions of the round."""
         if self._of_round[0] != round:
             return
         refused = [client for client in self._of_round[1] if client not in clients]
@@ -252,7 +243,7 @@ class FolderStore(ClientStore):
     def restore(self, round: int, state: dict[str, Any]) -> None:
         """Restores the store: versions from ``round`` on are hidden, unless this run writes the version again.
 
-        Deleted versions, or a checkpoint with tensors, raise ``ValueError``.
+        Refuses a checkpoint with deleted versions, and a checkpoint with tensors.
         """
         if state.get("clients"):
             raise ValueError("The checkpoint itself holds the client state: set store=None.")
@@ -288,11 +279,9 @@ class FolderStore(ClientStore):
         self._rank = process_group.rank
 
     def share(self, round: int) -> Any:
-        """The clients with new versions."""
         return self._of_round[1] if self._of_round[0] == round else []
 
     def join(self, round: int, share: Any) -> None:
-        """Records new versions from another process."""
         self._of_round = round, [*self.share(round), *share]
         self._written.update(share)
         self._kept.update(share)

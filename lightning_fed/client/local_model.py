@@ -241,7 +241,7 @@ class LocalModel:
         return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update; an error if the visit has written into tensors missing in ``state_dict``."""
+        """Builds the client's update; refuses writes by the visit into tensors missing in ``state_dict``."""
         self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
 

@@ -33,7 +33,7 @@ class UnsavedTensors:
         self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
 
     def changed(self) -> set[str]:
-        """Names of changed non-persistent buffers. A changed parameter or persistent buffer raises ``ValueError``."""
+        """Names of changed non-persistent buffers; refuses a changed parameter or persistent buffer."""
         changed = {
             path: attribute in vars(layer)["_non_persistent_buffers_set"]
             for (path, layer, attribute, _), before in self._buffers
@@ -51,10 +51,7 @@ class UnsavedTensors:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Removes the last visit's additions, and restores the buffers.
-
-        Another tensor added by another client in the same place raises ``ValueError``.
-        """
+        """Removes the last visit's additions, and restores the buffers; refuses different additions in one place."""
         differing = []
         for layer, before in self._members.items():
             for name, value in _members(layer).items():

@@ -37,9 +37,9 @@ def decide_policies(
     """Decides the policy of each entry in the module's state; logs the personal entries.
 
     With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
-    statistics measured in visits are personal. With ``"frozen"``, running statistics are frozen. Statistics measured
-    after the aggregation are frozen without reports to the server, else shared. A client holds only some rows of
-    ``sliced`` entries.
+    statistics measured in visits are personal. Statistics measured after the aggregation are shared if clients report
+    the statistics to the server, else frozen. With ``"frozen"``, running statistics are frozen. A client holds only
+    some rows of ``sliced`` entries.
 
     Raises:
         ValueError: If a selector matches nothing, a personal treatment finds no BatchNorm, an entry is both personal
@@ -155,11 +155,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Refuses options without support for sliced entries (a client holds only some rows).
-
-    Raises:
-        MisconfigurationException: If an option does not support sliced entries.
-    """
+    """Refuses options without support for sliced entries (a client holds only some rows)."""
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return

@@ -155,7 +155,7 @@ class FederatedFit:
 
     @property
     def population(self) -> Population:
-        """All clients; an error before :meth:`set_population`."""
+        """All clients, after :meth:`set_population`."""
         if self._population is None:
             raise RuntimeError("The clients are not known before `fit` asks for the training data.")
         return self._population
@@ -163,7 +163,7 @@ class FederatedFit:
     def set_population(self, population: Population) -> None:
         """Sets the clients, before the first round and after each reload of the data.
 
-        Fewer than ``min_clients`` clients are an error.
+        Refuses fewer than ``min_clients`` clients.
         """
         if self._population is not None:
             population.sampling, population.has_raised = self._population.sampling, self._population.has_raised

@@ -78,7 +78,7 @@ def describe_end(
     files: Mapping[str, str] | None = None,
     recalibrates: bool = False,
 ) -> str:
-    """Table with a fit's results: :attr:`RoundLog.totals`, duration, and the last logged values without ``fed/...``.
+    """Table with a fit's results: :attr:`RoundLog.totals`, duration, and the last values logged by the user's code.
 
     ``recalibrates``: clients receive each new model twice, to measure BatchNorm's statistics.
 

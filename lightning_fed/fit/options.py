@@ -82,8 +82,8 @@ class Faults:
     Args:
         min_clients: Least number of good updates; with fewer the global model does not change.
         max_failed_rounds: Number of consecutive rounds without a new model, because of failing clients, until the fit
-            ends with an error. A fit without a successful round also ends with an error; so does, immediately, a round
-            with the same error for all clients. ``None`` continues after any failure.
+            ends with an error. A round with the same error for all clients ends the fit at once, and a fit without a
+            successful round ends with an error. ``None`` continues after any failure.
         visit_timeout: Time limit for a visit in seconds, also while the data or the training step wait; ``None`` for no
             limit. Needs Unix, and a fit in the main thread.
 

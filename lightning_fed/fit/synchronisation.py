@@ -79,7 +79,7 @@ class ClientSharing(ABC):
         schedule: Schedule,
         progress: RoundProgress,
     ) -> RoundSynchronisation:
-        """Builds the synchronisation of a fit's rounds; an error if the fit does not support several processes."""
+        """Builds the synchronisation of a fit's rounds; refuses a fit without support for several processes."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:

@@ -38,7 +38,7 @@ _REFUSED: dict[type[L.Callback], str] = {
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
-    """The datamodule or module with the Trainer's ``train_dataloader``; an error if neither has the hook."""
+    """The datamodule or module with the Trainer's ``train_dataloader``; refuses a Trainer without this hook."""
     datamodule: L.LightningDataModule | None = datamodule_of(trainer)
     if datamodule is not None and is_overridden("train_dataloader", datamodule):
         return datamodule
@@ -62,7 +62,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
     """Moves a callback to the front, so a visit begins before other callbacks see the first batch.
 
-    The Trainer may be in a loop over callbacks. A second callback of the class ``kind`` is an error.
+    The Trainer may be in a loop over callbacks. Refuses a second callback of the class ``kind``.
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:

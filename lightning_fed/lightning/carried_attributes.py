@@ -156,7 +156,7 @@ class CarriedAttributes:
         return True
 
     def end_round(self, round: int) -> None:
-        """Names attributes in the log. Optimizers, schedulers and callbacks that carry training state are an error."""
+        """Logs attributes; refuses optimizers, schedulers and callbacks that carry state between clients."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)

@@ -28,10 +28,10 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns equal fingerprints for equal values, to a depth of nested levels.
+    """Returns equal fingerprints for equal values, down to ``depth`` nested levels.
 
-    A part without readable values counts as unchanged, an iterator as changed. ``memory`` holds addresses with
-    parameters and buffers, ``skipped`` identities of excluded objects.
+    A part without readable values counts as unchanged, an iterator as changed. ``memory`` holds addresses of parameters
+    and buffers, ``skipped`` identities of excluded objects.
     """
     if isinstance(value, VALUES):
         return value

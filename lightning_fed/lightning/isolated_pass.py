@@ -55,7 +55,7 @@ def isolated_pass(
         gradients: Whether to enable gradients.
         is_reloaded: Whether the caller loads parameters and buffers afterwards, so copies are unnecessary.
         is_alone: Whether metrics belong to this process only, because other processes may be elsewhere.
-        is_muted: Whether to mute the loggers, for example for pictures.
+        is_muted: Whether to mute the loggers, because direct entries, such as pictures, are logged once, elsewhere.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)

@@ -67,11 +67,6 @@ class LoggedValue:
         reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
         total: Sum (for a mean the sum of value times weight), maximum or minimum; ``None`` without values.
         weight: Sum of the weights.
-
-    Args:
-        reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-        total: Sum (for a mean the sum of value times weight), maximum or minimum; ``None`` without values.
-        weight: Sum of the weights.
     """
 
     reduce_fx: str = "mean"

@@ -21,8 +21,8 @@ from lightning_fed.lightning.internals import (
 class RoundProgress:
     """Corrects Lightning's progress in checkpoints: an incomplete round restarts from its first batch.
 
-    A fit resumed from a checkpoint between a round's last batch and validation validates first; without a validation,
-    the checkpoint is a checkpoint of the epoch's end.
+    A fit resumed from a checkpoint between a round's last batch and validation validates first; without validation, the
+    checkpoint counts as the end of the epoch.
     """
 
     def __init__(self) -> None:

@@ -168,7 +168,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     """Checks that each trained tensor, also in ``optimizers``, shares memory with an entry.
 
-    Lazy layers, running statistics in training mode without an entry, and entries with common memory are errors too.
+    Refuses lazy layers, running statistics in training mode without an entry, and entries that overlap in memory.
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]

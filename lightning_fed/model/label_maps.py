@@ -21,6 +21,8 @@ def class_indices(
 ) -> Tensor:
     """Class index for every label, int64, with :math:`C` = ``num_classes`` for void pixels and excluded classes.
 
+    ``ignore_index`` is the label for void pixels: ``"auto"`` for 255 unless 255 is a class, ``None`` for no void label.
+
     Raises:
         ValueError: If a label or an option is outside the allowed range.
 

@@ -13,7 +13,7 @@ def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     """Reason to exclude a client after an error in the module's step; ``None`` if the program cannot continue.
 
     A client causes an error by invalid labels, images of another size, or batches too large for the device. An error of
-    all clients ends the fit (:class:`FailedRounds`). After some errors a GPU is lost for the process.
+    all clients ends the fit (:class:`FailedRounds`). After some errors the process can no longer use the GPU.
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None

@@ -54,7 +54,7 @@ class Answers:
 class ClientModels:
     """Each client's own model: the global model with the client's personal entries.
 
-    ``is_lost``: the personal entries are lost, so no client can answer.
+    ``is_lost`` is true if the personal entries are lost, so no client can answer.
     """
 
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:

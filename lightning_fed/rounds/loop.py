@@ -108,7 +108,7 @@ class RoundLoop:
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
         """Replaces methods in the user's objects, until :meth:`detach`; ``partition`` splits data that are not clients.
 
-        An invalid Trainer setting, or data that cannot be reached or do not fit ``partition``, is an error.
+        Refuses invalid Trainer settings, and data that cannot be reached or do not fit ``partition``.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         check_trainer(trainer)
@@ -148,7 +148,7 @@ class RoundLoop:
                     self._overridden.append(_without_none(owner, hook))
 
     def start_fit(self) -> None:
-        """Prepares the module for the rounds, once. An obstacle to ``visits="fused"`` is an error."""
+        """Prepares the module for the rounds, once; refuses ``visits="fused"`` if something prevents fused visits."""
         fit = self.fit
         if self._is_started:
             return
@@ -212,7 +212,7 @@ class RoundLoop:
     def start_training(self) -> None:
         """Checks the Trainer for the round's loader, and stores the global generators' states.
 
-        Training on loaders handed to ``fit`` is an error.
+        Refuses training on loaders handed to ``fit``.
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(

@@ -18,10 +18,6 @@ class AveragingAggregator(Aggregator):
     Args:
         row_weighting: Divisor for a row in sliced entries: total weight over all clients (``"global"``, as in the FedSS
             paper: a row from few clients changes little), or over clients with the row (``"per_row"``).
-
-    Args:
-        row_weighting: Divisor for a row in sliced entries: total weight over all clients (``"global"``, as in the FedSS
-            paper: a row from few clients changes little), or over clients with the row (``"per_row"``).
     """
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:
@@ -36,15 +32,12 @@ class AveragingAggregator(Aggregator):
         """Weight for an update."""
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from ``state``."""
         self._info, self._state, self.running = info, state, WeightedMean()
 
     def broadcast(self, request: Request) -> Broadcast:
-        """The global state."""
         return Broadcast(self._info.round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds an update to the mean."""
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
@@ -57,11 +50,9 @@ class AveragingAggregator(Aggregator):
         running.add(moved, weight, update.num_samples, update.rows)
 
     def merge(self, other: Any) -> None:
-        """Joins the mean from another aggregator."""
         self.running.merge(other.running)
 
     def aggregate(self) -> State:
-        """The mean over received updates."""
         means = self.running.mean(self._state, self.row_weighting)
         unmoved = {name: value.clone() for name, value in self._state.items() if name not in means}
         return {name: (means if name in means else unmoved)[name] for name in self._state} if unmoved else means

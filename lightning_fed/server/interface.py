@@ -49,16 +49,7 @@ class RoundReport:
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
         """Joins the reports of one round from several processes.
 
-        Args:
-            parts: One report per process, each about different clients.
-            positions: Position of each client in the cohort. The joined report lists clients by position, as a single
-                process does.
-
-        Example:
-            >>> parts = RoundReport(0, {"b": 3}, up_bytes=8), RoundReport(0, {"a": 1}, {"c": "lost"}, up_bytes=4)
-            >>> joined = RoundReport.joined(parts, {"a": 0, "b": 1, "c": 2})
-            >>> joined.received, joined.failed, joined.up_bytes
-            ({'a': 1, 'b': 3}, {'c': 'lost'}, 12)
+        ``positions`` holds each client's position in the cohort: the joined report lists clients in this order.
         """
         report = cls(parts[0].round)
         for name in ("received", "counted", "failed", "refused", "metrics", "norms"):
@@ -97,7 +88,6 @@ class ServerInterface(ABC):
 
     @property
     def rule(self) -> Aggregator:
-        """The rule."""
         return self.chain.rule
 
     @abstractmethod

@@ -57,7 +57,6 @@ class Server(ServerInterface):
         self._length = 1.0  # of the global model
 
     def start_round(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the global model's shared entries."""
         self.state_before = dict(self.chain.state_dict())
         self.report = RoundReport(info.round)
         self.errors = {}
@@ -69,13 +68,12 @@ class Server(ServerInterface):
         self.start_chain()
 
     def start_chain(self) -> None:
-        """Starts the round in the chain."""
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Prepares the message for a client, and records the form of a good answer.
 
-        A request for rows against a rule without rows, or a request that does not fit the model, raises ``ValueError``.
+        Refuses a request that does not fit the model, and a request for rows if the rule does not support rows.
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += request.nbytes
@@ -122,13 +120,11 @@ class Server(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client from the round, and logs the reason; always ``False``."""
         self._expected.pop(client, None)
         self._sent.pop(client, None)
         return super().fail(client, reason, error)
 
     def end_visits(self) -> None:
-        """Marks clients without an answer as failed."""
         for client in list(self._expected):
             self.fail(client, "it never answered")
 

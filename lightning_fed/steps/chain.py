@@ -148,7 +148,7 @@ class Chain:
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Merges the :attr:`part` of another process; another rule or collecting step raises ``TypeError``."""
+        """Merges the :attr:`part` of another process; refuses another rule or collecting step."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -162,7 +162,7 @@ class Chain:
     def aggregate(self) -> State | None:
         """Releases all collected updates and computes the new state.
 
-        ``BadUpdates`` names invalid updates in the complete round. Repeat the call after excluding these clients.
+        Invalid updates in the complete round raise ``BadUpdates``: repeat the call after excluding these clients.
         """
         faults: dict[Client, str] = {}
         for index in reversed(range(len(self.steps))):

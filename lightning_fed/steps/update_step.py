@@ -40,7 +40,7 @@ class Held(ABC):
     def release(self) -> Sequence[Arrived]:
         """Returns the updates to pass inwards.
 
-        ``BadUpdates`` drops the invalid updates; repeat the call if enough clients remain.
+        Invalid updates are dropped, and raise ``BadUpdates``: repeat the call if enough clients remain.
         """
 
 
