@@ -30,7 +30,10 @@ class RoundLog:
     """Writes a round's numbers to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
 
     The log position is Lightning's position for the round's other values: the batches so far, with the round as
-    ``epoch``. The guide on logging defines the names.
+    ``epoch``. The guide on logging defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``,
+    ``fed/failed``, ``fed/num_samples``, ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``,
+    ``fed/batch_norm_shift``, ``comm/up_bytes``, ``comm/down_bytes``, ``comm/total_up_bytes`` and
+    ``comm/total_down_bytes``.
 
     Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
     name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names up
