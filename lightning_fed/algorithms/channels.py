@@ -39,13 +39,13 @@ class Channel:
     Args:
         form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
             (``"number"``). Numbers have float64 and are at least 0.
-        up: Clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers by client.
-        down: The server sends tensors with the broadcast.
-        memory: Clients keep tensors between visits.
-        server: The server keeps tensors between rounds.
+        up: Whether clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers.
+        down: Whether the server sends the tensors with the broadcast.
+        memory: Whether clients keep the tensors between visits.
+        server: Whether the server keeps the tensors between rounds.
         bounds: Limits for numbers in a division, product or power: the rule excludes clients more than a factor 128
             above the round's median (``"above"``), or also below (``"both"``).
-        is_per_example: A number within the limits per example is also accepted.
+        is_per_example: Whether to accept also a number within the limits after division by the number of examples.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"

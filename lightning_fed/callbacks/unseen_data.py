@@ -105,7 +105,7 @@ class UnseenData(FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """Measures data without a client for ``unseen="data"``; labels are ignored."""
+        """With ``unseen="data"``: measures BatchNorm statistics on data without a client; labels are ignored."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
             return
@@ -147,7 +147,7 @@ class UnseenData(FederatedCallback):
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-    """Measures data before an evaluation with ``unseen="data"``."""
+    """Measures BatchNorm statistics on the given data before an evaluation with ``unseen="data"``."""
     for callback in federated_callbacks(trainer):
         if isinstance(callback, UnseenData):
             callback.measure(trainer, module, batches, step)

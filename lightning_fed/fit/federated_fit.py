@@ -128,7 +128,7 @@ class FederatedFit:
 
     @property
     def unseen(self) -> str:
-        """Kind of BatchNorm statistics for data without a client, an option of ``unseen``; empty for the model's."""
+        """BatchNorm statistics for data without a client: a value of ``unseen``; empty for the model's statistics."""
         if isinstance(self.batch_norm, LocalStatistics):
             return self.batch_norm.unseen
         return "batch" if self.decision == "own" else ""

@@ -74,9 +74,9 @@ class OverriddenMethod:
 
 @contextmanager
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
-    """Context without an intended warning, given by regular expressions for the message's beginning and the module.
+    """Context that silences a warning, given by regular expressions for the message's beginning and the module.
 
-    Later filters stay. Requires: ``warnings.filters`` is a list with the newest filter first.
+    Filters added inside the context stay. Requires: ``warnings.filters`` is a list with the newest filter first.
     """
     # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
@@ -112,7 +112,7 @@ def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
 
 
 class HandedDataModule:
-    """A datamodule with the data found by :func:`handed_data`, in place of the data until :meth:`restore`."""
+    """Replaces the data found by :func:`handed_data` by a datamodule with these data, until :meth:`restore`."""
 
     def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
         loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
@@ -140,7 +140,7 @@ def is_fitting(trainer: L.Trainer) -> bool:
 
 
 def is_validating(trainer: L.Trainer) -> bool:
-    """True in ``trainer.validate``, by ``trainer.state.fn``; ``trainer.validating`` is true in a fit too."""
+    """True in ``trainer.validate``: reads ``trainer.state.fn``, because ``trainer.validating`` is true in a fit too."""
     return trainer.state.fn == TrainerFn.VALIDATING
 
 
@@ -344,7 +344,7 @@ def move_log_position(trainer: L.Trainer, count: int) -> None:
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Limits Lightning's learning-rate schedulers to these: Lightning reads the strategy's list at every step."""
+    """Limits Lightning's schedulers to the given ones, because Lightning reads the strategy's list at every step."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 
@@ -406,7 +406,7 @@ def lightning_attributes() -> frozenset[str]:
 
 
 def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
-    """The callbacks with logging: before ``setup``, Lightning adds the module's ``log`` as an attribute."""
+    """Callbacks with a ``log`` attribute: before ``setup``, Lightning sets the attribute to the module's ``log``."""
     return [callback for callback in callbacks_of(trainer) if "log" in vars(callback)]
 
 
@@ -416,7 +416,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def is_vmap_tensor(tensor: Tensor) -> bool:
-    """True for a batched tensor from ``torch.func.vmap``, also after the end of the ``vmap``; no public name."""
+    """True for a batched tensor from ``torch.func.vmap``, also after the ``vmap``. torch has no public function."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001
 
 

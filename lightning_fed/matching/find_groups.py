@@ -16,7 +16,7 @@ from lightning_fed.matching.tracer import Tracer
 
 
 class _Neuron(NamedTuple):
-    """Sorted positions of one neuron by axis, and normalization groups."""
+    """Sorted positions of one neuron on each axis, and the constraints (``blocks``) from normalization groups."""
 
     positions: dict[Axis, list[int]]
     blocks: frozenset[Constraint]

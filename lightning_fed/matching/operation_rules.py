@@ -89,7 +89,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Rearrangements, with optional repetition or removal: applies the operation to the ids."""
+    """Operations that rearrange, repeat or remove elements: applies the operation to the neuron ids."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]

@@ -173,7 +173,7 @@ class FedMargin(Aggregator):
         self._info, self._state, self.updates = info, state, []
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the global state, with aggregate prototypes if the margin requires other classes."""
+        """Sends the global state, with aggregate prototypes if the margin compares with other classes."""
         extras: State = {}
         if self.margin in ("hypothesis", "relative") and self.prototypes is not None:
             extras = pack_prototypes(self.prototypes)

@@ -79,9 +79,9 @@ class TrainRequest:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
         kept: Round index of the client's last good update with stored state; -1 before.
-        needed: First round for a resumed server. From earlier rounds only the newest state is still necessary.
+        needed: Earliest round from which the server may resume. From earlier rounds only the newest state is necessary.
         seed: Seed of the federation, for the construction of the model.
-        frozen: Digest of entries without transport; both halves must have equal values.
+        frozen: Digest of entries that are never sent; server and client must have equal values.
         hyperparameters: Optimizer options for the round, and start of per-step schedulers and loss scale.
         asked: Digest of the client's request; empty without a request.
         held: Digest of entries stored on the client and missing in the message; empty if the message is complete.

@@ -67,5 +67,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """First round for a resumed server: the round of the checkpoint before the last."""
+        """Earliest round from which the server may resume: the round of the second-to-last checkpoint."""
         return self._checkpoints[0]
