@@ -67,5 +67,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """Earliest round from which the server may resume: the round of the second-to-last checkpoint."""
+        """Earliest round for a resume of the server: the round of the second-to-last checkpoint."""
         return self._checkpoints[0]
