@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.fit.synchronisation import ClientSharing
-from lightning_fed.lightning.internals import BATCH_HOOKS, TRANSFER_HOOKS, callbacks_of, datamodule_of, is_overridden
+from lightning_fed.lightning.internals import (
+    BATCH_HOOKS,
+    TRANSFER_HOOKS,
+    OverriddenMethod,
+    callbacks_of,
+    datamodule_of,
+    is_overridden,
+)
 
 KNOWN_VERSIONS = ("2.5.", "2.6.")
 """Versions of Lightning with the same loop."""
@@ -222,6 +229,30 @@ class BatchLoop:
 
 def _implements(owner: Any, hook: str, base: type) -> bool:
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
+
+
+def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
+    """Shortens repeated calls to ``log`` in training batches, until restored; logged values stay bit-equal.
+
+    For every call, Lightning copies the options and moves the result to the value's device. A call with the options and
+    device of the previous call updates the result only.
+    """
+    results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # like Lightning's method
+    def log(fx: str, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
+        key = f"{fx}.{name}"
+        if known.get(key) == options:
+            result = results[key]
+            if result.value.device == value.device:  # Lightning moves results to the CPU after an epoch
+                size = results._extract_batch_size(result, batch_size, result.meta)  # noqa: SLF001
+                results.update_metrics(key, value, size)
+                return
+        method.original(fx, name, value, batch_size=batch_size, **options)
+        known[key] = options
+
+    method = OverriddenMethod(results, "log", log)
+    return method
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start: bool) -> str | None:

@@ -53,7 +53,7 @@ from lightning_fed.lightning.internals import (
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import check_entries
 from lightning_fed.rounds.batch_hooks import BatchHooks
-from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
+from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle, shorten_log
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.client_models import ClientModels
 from lightning_fed.rounds.remote import RemoteSide
@@ -165,6 +165,8 @@ class RoundLoop:
         if self._averages is not None:
             self._averages.check_entries()
         self.hooks.batch_loop = self._fuse(self.hooks.has_batch_start)
+        if self.hooks.batch_loop is not None:
+            self._overridden.append(shorten_log(fit.trainer))
         if fit.options.optimizer_state == "keep":
             check_optimizers(fit.trainer.optimizers)
         fit.store_initial_statistics()

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
 
 from lightning_fed import (
     Availability,
@@ -110,6 +111,39 @@ class Logging(models.Module):
         self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max", prog_bar=True)
         self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
         return {"loss": loss, "index": batch_idx, "step": self.trainer.global_step, "last": self.trainer.is_last_batch}
+
+
+class LoggingAll(models.Module):
+    """Logs with every reduction and level, numbers, a metric, a dictionary, and given batch sizes."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scores = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.scores.update(loss.detach())
+        for on_step, on_epoch in ((True, False), (False, True), (True, True)):
+            level = {"on_step": on_step, "on_epoch": on_epoch}
+            for reduce_fx in ("mean", "sum", "min", torch.max):
+                self.log(f"{reduce_fx}/{on_step}/{on_epoch}", loss, reduce_fx=reduce_fx, **level)
+            self.log(f"metric/{on_step}/{on_epoch}", self.scores, **level)
+        self.log("sized", loss, on_epoch=True, batch_size=batch_idx + 2)
+        self.log("double", loss.detach().double() / 3, on_epoch=True)
+        self.log_dict({"number": batch_idx / 3, "half": loss.detach().bfloat16()}, on_epoch=True, enable_graph=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("sized", outputs["loss"], on_step=False, on_epoch=True, batch_size=1 + batch_idx)
+
+
+class LoggingChanged(models.Module):
+    """Changes one option in a client's last batch, so Lightning refuses the call."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("changed", loss, on_step=False, on_epoch=True, prog_bar=len(batch[0]) == 3)
+        return loss
 
 
 class Hooked(models.Module):
@@ -217,6 +251,10 @@ TABLE = {
         {"local_epochs": 2, "availability": Availability(stragglers=0.5)},
     ),
     "logs": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"log_every_n_steps": 3}),
+    "all logs": Row(lambda: LoggingAll(models.mlp(), models.momentum), {"local_epochs": 2}),
+    "changed log": Row(
+        lambda: LoggingChanged(models.mlp(), models.momentum), {"faults": Faults(max_failed_rounds=None)}
+    ),
     "hooks": Row(lambda: Hooked(models.norm_mlp(), models.momentum), trainer={"gradient_clip_val": 0.1}),
     "clip by value": Row(
         lambda: models.Module(models.mlp(), models.sgd),
@@ -329,6 +367,35 @@ def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
         assert ours == theirs
     assert traced["fused"][0] == traced["lightning"][0]
     assert traced["fused"][1]
+
+
+@pytest.mark.parametrize("visits", ["auto", Vectorized(3)])
+def test_lightning_logs_a_name_once(visits, fit, monkeypatch):
+    """Later calls update the result with equal values. After the fit Lightning's method is back."""
+    calls, kind = [], type(L.Trainer(logger=False).fit_loop.epoch_loop._results)  # noqa: SLF001
+    original = kind.log
+
+    def count(self, fx, name, *arguments, **options):
+        calls.append(name)
+        original(self, fx, name, *arguments, **options)
+
+    monkeypatch.setattr(kind, "log", count)
+    module, trainer = fit(TABLE["logs"], visits)
+    assert sorted(calls) == ["both", "each", "index", "most", "train_loss"]
+    assert "log" not in vars(trainer.fit_loop.epoch_loop._results)  # noqa: SLF001
+    monkeypatch.setattr(batch_loop, "KNOWN_VERSIONS", ("9.",))
+    assert outcome(*fit(TABLE["logs"], visits)) == outcome(module, trainer)
+    assert len(calls) > 10
+
+
+def test_a_result_follows_a_value_to_another_device():
+    trainer = L.Trainer(logger=False, accelerator="cpu")
+    results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
+    batch_loop.shorten_log(trainer)
+    for device in ("cpu", "cpu", "meta", "meta"):
+        results.log("training_step", "loss", torch.ones((), device=device))
+    (result,) = results.values()
+    assert {result.value.device.type, result.cumulated_batch_size.device.type} == {"meta"}
 
 
 def test_a_fit_goes_on_from_a_checkpoint_of_the_other_way(fit, tmp_path):
