@@ -55,15 +55,15 @@ def audit_mean(
     Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
     whenever sampled. Afterwards the canaries with the largest component in the model are guessed to be included, and
     the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise are the same as in
-    a fit; training is skipped. The lower bound is limited to about the logarithm of the number of guesses.
+    a fit; training is skipped. The lower bound cannot exceed about the logarithm of ``num_guesses``.
 
     Args:
-        budget: Privacy budget, with at least as many clients as canaries.
+        budget: Privacy budget, with at least ``num_canaries`` clients.
         rounds: Number of rounds.
-        num_canaries: Number of canaries.
-        share: Fraction of canaries to guess, half of these as included.
+        num_canaries: Canary clients.
+        share: Fraction to guess: one half as included, the other as excluded.
         seed: Seed for including canaries.
-        confidence: Confidence level of the lower bound.
+        confidence: Confidence level for the lower bound.
         key_for_tests: Known noise key for tests; ``None`` draws a secret key.
 
     Raises:
@@ -112,7 +112,7 @@ def empirical_epsilon(
     """Lower bound for epsilon, at a confidence level, given the number of correct guesses about canaries.
 
     Args:
-        num_canaries: Number of canaries.
+        num_canaries: Canary clients.
         num_guesses: Number of guesses.
         num_correct: Number of correct guesses.
         delta: Delta of the mechanism.
