@@ -36,9 +36,9 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Class scores: a layer's outputs, or a result computed from these outputs alone.
+    """Class scores: a layer's outputs, or a result computed only from these outputs.
 
-    ``inputs`` are batch tensors behind the outputs, ``voids`` labels with masked positions.
+    ``inputs`` are the batch tensors from which the outputs are computed, ``voids`` the labels of masked positions.
     """
 
     layer: str
@@ -50,7 +50,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Labels, or a result computed from labels alone.
+    """Labels, or a result computed only from labels.
 
     ``kind`` is class indices, one number per class, a comparison with ``number``, or anything else; ``fills`` are pairs
     of a label (``None`` for several) and a replacement.

@@ -86,9 +86,9 @@ class LocalOptimizers:
             self.finals[position] = {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
-        """The final state after a visit on another machine, as in ``finals``, from step counts for per-step schedulers.
+        """Computes the final state (as in ``finals``) after a visit on another machine, from scheduler step counts.
 
-        The schedulers repeat the steps here and alternate, as in a visit.
+        The per-step schedulers repeat the visit's steps here, in turn, as in the visit.
         """
         self._load(self._start)
         for number in range(max(steps, default=0)):

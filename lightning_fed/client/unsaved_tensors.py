@@ -20,7 +20,7 @@ class UnsavedTensors:
 
     Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
     only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
-    a visit leave the module, and return after the round if all clients have added the same.
+    a visit are removed after the visit, and restored after the round if all clients have added equal tensors.
     """
 
     def __init__(self, module: nn.Module, names: Mapping[Tensor, str]) -> None:
@@ -51,7 +51,7 @@ class UnsavedTensors:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Removes the last visit's additions, and restores the buffers; refuses different additions in one place."""
+        """Removes the last visit's additions, and restores the buffers; refuses different additions under one name."""
         differing = []
         for layer, before in self._members.items():
             for name, value in _members(layer).items():
@@ -79,7 +79,7 @@ class UnsavedTensors:
             tensor.copy_(start)
 
     def return_additions(self) -> None:
-        """Returns additions to the module, after the round."""
+        """Restores the tensors and layers added in visits, after the round."""
         additions, self._additions = self._additions, {}
         for (layer, name), (value, is_persistent) in additions.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

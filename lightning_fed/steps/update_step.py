@@ -97,7 +97,7 @@ class UpdateStep:
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         """Server side, on receipt: decodes, checks, clips or weighs the update.
 
-        Inside a layer with hidden single updates (``reveals``) this method runs on the client.
+        If an outer step hides single updates from the server (``reveals``), this method runs on the client.
 
         Raises:
             BadUpdate: If the update has to be excluded.

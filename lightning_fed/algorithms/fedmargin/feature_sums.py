@@ -150,7 +150,10 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Refuses training batches without features. With manual optimization skipped batches are unknown."""
+        """Raises ``ValueError`` for training batches without features, except batches known to be skipped.
+
+        With manual optimization, skipped batches are unknown: then only training without any features is an error.
+        """
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:
             raise ValueError(

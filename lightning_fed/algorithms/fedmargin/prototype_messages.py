@@ -151,8 +151,8 @@ def find_mismatched_prototypes(
 ) -> dict[_Client, str]:
     """Finds clients with another number of features than most clients, and describes the fault by client.
 
-    No single client decides the number of features, not even the first client. In a tie ``known``, the number in
-    earlier prototypes, counts, or else the larger number.
+    The most frequent number of features counts, so no single client decides, not even the first client. In a tie the
+    number in earlier prototypes (``known``) wins, otherwise the larger number.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}

@@ -16,9 +16,9 @@ from lightning_fed.data.population import Population
 
 
 class HalfData(EvaluationData):
-    """Validation data and batch hooks of a datamodule. Each half has a separate population.
+    """Validation data and batch hooks of a datamodule, for the server's or the client's half of a federation.
 
-    ``ClientsBatch()`` stands for the clients' validation and test data.
+    ``data=ClientsBatch()`` replaces the clients' validation and test data on a server without data.
     """
 
     def __init__(self, data: Any = None) -> None:
