@@ -58,7 +58,10 @@ class _Known:
         self.suspects: dict[str, ref[Any]] = {}  # owners; a second fit has other optimizers
         self.named: set[str] = set()
         self.num_looks = 0
-        self.training_callbacks: set[int] = set()  # identities of callbacks that write to the training
+        self.training_callbacks: list[ref[L.Callback]] = []  # callbacks that write to the training
+
+    def is_training(self, callback: L.Callback) -> bool:
+        return any(each() is callback for each in self.training_callbacks)
 
 
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
@@ -151,7 +154,7 @@ class CarriedAttributes:
     def _is_included(self, owner: Any, attribute: str, before: Any) -> bool:
         if isinstance(owner, nn.Module | L.Callback) and before in ([], {}):
             return False
-        if isinstance(owner, L.Callback) and id(owner) not in self._known.training_callbacks:
+        if isinstance(owner, L.Callback) and not self._known.is_training(owner):
             return _holds_tensors(vars(owner).get(attribute))
         return True
 
@@ -210,7 +213,7 @@ class CarriedAttributes:
     def _is_training(self, name: str) -> bool:
         owner = _owner_of(self._owners(), name)[0]
         if isinstance(owner, L.Callback):
-            return id(owner) in self._known.training_callbacks
+            return self._known.is_training(owner)
         return not isinstance(owner, nn.Module)
 
     def _advise(self, names: list[str]) -> str:
@@ -296,7 +299,7 @@ class CarriedAttributes:
 
     def _override_callbacks(self) -> None:
         for callback in self._callbacks():
-            if id(callback) in self._known.training_callbacks:
+            if self._known.is_training(callback):
                 continue
             for hook in BATCH_HOOKS:
                 if is_overridden(hook, callback):
@@ -304,13 +307,13 @@ class CarriedAttributes:
                     method.replacement = partial(self._call_hook, method)
                     self._methods.append(method)
 
-    def _call_hook(self, method: OverriddenMethod, *args: Any) -> Any:
+    def _call_hook(self, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
         if self._num_visits > 2:
-            return method.original(*args)
+            return method.original(*args, **kwargs)
         before = self._training_state()
-        result = method.original(*args)
+        result = method.original(*args, **kwargs)
         if self._training_state() != before:
-            self._known.training_callbacks.add(id(method.owner))
+            self._known.training_callbacks.append(ref(method.owner))
         return result
 
     def _training_state(self) -> list[str]:

@@ -33,6 +33,8 @@ def fingerprint(
     A part without readable values counts as unchanged, an iterator as changed. ``memory`` holds addresses of parameters
     and buffers, ``skipped`` identities of excluded objects.
     """
+    if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays
+        return value.dtype.str, value.tobytes()
     if isinstance(value, VALUES):
         return value
     if id(value) in skipped or not depth or isinstance(value, Dataset | type):

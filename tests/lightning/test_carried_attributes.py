@@ -1,5 +1,6 @@
 """Attributes carried from visit to visit outside messages are named, on every backend."""
 
+import gc
 import itertools
 import random
 import threading
@@ -61,6 +62,11 @@ def write_into_tensor(module, outputs):
 
 def count(module, outputs):
     module.kept += len(outputs)
+
+
+def add_numpy(module, outputs):
+    """Turns a number into an array."""
+    module.kept = module.kept + np.ones(3)
 
 
 def append(module, outputs):
@@ -176,6 +182,8 @@ KEPT = {
     "a tensor that is replaced": (replace_tensor, lambda: torch.zeros(3)),
     "a tensor that is written into": (write_into_tensor, lambda: torch.zeros(3)),
     "a counter": (count, lambda: 0),
+    "a NumPy counter": (count, lambda: np.float64(0.0)),
+    "a NumPy number and an array": (add_numpy, lambda: np.float64(0.0)),
     "a list": (append, list),
     "a queue": (append, lambda: deque(maxlen=2)),
     "a nested mapping": (write_into_mapping, lambda: {"center": {"mean": torch.zeros(3)}}),
@@ -514,6 +522,41 @@ def test_numbers_of_a_callback_that_changes_the_training_are_refused(write, kept
         assert trainer.current_epoch == round
     assert not carried(caplog)
     assert not any(name.startswith("on_") for callback in trainer.callbacks for name in vars(callback))
+
+
+class Forwards(L.Callback):
+    """Calls another callback's hook with named arguments."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.inner.on_train_batch_end(
+            trainer=trainer, pl_module=pl_module, outputs=outputs, batch=batch, batch_idx=batch_idx
+        )
+
+
+def test_a_callback_may_call_a_hook_of_another_callback_with_named_arguments(federated_trainer, caplog):
+    inner = Keeps(count_batches_in, 0)
+    trainer = federated_trainer(max_rounds=1, callbacks=[inner, Forwards(inner)])
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    assert inner.kept == 2 * trainer.num_training_batches
+    assert not carried(caplog)
+
+
+def test_a_new_callback_in_the_memory_of_an_earlier_callback_may_count(federated_trainer, caplog):
+    module, clients = models.Module(models.mlp()), models.as_datasets(models.vectors())
+    trainer = federated_trainer(max_rounds=1, callbacks=[Steps(scale_gradients, 0.0)])
+    trainer.fit(module, clients)
+    address = id(trainer.callbacks.pop(next(i for i, each in enumerate(trainer.callbacks) if isinstance(each, Steps))))
+    del trainer
+    module.trainer = None
+    gc.collect()
+    others = []
+    while id(counting := Steps(count_batches_in, 0)) != address and len(others) < 10_000:
+        others.append(counting)
+    federated_trainer(max_rounds=2, callbacks=[counting]).fit(module, clients)
+    assert not carried(caplog)
 
 
 # --- Optimizers and schedulers ----------------------------------------------------------------------------------------
