@@ -57,7 +57,7 @@ ALLOWED = {
     "ClientSource._fetch": "the batch's seed, in a worker process",
     "ClientGenerators.switch_to": "the visit's seed",
     "_first_batch": "a seed of the schedule; the trial puts the states back",
-    "_TwoClients._alone": "a seed of the trial, which puts the states back",
+    "_TwoClients._run_separately": "a seed of the trial, which puts the states back",
     "_Rounds.__iter__": "centralised training, whose rounds are seeded as visits are",
     "_Rounds._passes": "centralised training, likewise",
     # Separate programs with seeds.

@@ -99,7 +99,7 @@ class Chain:
 
     def form(self, broadcast: Broadcast) -> State:
         """Names, shapes and dtypes of the payload in response to a broadcast."""
-        form = self.rule.expected(broadcast)
+        form = self.rule.expected(broadcast) if self.rule.resizes else broadcast.state
         for step in self.steps:
             form = step.form(form)
         return form

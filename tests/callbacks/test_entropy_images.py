@@ -247,7 +247,7 @@ def test_features_of_an_smp_model_in_a_federation(tmp_path, caplog):
 def test_a_layer_that_is_not_there_is_named_before_training(tmp_path):
     callback, module = SegmentationImages(maps=MAPS, layer="neck"), Segmenter()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(ValueError, match=r"the name of a layer of Segmenter, but got 'neck'"):
+    with pytest.raises(ValueError, match=r"the name of a layer in Segmenter, but got 'neck'"):
         fit(module, TensorBoardLogger(tmp_path), [callback], max_epochs=1, num_sanity_val_steps=0)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     module = Segmenter()

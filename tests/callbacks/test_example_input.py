@@ -68,7 +68,7 @@ def test_inputs_by_position():
 
 
 def test_no_inputs():
-    with pytest.raises(ValueError, match="Expected a batch with inputs, but found NoneType: say where"):
+    with pytest.raises(ValueError, match="Expected a batch with inputs, but got NoneType: select the inputs"):
         forward_inputs(Plain(), {"tokens": TOKENS})
 
 

@@ -198,7 +198,7 @@ class OneLayer(WithForward):
     ("module", "method", "message"),
     [
         (NoNetwork, FedMA, "`training_step` trains no network: write a `forward`"),
-        (OneLayer, FedMA, r"found none in OneLayer, so that nothing would be matched"),
+        (OneLayer, FedMA, r"Expected permutable neurons for FedMA, but found none in OneLayer"),
     ],
 )
 def test_nothing_to_do_is_an_error(federated_trainer, module, method, message):

@@ -223,8 +223,16 @@ def test_what_is_wrong_is_one_line(capsys):
             "in a writable folder, but got text.ckpt/b",
         ),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--weights", "[1]"], 2, "each of 2 checkpoints, but got 1 `--we"),
-        (["a.ckpt", "text.ckpt", "-o", "b.ckpt", *named], 1, "text.ckpt to be a checkpoint with nothing but"),
-        (["text.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 2, "text.ckpt to be a checkpoint with nothing but"),
+        (
+            ["a.ckpt", "text.ckpt", "-o", "b.ckpt", *named],
+            1,
+            "text.ckpt to be a checkpoint with tensors and primitives only",
+        ),
+        (
+            ["text.ckpt", "a.ckpt", "-o", "b.ckpt", *named],
+            2,
+            "text.ckpt to be a checkpoint with tensors and primitives only",
+        ),
         (["a.ckpt", "folder", "-o", "b.ckpt", *named], 1, "folder to be a checkpoint, but got a folder"),
         (["folder", "a.ckpt", "-o", "b.ckpt", *named], 2, "folder to be a checkpoint, but got a folder"),
         (["a.ckpt", "none.ckpt", "-o", "b.ckpt", *named], 1, "none.ckpt"),

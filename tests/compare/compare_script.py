@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
 from lightning_fed import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.cli.main import main
@@ -87,8 +85,8 @@ class Notes(FederatedCallback):
         federation = find_federation(trainer)
         planned = federation.current_visit
         self.fits[-1]["visits"].append((planned.visit, planned.num_batches, planned.num_samples))
-        datasets = federation.population.source.datasets
-        self.fits[-1]["clients"] = {client: np.asarray(datasets[client].indices) for client in datasets}
+        parts = dict(federation.population.source.datasets)
+        self.fits[-1]["clients"] = {client: part.indices for client, part in parts.items() if hasattr(part, "indices")}
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.fits[-1]["seen"] += batch[0][:, 0].tolist()

@@ -146,7 +146,7 @@ def test_another_optimizer_is_no_other_learning_rate(tmp_path):
     """The server's Adam must not change the client's SGD."""
     app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
     transport = FlowerTransport(FakeGrid({11: app}), 5, 0.01)
-    with pytest.raises(RuntimeError, match=r"optimizers are \['Adam'\], and the client's \['SGD'\]"):
+    with pytest.raises(RuntimeError, match=r"optimizers are \['Adam'\], but the client's are \['SGD'\]"):
         run_server(
             Federation(), lambda: models.Module(models.dropout_mlp(), models.adam), None,
             {**OPTIONS, "max_epochs": 1}, transport, transport.await_clients(3, 1), tmp_path / "s",
