@@ -237,7 +237,11 @@ def test_what_is_wrong_is_one_line(capsys):
         (["folder", "a.ckpt", "-o", "b.ckpt", *named], 2, "folder to be a checkpoint, but got a folder"),
         (["a.ckpt", "none.ckpt", "-o", "b.ckpt", *named], 1, "none.ckpt"),
         (["none.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 1, "none.ckpt"),
-        (["a.ckpt", "deeper.ckpt", "-o", "b.ckpt", *named], 1, "deeper.ckpt to have the module's entries, but it has"),
+        (
+            ["a.ckpt", "deeper.ckpt", "-o", "b.ckpt", *named],
+            1,
+            "deeper.ckpt to have the module's entries, but it contains",
+        ),
         (["a.ckpt", "empty.ckpt", "-o", "b.ckpt", *named], 1, "empty.ckpt to have the module's entries, but it lacks"),
         (["a.ckpt", "wider.ckpt", "-o", "b.ckpt", *named], 1, "wider.ckpt to have the architecture of the first"),
         (["a.ckpt", "unsafe.ckpt", "-o", "b.ckpt", *named], 1, "unsafe.ckpt to be a checkpoint with nothing but"),
