@@ -244,8 +244,16 @@ def test_what_is_wrong_is_one_line(capsys):
         ),
         (["a.ckpt", "empty.ckpt", "-o", "b.ckpt", *named], 1, "empty.ckpt to have the module's entries, but it lacks"),
         (["a.ckpt", "wider.ckpt", "-o", "b.ckpt", *named], 1, "wider.ckpt to have the architecture of the first"),
-        (["a.ckpt", "unsafe.ckpt", "-o", "b.ckpt", *named], 1, "unsafe.ckpt to be a checkpoint with nothing but"),
-        (["unsafe.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 2, "unsafe.ckpt to be a checkpoint with nothing but"),
+        (
+            ["a.ckpt", "unsafe.ckpt", "-o", "b.ckpt", *named],
+            1,
+            "unsafe.ckpt to be a checkpoint with tensors and primitives only",
+        ),
+        (
+            ["unsafe.ckpt", "a.ckpt", "-o", "b.ckpt", *named],
+            2,
+            "unsafe.ckpt to be a checkpoint with tensors and primitives only",
+        ),
         (
             ["a.ckpt", "a.ckpt", "-o", "b.ckpt", "--model", "no.such.Model"],
             2,
