@@ -118,7 +118,7 @@ class Compression(UpdateStep, ABC):
 
 
 class Quantized(Compression):
-    r"""Quantizes to 8 or 4 bits, with unbiased stochastic rounding to multiples of a scale.
+    r"""Rounds stochastically, without bias, to 8-bit or 4-bit multiples of a scale (Alistarh et al., section 3.1).
 
     .. math:: q_i = \lfloor u_i / s + \xi_i \rfloor, \qquad \xi_i \sim \mathcal{U}[0, 1), \qquad
         s = \max_i |u_i| / (2^{b - 1} - 1)
