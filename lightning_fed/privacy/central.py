@@ -31,10 +31,10 @@ from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import is_overridden, loss_scaler
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import batch_norm_statistics
-from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, budget_of, plan_budget
-from lightning_fed.rule import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import SecretSampling
 from lightning_fed.steps.update_step import Arrived, CollectingStep, Held, UpdateStep
 
@@ -157,6 +157,13 @@ class CentralDP(UpdateStep):
         self.key: int | None = None
         self._last: dict[str, float] = {}
 
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round, and finds the clipped and noised entries: trained floating-point entries."""
+        super().start(info, state)
+        self.names = [name for name, value in state.items() if value.is_floating_point() and name not in info.untrained]
+        vectors = [to_float64(state[name]).reshape(-1) for name in self.names]
+        self.vector = torch.cat(vectors) if vectors else torch.empty(0)
+
     def draw_key(self) -> int:
         return secrets.randbits(128)
 
@@ -246,14 +253,12 @@ class CentralDP(UpdateStep):
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"its federation has a clip of {self.clip:g}, but the server {clip:g}")
         update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
-        steps = self.steps_of(update, sent.state)
-        length = step_length(steps)
+        length = self.measure(update.state, sent.state)
         factor = clip_factor(length, clip)
         if factor < 1:
-            update.state |= {
-                name: cast_back(to_float64(sent.state[name]) + factor * step, sent.state[name])
-                for name, step in steps.items()
-            }
+            for name, step in self.by_entry(self.vector.mul_(factor)).items():
+                old = sent.state[name]
+                update.state[name] = step.add_(old.to(step.device)).to(old.dtype, copy=True).to(old.device)
         if self.adaptive:
             update.extras[IS_SHORT] = torch.tensor(float(length <= clip))
         update.num_samples, update.metrics = 1, {}
@@ -303,12 +308,6 @@ class CentralDP(UpdateStep):
         self.budget = budget_of(state["budget"]) if state.get("budget") else None
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
-    @property
-    def names(self) -> list[str]:
-        """Clipped and noised entries: trained floating-point entries."""
-        untrained = self.info.untrained
-        return [name for name, value in self.state.items() if value.is_floating_point() and name not in untrained]
-
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
         """Noise for an entry (for the count: name ``""``), float64: a function of (key, round, name)."""
         assert self.key is not None
@@ -316,9 +315,19 @@ class CentralDP(UpdateStep):
         generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
 
-    def steps_of(self, update: ClientUpdate, sent: State) -> State:
-        """Update (local minus global) for all clipped entries, float64."""
-        return {name: to_float64(update.state[name]) - to_float64(sent[name]) for name in self.names}
+    def measure(self, new: State, old: State) -> float:
+        """Computes an update (new minus old) in ``vector``, float64, all clipped entries; returns the norm."""
+        squares = [
+            step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
+            for name, step in self.by_entry(self.vector).items()
+        ]
+        return math.sqrt(sum(float(square) for square in squares))
+
+    def by_entry(self, vector: Tensor) -> State:
+        """Views of a vector with all clipped entries."""
+        shapes = [self.state[name].shape for name in self.names]
+        parts = torch.split(vector, [shape.numel() for shape in shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}
 
 
 class PrivateSum(Held):
@@ -326,7 +335,8 @@ class PrivateSum(Held):
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)
-        self.total: State = {}
+        self.vector: Tensor | None = None
+        self.longest = step.clip + rounding_of(step.state, step.clip)
         self.short_count = 0.0
         self.members: tuple[Client, ...] = ()
 
@@ -338,18 +348,23 @@ class PrivateSum(Held):
             raise BadUpdate(
                 f"it sends the extras {sorted(update.extras)} instead of {sorted(expected)}: extras have no noise"
             )
-        steps = step.steps_of(update, sent)
-        length = step_length(steps)
-        if not length <= step.clip + rounding_of(sent, step.clip):
+        length = step.measure(update.state, sent)
+        if not length <= self.longest:
             raise BadUpdate(f"its update has the norm {length:g}, above the clip {step.clip:g}")
         factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the reported weight
-        self._join({name: value * factor for name, value in steps.items()})
+        self._join(step.vector.mul_(factor))
         if step.adaptive:
             self.short_count += 0.5 if bool((update.extras[IS_SHORT] > 0).all()) else -0.5
         self.members += update.clients
 
+    @property
+    def total(self) -> State:
+        """The sum by entry; empty without updates."""
+        return {} if self.vector is None else self._step.by_entry(self.vector)
+
     def merge(self, other: PrivateSum) -> None:
-        self._join(other.total)
+        if other.vector is not None:
+            self._join(other.vector)
         self.short_count += other.short_count
         self.members += other.members
 
@@ -358,9 +373,8 @@ class PrivateSum(Held):
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 
-    def _join(self, total: State) -> None:
-        for name, value in total.items():
-            self.total[name] = self.total[name] + value.to(self.total[name].device) if name in self.total else value
+    def _join(self, vector: Tensor) -> None:
+        self.vector = vector.clone() if self.vector is None else self.vector.add_(vector.to(self.vector.device))
 
 
 class PrivacyBudget(FederatedCallback):

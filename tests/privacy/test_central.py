@@ -181,6 +181,42 @@ def test_what_is_longer_by_rounding_is_taken(dtype):
     assert longer
 
 
+def test_the_vector_of_all_entries_equals_single_entries():
+    """Bit for bit, with several dtypes and clients. Clipped entries share no memory."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w": (4, 3), "none": (0, 2), "b": (5,), "d": (2, 2), "scalar": ()}
+    dtypes = {"b": torch.bfloat16, "d": torch.float64, "scalar": torch.float64}
+
+    def draw():
+        return {
+            name: torch.randn(shape, generator=generator).to(dtypes.get(name, torch.float32))
+            for name, shape in shapes.items()
+        }
+
+    start = draw()
+
+    def clip(state):
+        steps = {name: state[name].double() - start[name].double() for name in start}
+        length = math.sqrt(sum(float(step.square().sum()) for step in steps.values()))
+        return steps, min(1.0, 0.7 / length)
+
+    chain, total = chain_of(0.7), dict.fromkeys(start, 0.0)
+    chain.start(RoundInfo(0), start)
+    sent = Broadcast(0, dict(start))
+    chain.on_send(sent)
+    for client in ("a", "b", "c"):
+        trained = draw()
+        update = chain.on_client(ClientUpdate(client, 7, dict(trained)), sent, {})
+        steps, factor = clip(trained)
+        expected = {name: (value.double() + factor * steps[name]).to(value.dtype) for name, value in start.items()}
+        assert_same(update.state, expected)
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in update.state.values())
+        steps, factor = clip(update.state)
+        total = {name: total[name] + factor * steps[name] for name in start}
+        chain.receive(update, start)
+    assert_same(chain.held[0].total, total)
+
+
 def test_a_zero_step_and_an_empty_round():
     zero = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     one, nobody = (aggregated(chain_of(), updates) for updates in ([update_of(zero)], []))
