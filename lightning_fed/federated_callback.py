@@ -14,17 +14,17 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 
 
 class TrainerCallback(L.Callback):
-    """A callback for a Trainer only: ``Fabric`` is refused, because Fabric never calls the hooks of a fit."""
+    """A callback for a Trainer only. Refuses ``Fabric``, which never calls the hooks of a fit."""
 
     def on_after_setup(self) -> None:
-        """Refuses Fabric, the only caller of this hook, after ``setup``."""
+        """Refuses Fabric: only Fabric calls this hook, after its ``setup``."""
         raise MisconfigurationException(
             f"Expected `{type(self).__name__}` among the callbacks of a `Trainer`, but got the callback in `Fabric`,"
             " which would train without a federation: use `lightning_fed.FederatedTrainer`."
         )
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """Refuses Fabric, also without ``setup``."""
+        """Refuses Fabric, also if ``Fabric.setup`` was never called."""
         self.on_after_setup()
 
 
@@ -35,7 +35,7 @@ class FederatedCallback(TrainerCallback):
     In a visit: :meth:`on_client_request`, :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`,
     for each batch :meth:`on_client_batch` and Lightning's own hooks, :meth:`on_client_end`, :meth:`on_server_receive`,
     :meth:`on_client_visit_end`. After the last visit: :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
-    Outside visits: :meth:`on_model_loaded`. The message after a hook travels.
+    Outside visits: :meth:`on_model_loaded`. A message is sent as the last hook has left it.
 
     Clipping, weights, encoding, masks and noise belong to an update step (:mod:`lightning_fed.steps`). Some features
     read attributes of a callback, see the `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
@@ -97,7 +97,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Client side, after the last batch: may add extras and metrics to the update. A step changes the state.
+        """Client side, after the last batch: may add extras and metrics to the update. Update steps change the state.
 
         A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
         on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
@@ -110,7 +110,7 @@ class FederatedCallback(TrainerCallback):
         """Server side, before the checks of the update: may unpack entries from :meth:`on_client_end`."""
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Client side, after the visit, also after a failed visit: may restore changes."""
+        """Client side, after the visit, also after a failed visit: may undo the callback's changes."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
         """Shares values between processes with different clients, before :meth:`on_server_aggregate`.
@@ -148,7 +148,7 @@ class FederatedCallback(TrainerCallback):
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """A callback with answers to :meth:`Federation.ask <lightning_fed.Federation.ask>` outside visits."""
+    """A callback that answers questions from :meth:`Federation.ask <lightning_fed.Federation.ask>` outside visits."""
 
     @abstractmethod
     def on_client_question(

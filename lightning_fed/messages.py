@@ -1,10 +1,10 @@
-"""The wire: three messages between server and client, with flat dictionaries of tensors.
+"""The three messages between server and client, with flat dictionaries of tensors.
 
 The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
 :class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with names of known parts
 of the model. Only requested rows travel, in both directions. Bytes are counted, not estimated.
 
-Untrained entries (parameters without gradient, constant buffers) do not travel if the receiver has the values:
+Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver has the values:
 ``unsent`` holds the names, and the receiver fills in the values.
 """
 
@@ -27,7 +27,7 @@ State: TypeAlias = dict[str, Tensor]
 
 
 def plain_keys(clients: Iterable[Client]) -> list[Client]:
-    """The clients' keys as Python objects: NumPy's do not load with ``weights_only=True``."""
+    """The clients' keys as Python objects, because NumPy scalars do not load with ``weights_only=True``."""
     return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 
@@ -53,7 +53,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """The tensors, without repetitions.
+    """The tensors, without tensors equal to an earlier one.
 
     Example:
         >>> import torch
@@ -111,9 +111,9 @@ class Broadcast:
         round: Index of the round, from 0.
         state: Entries for the client's initial model.
         extras: Further tensors from the method (control variates, ...).
-        rows: Row indices in ``state`` for sliced entries, from the client's :class:`Request`; the bytes count for the
-            request.
-        unsent: Names in ``state`` for entries already at the client. Set by the server.
+        rows: Indices of the rows in ``state`` for sliced entries, from the client's :class:`Request`; the bytes are
+            counted in the request.
+        unsent: Names of the entries in ``state`` that the client already has. Set by the server.
     """
 
     round: int
@@ -145,9 +145,9 @@ class ClientUpdate:
         metrics: Plain numbers for the log.
         rows: Row indices in ``state`` for sliced entries. The server sets the broadcast's rows: a client cannot write
             into other rows.
-        unsent: Names in ``state`` for untrained entries with the broadcast's values, which do not travel. The tensors
+        unsent: Names of the untrained entries in ``state`` that equal the broadcast's, and are not sent. The tensors
             belong to the broadcast: replace the tensors, do not write into the memory.
-        members: On the server, the clients behind an update joined by an update step.
+        members: On the server, the clients behind an update, if an update step has summed several updates.
     """
 
     client: Client

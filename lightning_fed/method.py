@@ -26,7 +26,7 @@ class Method:
 
     Args:
         aggregator: The server's rule, or a method to extend, by name or as an object.
-        callbacks: Callbacks for a Trainer without a callback of the same class; the rule's callbacks follow.
+        callbacks: Callbacks added to a Trainer without a callback of the same class, before the rule's callbacks.
         steps: Update steps, the innermost first; the federation's steps are outside.
         settings: Arguments for :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
@@ -106,7 +106,7 @@ def method_names() -> list[str]:
 def find_method(name: str) -> type[Method] | type[Aggregator]:
     """Finds the class of a method by name, in any case, with or without underscores (``"trimmed_mean"``).
 
-    The path of an unregistered class (``"my_project.FedMine"``) is a name too. An unknown name raises ``ValueError``.
+    An unregistered class is named by its path (``"my_project.FedMine"``). An unknown name raises ``ValueError``.
     """
     module, _, attribute = name.rpartition(".")
     if not module and method_key(name) not in METHODS:

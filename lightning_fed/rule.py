@@ -1,4 +1,4 @@
-"""The server's rules: the port from a round's messages to the new global state."""
+"""Interface of the server's rules, which turn a round's updates into the new global state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RoundInfo:
         round: Index of the round, from 0.
         clients: All clients known in this process.
         trainable: Names of the trained entries; ``None`` if unknown.
-        untrained: Names of the parameters without gradient; most visits do not change these.
+        untrained: Names of the parameters without gradient and the constant buffers; few visits change these.
         sliced: Names of the entries with only some rows at a client.
         seed: The federation's seed; a step draws from (seed, round, client).
         refused: Reason by client for bad answers so far in the round.
@@ -35,7 +35,7 @@ class RoundInfo:
     refused: Mapping[Client, str] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes except the clients: every process knows the clients, possibly millions."""
+        """Excludes the clients, possibly millions, because every process knows the clients."""
         return {**vars(self), "clients": (), "refused": {}}
 
 
@@ -55,7 +55,7 @@ class RoundPlan:
 
 
 class RuleCapabilities:
-    """Optional parts of a rule. Features read these declarations, and rules override some.
+    """Optional capabilities of a rule, declared by attributes and methods that a rule may override.
 
     Attributes:
         accepts_rows: An update may contain a few rows of an entry (:attr:`ClientUpdate.rows`). Such a rule implements
@@ -79,7 +79,7 @@ class RuleCapabilities:
         return RoundPlan()
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Form of the answer to a message: names, shapes and dtypes; values do not matter."""
+        """Expected names, shapes and dtypes of the answer to a message; values do not matter."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
@@ -92,7 +92,7 @@ class RuleCapabilities:
     def tolerated(self, count: int) -> int:
         """Number of clients among ``count`` that may send arbitrary updates.
 
-        Pooled BatchNorm statistics exclude as many reports.
+        Pooled BatchNorm statistics exclude that many lowest and highest values.
         """
         return 0
 
@@ -116,9 +116,9 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the global model's shared entries, without all earlier updates.
+        """Starts a round from the global model's shared entries, and discards all earlier updates.
 
-        With several processes, a round has two calls: after the second call :meth:`merge` returns the updates.
+        With several processes, a round has two calls: after the second call, :meth:`merge` adds all updates.
         """
 
     @abstractmethod
@@ -132,13 +132,13 @@ class Aggregator(RuleCapabilities, ABC):
     def receive(self, update: ClientUpdate) -> None:
         """Receives one client's checked update, or a sum from an update step.
 
-        The rule now owns the tensors, except tensors named in ``update.unsent``: the broadcast owns these, and the rule
-        must not write into the memory. An unusable update leaves the rule unchanged and raises :class:`BadUpdate`.
+        The rule may overwrite the tensors, except tensors named in ``update.unsent``, which belong to the broadcast. An
+        unusable update leaves the rule unchanged and raises :class:`BadUpdate`.
         """
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Joins the updates from the same rule in another process."""
+        """Adds the updates received by the same rule in another process."""
 
     @abstractmethod
     def aggregate(self) -> State | None:

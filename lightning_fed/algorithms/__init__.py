@@ -1,4 +1,4 @@
-"""All federated methods, named as in the papers. An import here registers a method."""
+"""All federated methods, named as in the papers. Importing a method here registers the method."""
 
 from lightning_fed.algorithms.channels import Channel as Channel
 from lightning_fed.algorithms.channels import ChannelRule as ChannelRule

@@ -1,4 +1,4 @@
-"""Channels: tensors declared by a method; shared code checks, sends, averages, merges, saves and bounds the tensors."""
+"""Channels: named tensors declared by a method; shared code checks, sends, averages, merges, saves and bounds them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Channel:
         down: Whether the server sends the tensors with the broadcast.
         memory: Whether clients keep the tensors between visits.
         server: Whether the server keeps the tensors between rounds.
-        bounds: Limits for numbers in a division, product or power: the rule excludes clients more than a factor 128
-            above the round's median (``"above"``), or also below (``"both"``).
+        bounds: Limits for numbers used in a division, product or power: the rule excludes clients with a number more
+            than 128 times the round's median (``"above"``), or also less than a 128th (``"both"``).
         is_per_example: Whether to accept also a number within the limits after division by the number of examples.
     """
 
@@ -83,10 +83,10 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over clients whose reported numbers have a similar magnitude. Parts can be merged in any order.
+    """Sums over clients that report numbers of a similar magnitude. Parts can be merged in any order.
 
-    The rule excludes whole parts, because a sum cannot exclude a single client. ``means`` has a mean for each channel.
-    ``sums`` has additional sums of the rule, by entry; each sum has a method ``merge``.
+    The rule excludes whole parts, because a single client cannot be removed from a sum. ``means`` has a mean for each
+    channel. ``sums`` has additional sums of the rule, by entry; each sum has a method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -107,8 +107,8 @@ class Part:
 class ChannelVisit:
     """A client's visit with the channels' tensors.
 
-    ``parameters`` are the shared parameters, and ``start`` the broadcast's entries. ``down`` (from the server),
-    ``memory`` (of the client; changes are kept) and ``up`` (for the server) contain tensors by channel and entry.
+    ``parameters`` are the shared parameters, and ``start`` the broadcast's entries. ``down`` (received from the
+    server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors by channel and entry.
     ``records`` contains the results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit. In a stack
     of simultaneous visits, ``row`` is the visit's row, and ``steps`` the visit's number of optimizer steps.
     """
@@ -127,7 +127,7 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule with :attr:`channels` by name, and optional hooks for the equations on client and server.
+    """An averaging rule with :attr:`channels` by name, and optional hooks for the equations on clients and server.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -155,7 +155,7 @@ class ChannelRule(AveragingAggregator):
     # The client's equations
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Refuses a Trainer or module before the fit."""
+        """Raises before the fit if the Trainer or module is unsupported."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
         """Begins a visit; returns a correction for each entry. In a stack of visits, corrections are stacked."""
@@ -172,7 +172,7 @@ class ChannelRule(AveragingAggregator):
         return record
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """Computes a gradient's term from the correction."""
+        """Computes the term to add to the gradient, from the correction."""
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
@@ -245,7 +245,7 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Computes the new global model from the models' mean ``state``, which may change in place, and all sums."""
+        """Computes the new global model from the models' mean (``state``, may be changed in place) and all sums."""
         return state
 
     def share(self, part: Part) -> float:
@@ -374,7 +374,7 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """Returns a visit's correction, or a stack for simultaneous visits with 0 for missing corrections."""
+        """Returns a visit's correction; for simultaneous visits a stack, with 0 in place of missing corrections."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

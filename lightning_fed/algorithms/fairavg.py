@@ -18,8 +18,8 @@ class FairAvg(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: only the training.
-    - For: equal influence for clients with different dataset sizes.
+    - Costs: no additional computation.
+    - For: equal influence of clients with different dataset sizes.
 
     Example:
         >>> type(FairAvg().steps[0]).__name__

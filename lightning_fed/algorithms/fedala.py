@@ -58,7 +58,8 @@ class AdaptiveAggregation(FederatedCallback):
         eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
-        MisconfigurationException: In ``fit``, with manual optimization, fewer layers, or clients with only some rows.
+        MisconfigurationException: In ``fit``, with manual optimization, with fewer than ``num_layers`` layers, or if
+            clients hold only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

@@ -35,12 +35,12 @@ class FedAtt(AveragingAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: only the training.
-    - For: larger influence for clients with larger changes.
+    - Costs: no additional computation.
+    - For: larger influence of clients with larger changes.
 
     Args:
-        step_size: Step :math:`\epsilon`, positive: 1 gives the weighted mean, larger values go beyond the mean. Only
-            with 1 do identical clients give the same aggregate.
+        step_size: Step :math:`\epsilon`, positive: 1 gives the weighted mean, larger values go beyond the mean. If all
+            clients send the same model, the aggregate equals this model only for 1.
         noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise gives no privacy guarantee.
         seed: Seed for the noise, combined with the round.
 

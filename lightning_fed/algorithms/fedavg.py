@@ -21,7 +21,7 @@ class FedAvg(AveragingAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: any federation; the baseline for other methods.
 
     Args:

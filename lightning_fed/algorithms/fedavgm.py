@@ -25,7 +25,7 @@ class FedAvgM(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (one vector in float64).
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: clients with different labels, and small cohorts.
 
     Args:

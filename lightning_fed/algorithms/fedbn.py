@@ -12,13 +12,13 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedBN(Method):
-    """Averages all layers except BatchNorm; BatchNorm layers stay with their clients.
+    """Averages all layers except BatchNorm; each client keeps separate BatchNorm layers.
 
     The layer type decides, not the name; a model without BatchNorm is refused. Reference: Li et al., ICLR 2021.
 
     - Sends: the model without BatchNorm layers, both ways.
     - Keeps: BatchNorm layers per client.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: clients with different input statistics, such as scanners or cameras.
 
     Args:

@@ -37,7 +37,7 @@ class FedDyn(ChannelRule):
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: heterogeneous clients with frequent participation, because a regulariser dates from the client's last visit.
 
     Args:

@@ -50,7 +50,7 @@ class FedNova(ChannelRule):
 
     - Sends: 1 model down, 1 up (and a number per entry).
     - Keeps: nothing.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: clients with unequal numbers of steps, from dataset sizes or straggling; SGD only.
 
     Args:

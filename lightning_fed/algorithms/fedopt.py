@@ -108,13 +108,13 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 
 @register
 class FedAdagrad(Method):
-    """The clients' mean change, divided by the root of the squared changes' sum over all rounds.
+    """Adagrad on the server: the mean change, divided by the root of the sum of squared changes over all rounds.
 
     :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: sparse gradients, as in embeddings.
 
     Args:
@@ -146,14 +146,14 @@ class FedAdagrad(Method):
 
 @register
 class FedAdam(Method):
-    """The decaying mean of the clients' changes, divided by the root of the decaying mean square.
+    """Adam on the server: a moving average of the changes, divided by the root of their moving mean square.
 
     :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`), without bias correction, unlike
     ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``. Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: parameters with changes on different scales, as in language models.
 
     Args:
@@ -194,7 +194,7 @@ class FedYogi(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: the same models as FedAdam, if FedAdam's steps vary too much.
 
     Args:

@@ -28,7 +28,7 @@ class FedPer(Method):
 
     - Sends: the model without its head, both ways.
     - Keeps: a head per client.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: clients with different label meanings or label frequencies.
 
     Args:
@@ -36,7 +36,7 @@ class FedPer(Method):
         aggregator: The method for the base, by name or as an object.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing, or no training step proves the classifier (``"auto"``).
+        ValueError: In ``fit``, if a selector matches nothing, or if ``"auto"`` cannot identify the classifier.
 
     Example:
         >>> from lightning_fed import Federation
@@ -58,7 +58,7 @@ def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
 
 
 def _find_head(module: nn.Module) -> list[str]:
-    """Returns the classifier's entries; in a fit, a training step must prove the classifier."""
+    """Returns the classifier's entries; in a fit, a trial training step must confirm the classifier."""
     remedy = "name the entries of the head, such as head='head.*'"
     name = find_classifier(module)
     if isinstance(module, L.LightningModule) and _is_in_fit(module):

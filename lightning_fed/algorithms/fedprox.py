@@ -24,7 +24,7 @@ class FedProx(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: heterogeneous clients with long visits, and stragglers.
 
     Args:

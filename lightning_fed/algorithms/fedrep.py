@@ -28,7 +28,7 @@ class HeadThenBody(FederatedCallback):
 
     Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
     BatchNorm's running statistics follow the data in both phases. Initially frozen parameters stay frozen. A straggler
-    in the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021, Algorithm 1.
+    that stops during the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021, Algorithm 1.
 
     Args:
         head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
@@ -128,7 +128,7 @@ class FedRep(Method):
         head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
         head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the rest of ``local_epochs``.
         body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or for the rest of ``local_epochs``.
-        local_epochs: Sum of both, if both are given.
+        local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.
         aggregator: Method for the body, by name or as an object.
 
     Raises:

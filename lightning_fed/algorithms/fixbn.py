@@ -20,7 +20,7 @@ class FixBN(Method):
 
     - Sends: the model, both ways.
     - Keeps: nothing.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: models with BatchNorm, and clients with missing classes.
 
     Args:

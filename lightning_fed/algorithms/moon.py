@@ -52,8 +52,8 @@ class ContrastiveTerm(FederatedCallback):
         network: Name of the module called with the data; ``"auto"`` searches.
 
     Raises:
-        MisconfigurationException: In ``fit``, if the network is compiled or skips the layer, a training step proves no
-            classifier for ``"auto"``, or clients hold only some rows.
+        MisconfigurationException: In ``fit``, if the network is compiled or skips the layer, if ``"auto"`` finds no
+            classifier, or if clients hold only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -197,8 +197,8 @@ class MOON(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
-    - Costs: two additional forward passes through the extractor per batch, and two copies.
-    - For: images from clients with different labels and frequent participation.
+    - Costs: two additional forward passes through the extractor per batch, and two copies of the extractor.
+    - For: image data, on clients with different labels and frequent participation.
 
     Args:
         mu: Strength :math:`\mu`; the authors tune :math:`\mu` in {0.1, 1, 5, 10}.

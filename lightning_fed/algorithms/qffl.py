@@ -111,7 +111,7 @@ class QFFL(ChannelRule):
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds the model to the mean, and reports the model's distance."""
+        """Adds an update to the mean, with the weights from the loss and the model's distance."""
         loss, lipschitz = up[_LOSS][""], up[_LIPSCHITZ][""]
         if lipschitz <= 0:
             raise BadUpdate(f"q-FedAvg needs L > 0, but got {lipschitz}")

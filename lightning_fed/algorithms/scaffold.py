@@ -41,7 +41,7 @@ class SCAFFOLD(ChannelRule):
 
     - Sends: 2 models down, 2 up.
     - Keeps: 1 model per client, 1 model on the server.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: heterogeneous clients with long visits and frequent participation.
 
     Args:

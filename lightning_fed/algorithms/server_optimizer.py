@@ -40,7 +40,7 @@ class ServerOptimizer(UpdateStep):
 
     Args:
         optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients (not ``LBFGS``).
-        lazy_rows: For entries with rows on few clients: rows without a client in the round stay unchanged, with their
+        lazy_rows: For sliced entries: whether rows that no client held in the round stay unchanged, with their
             optimizer state. Otherwise such rows have a zero gradient, and momentum still moves them.
         **optimizer_kwargs: Arguments for the optimizer. The default ``lr`` is meant for local training.
 
@@ -156,7 +156,7 @@ class ServerOptimizer(UpdateStep):
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """True if separate rows step as in the whole entry; ``Adafactor`` reads the whole entry."""
+        """True if stepping rows separately gives the same result; not for ``Adafactor``, which reads whole entries."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})

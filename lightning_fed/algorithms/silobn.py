@@ -15,14 +15,14 @@ from lightning_fed.rule import Aggregator
 
 @register
 class SiloBN(Method):
-    """Averages all entries except BatchNorm's running statistics; these stay with their clients.
+    """Averages all entries except BatchNorm's running statistics, which stay on the clients.
 
     BatchNorm weights and biases are averaged. Each client normalises with its data's mean and variance, and activation
     statistics never leave the client. A model without BatchNorm is refused. Reference: Andreux et al., DART 2020.
 
     - Sends: the model without BatchNorm's running statistics, both ways.
     - Keeps: running statistics per client.
-    - Costs: only the training.
+    - Costs: no additional computation.
     - For: clients with different input statistics and shared layer weights.
 
     Args:

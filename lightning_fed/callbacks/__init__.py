@@ -1,4 +1,4 @@
-"""Callbacks for a Trainer: the federation, pictures, reports; and the methods' own callbacks."""
+"""Callbacks for a Trainer: the federation, pictures and reports, and the methods' callbacks."""
 
 from lightning_fed.lazy_names import attach_names as _attach_names
 

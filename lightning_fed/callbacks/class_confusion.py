@@ -43,25 +43,25 @@ class Confusion(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Share of examples with the largest logit at the true class, among the client's classes."""
+        """Share of examples whose largest logit, among the client's classes, is the true class's."""
         return float(self.counts.diagonal().sum() / self.counts.sum())
 
 
 class OwnClassConfusion(PeriodicPictures):
     """Draws the global model's confusion among a client's own classes to TensorBoard.
 
-    A client with few out of very many classes can learn to separate these classes from all other classes, and still
-    confuse these classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the
-    global model runs on some clients' data, and the largest logit is searched among the classes :math:`P_k` in the
-    client's data. The viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``)
-    the axes are labelled.
+    A client with few of many classes can learn to separate these classes from all others, and still confuse these
+    classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the global model runs
+    on some clients' data, and predicts the class with the largest logit among the client's own classes :math:`P_k`. The
+    viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the axes are
+    labelled.
 
-    Any classifier works: ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. A client with personal entries
-    gets the client's own entries. The data are read twice, separate from training, with fixed random numbers. Weights,
-    random numbers and logs do not change. A client with failing data is skipped, with a log line.
+    Any classifier works: ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Personal entries are the
+    client's. The data are read twice, separately from training, with fixed random numbers. Weights, random states and
+    logs do not change. A client with failing data is skipped, with a log line.
 
-    Every client is drawn after the first round, and again after ``every_n_epochs`` rounds. The state is ``last_epoch``,
-    the round with the last pictures (an int, or None).
+    Pictures appear after the first round, and then every ``every_n_epochs`` rounds. The state is ``last_epoch``, the
+    round with the last pictures (an int, or None).
 
     Args:
         clients: The clients, or a number: the first clients in the population.
@@ -210,7 +210,7 @@ def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
 
 def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), title: str = "") -> Tensor:
-    """Draws a matrix as shares per row, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
+    """Draws a confusion matrix, normalised per row, shape ``(3, H, W)``, uint8; with axes if matplotlib is present."""
     shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)
     names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
     size = len(names)

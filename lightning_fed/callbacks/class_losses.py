@@ -1,4 +1,4 @@
-"""Follows tensors from layers and from a batch to the loss in which class scores meet labels."""
+"""Traces tensors from layers and from a batch to losses that compare class scores with labels."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ClassLoss:
 
 @dataclass
 class ClassLosses:
-    """Follows a batch's tensors, and finds the losses between class scores and labels.
+    """Traces a batch's tensors through a training step, and finds the losses between class scores and labels.
 
     Such a loss is a cross-entropy, a negative log-likelihood or a binary cross-entropy, a gather from probabilities at
     labels, or a sum over probabilities times (or minus) indicators made from labels, as in Dice and focal losses. From
@@ -290,7 +290,7 @@ class ClassLosses:
 
     @staticmethod
     def _is_identity(args: Sequence[Any]) -> bool:
-        """Returns True for rows of an identity matrix: the class numbers stay."""
+        """Returns True if labels select rows of an identity matrix (one-hot encoding)."""
         table, places = args[0], args[1]
         are_rows = len(places) == 1 and places[0] is not None if isinstance(places, list | tuple) else places == 0
         is_square = table.ndim == 2 and table.shape[0] == table.shape[1]
@@ -322,7 +322,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_moves(name: str, args: Sequence[Any], output: Tensor) -> bool:
-    """Returns True if labels move inside an example, like the next token: features keep their places."""
+    """Returns True if an operation shifts labels within an example, as for next-token prediction."""
     dims = args[0].ndim if isinstance(args[0], Tensor) else 1
     if name == "slice" and output.shape != args[0].shape:
         return bool(args[1] % dims) or bool(args[2])
@@ -384,7 +384,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _widths(layer: nn.Module) -> set[int]:
-    """Returns possible numbers for a layer's outputs: declared, or else the sides of the layer's matrices."""
+    """Returns possible numbers of a layer's outputs: the declared number, or else the sizes of the layer's matrices."""
     for name in ("num_classes", "out_features", "out_channels"):
         width = getattr(layer, name, None)
         if isinstance(width, int) and isinstance(getattr(layer, "weight", None), Tensor):
@@ -394,7 +394,7 @@ def _widths(layer: nn.Module) -> set[int]:
 
 
 def _key(tensor: Tensor) -> Any:
-    """Identifies a tensor by memory and shape; ``None`` without memory."""
+    """Identifies a tensor by memory address, shape, strides and dtype; ``None`` for a tensor without memory."""
     try:
         pointer = tensor.data_ptr()
     except RuntimeError:  # inside torch.func

@@ -50,15 +50,15 @@ _CELL = 14  # pixels per cell in the heat map without axes
 class ClientSegmentations(L.Callback):
     """Scores every client's segmentations by class, and draws the worst and the median image.
 
-    After every ``every_n_epochs`` rounds (and in ``trainer.validate``) each client's validation data run through the
-    client's own model: the global model with the client's personal entries. The
-    callback writes these files to ``folder``, and the pictures also to TensorBoard:
+    Every ``every_n_epochs`` rounds (and in ``trainer.validate``) each client's own model, the global model with the
+    client's personal entries, runs on the client's validation data. The callback writes these files to ``folder``, and
+    the pictures also to TensorBoard:
 
-    - ``scores.csv``: round, client, class, IoU and Dice for every class in the client's truth or prediction;
+    - ``scores.csv``: round, client, class, IoU and Dice for every class in the client's masks or predictions;
     - ``scores.md``: the last scores as a table, also logged at the end of a fit;
     - ``iou.png``: heat map with the IoU by client and class over the rounds;
     - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes), next to
-      truth, prediction and prediction entropy.
+      true mask, prediction and prediction entropy.
 
     The module is called with images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``, or ``(N, 1,
     H, W)`` for a binary task; binary scores are for class 1 only. Masks are class indices ``(N, H, W)`` or ``(N, 1, H,
@@ -154,7 +154,7 @@ class ClientSegmentations(L.Callback):
             _log.info("Segmentation of the clients after round %d:\n\n%s", round_number(self.rows[-1][0]), self.table())
 
     def table(self) -> str:
-        """Formats the last scores in Markdown: mean IoU, mean Dice, and the IoU per class, with a row per client."""
+        """Formats the last scores in Markdown, a row per client: mean IoU, mean Dice, and the IoU per class."""
         last = [row for row in self.rows if row[0] == self.rows[-1][0]] if self.rows else []
         clients = list(dict.fromkeys(row[1] for row in last))
         classes = list(dict.fromkeys(row[2] for row in sorted(last, key=self._place)))

@@ -23,10 +23,10 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """One client's traffic in one round for one model part; numbers are parameters and buffers.
+    """One client's traffic in one round for one model part; numbers count elements of parameters and buffers.
 
     The client is ``"(all)"`` for the sum over all clients in an early round. Besides model parts there are
-    ``"(extras)"`` for a method's extras and ``"(request)"`` for a request for rows.
+    ``"(extras)"`` for a method's extras and ``"(request)"`` for a client's request for rows.
     """
 
     round: int
@@ -41,8 +41,8 @@ class Traffic(NamedTuple):
 class PartTraffic(NamedTuple):
     """Traffic for a model part or ``"(all)"``, averaged over clients and rounds.
 
-    ``full_numel`` is the part's size, as sent in each direction by federated averaging, and ``share`` the bytes in both
-    directions relative to federated averaging.
+    ``full_numel`` is the part's number of elements, as sent in each direction by federated averaging. ``share`` is the
+    number of bytes in both directions relative to federated averaging.
     """
 
     part: str
@@ -55,15 +55,15 @@ class PartTraffic(NamedTuple):
 
 
 class CommunicationReport(FederatedCallback):
-    r"""Counts the traffic by model part, and compares with federated averaging for the whole model.
+    r"""Counts the traffic by model part, and compares the traffic with federated averaging of the whole model.
 
     The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS with :math:`\varphi` as the
     model without the head and :math:`d` numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each
-    direction. Federated averaging would send all entries each time, with personal, frozen and untrained entries.
-    Messages without a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and ``comm/up_bytes``.
+    direction. Federated averaging would send all entries each time, including personal, frozen and untrained entries.
+    Messages outside a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and ``comm/up_bytes``.
 
     ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes relative to federated averaging.
-    :meth:`table` shows means over clients and rounds per part, :attr:`rows` and :meth:`to_csv` single rounds.
+    :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` give single rounds.
 
     The state is ``rows``, the fields in :class:`Traffic` per round, client and part, and ``visits``, counts in early
     rounds.
@@ -179,7 +179,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Average traffic by part (model parts, requests, extras), then of the sum; empty before the first visit."""
+        """Average traffic by part (model parts, requests, extras), then in total; empty before the first visit."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])

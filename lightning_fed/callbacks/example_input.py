@@ -41,8 +41,8 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
     """Returns arguments for a module's ``forward``: a tensor, tuple or dictionary, if possible with two examples.
 
-    By default the inputs are in the usual place, else mapping entries named like the arguments in ``forward``, else the
-    whole batch.
+    The inputs are found as by :func:`~lightning_fed.model.batches.find_inputs`, else as mapping entries with the names
+    of the arguments in ``forward``; otherwise the whole batch is returned.
     """
     parameters = inspect.signature(module.forward).parameters
     is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())

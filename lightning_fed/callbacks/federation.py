@@ -86,16 +86,16 @@ class Federation(TrainerCallback):
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
-        personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
-        frozen: Entries with the server's values and without training or transmission, as for ``personal``. Parameters
+        personal: Entries that each client keeps for itself: name patterns (``"head.*"``) and module types.
+        frozen: Entries that are neither trained nor transmitted: patterns and types as for ``personal``. Parameters
             without gradient need not be named.
         batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
             statistics with the new global model, and decide once between pooled statistics for similar clients and own
             statistics for different clients (a shift above :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`).
             ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always own. ``"average"``:
             averaged like all entries. ``"personal"``: kept by each client with the layers' weights (FedBN).
-            :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial ones, also in
-            training.
+            :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial statistics, also
+            in training.
         optimizer_state: Optimizer state in a visit: fresh (``"reset"``), or the client's (``"keep"``).
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
         faults: Limits to failures of clients (:class:`~lightning_fed.Faults`).
@@ -123,9 +123,9 @@ class Federation(TrainerCallback):
             ``visits="fused"`` and something prevents fused visits.
 
     Note:
-        Attributes outside ``state_dict`` pass from one visit to the next, in the module, callbacks, optimizers and
-        schedulers; the log names changed attributes with an effect on later visits. Every visit starts with the round's
-        initial values for buffers with ``persistent=False``.
+        Attributes outside ``state_dict`` carry over from one visit to the next, in the module, callbacks, optimizers
+        and schedulers; the log names changed attributes that can affect later visits. Every visit starts with the
+        round's initial values for buffers with ``persistent=False``.
 
         Checkpoints hold the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
         BatchNorm the decision, the reports before a decision, and the statistics behind each monitored value.
@@ -201,7 +201,7 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Leaves the server or the clients to another machine, behind ``remote``. Called by a backend before a fit."""
+        """Moves the server or the clients to another machine, behind ``remote``. Called by a backend before a fit."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
@@ -216,7 +216,7 @@ class Federation(TrainerCallback):
 
     @property
     def has_own_statistics(self) -> bool:
-        """True if each client has BatchNorm statistics of its data, in the current fit or evaluation."""
+        """True if each client has separate BatchNorm statistics, in the current fit or evaluation."""
         return self._fit.has_own_statistics
 
     @property
@@ -262,12 +262,12 @@ class Federation(TrainerCallback):
 
     @property
     def current_visit(self) -> PlannedVisit | None:
-        """The visit under way; ``None`` between visits."""
+        """The current visit; ``None`` between visits."""
         return None if self.open_visit is None else self.open_visit.planned
 
     @property
     def visit(self) -> PlannedVisit:
-        """The visit under way, for hooks during a visit."""
+        """The current visit, for hooks during a visit."""
         assert self.current_visit is not None
         return self.current_visit
 
@@ -290,7 +290,7 @@ class Federation(TrainerCallback):
 
     @property
     def client_memory(self) -> State:
-        """The current client's tensors from callbacks, stored after a good update; callbacks may change them."""
+        """The current client's tensors for callbacks to read and write; stored if the server accepts the update."""
         if self.open_visit is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
         return self.open_visit.memory
@@ -324,8 +324,8 @@ class Federation(TrainerCallback):
     def client_model(self, client: Client) -> L.LightningModule:
         """A copy of the module as a client's own model, with the client's personal entries and BatchNorm statistics.
 
-        The copy is a plain module in evaluation mode and needs nothing of this package. Raises
-        ``RuntimeError`` during a fit, and ``ValueError`` for an unknown client.
+        The copy is a plain module in evaluation mode and does not depend on this package. Raises ``RuntimeError``
+        during a fit, and ``ValueError`` for an unknown client.
         """
         state = self.client_state(client)
         if self._loop.is_attached:
@@ -345,7 +345,7 @@ class Federation(TrainerCallback):
         question: Mapping[str, Any],
         own: bool = False,
     ) -> Answers:
-        """Asks clients outside of a round: a model goes down, and an answer comes up.
+        """Asks clients a question outside a round: each client receives a model, and sends an answer.
 
         In this process, or in several processes with shared clients, ``callback`` answers
         (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback
@@ -353,11 +353,11 @@ class Federation(TrainerCallback):
 
         Args:
             trainer: The Trainer.
-            module: The module with the global model, or with another model in question; unchanged afterwards.
+            module: The module with the global model, or with another model to ask about; unchanged afterwards.
             callback: The callback.
             clients: The clients.
             question: The question: primitives and plain containers.
-            own: Whether each client answers with a personal model instead of the global model.
+            own: Whether each client answers with the client's own model instead of the global model.
         """
         return self._models.ask(trainer, module, callback, clients, question, own)
 
@@ -384,7 +384,7 @@ class Federation(TrainerCallback):
     def own_models(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> AbstractContextManager[Callable[[Client], None]]:
-        """Context with a function to load a client's own model; afterwards the module is the global model again."""
+        """Context that yields a function to load a client's own model; afterwards restores the global model."""
         return self._models.own_models(trainer, pl_module)
 
     @property
@@ -393,7 +393,7 @@ class Federation(TrainerCallback):
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks the Trainer, puts the round's loader in place, adds the method's callbacks."""
+        """Checks the Trainer, installs the rounds' loader, and adds the method's callbacks."""
         self._is_fit, self._models.is_lost = stage == "fit", False
         protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)
@@ -454,7 +454,7 @@ class Federation(TrainerCallback):
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restores Lightning's requests for validation data."""
+        """Restores the user's reload and validation intervals."""
         self._loop.start_epoch()
 
     def on_train_batch_start(
@@ -463,7 +463,7 @@ class Federation(TrainerCallback):
         self._loop.hooks.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an interrupted round: a Trainer validates immediately after a stop request."""
+        """Abandons an interrupted round, because a Trainer validates immediately after a stop request."""
         if is_validating(trainer):
             self._decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
@@ -484,7 +484,7 @@ class Federation(TrainerCallback):
         self._loop.end_epoch()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, also after a fit's end inside a round."""
+        """Leaves the last complete global model in the module, also if the fit ends inside a round."""
         self._loop.end_training(pl_module)
         self._loop.failed_rounds.end_fit()
         self._loop.measure_statistics(self.store.clients())
@@ -611,7 +611,7 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _copy_method(method: Method) -> Method:
-    """Copies a method, because federations must not share state; refuses parts without a copy."""
+    """Copies a method, because federations must not share state; refuses parts that cannot be copied."""
     try:
         return copy.deepcopy(method)
     except Exception as error:
@@ -651,7 +651,7 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
     Use the number for ``total_steps`` of a ``OneCycleLR``, or ``num_training_steps`` of a warm-up, in
     ``configure_optimizers``. In a federation a round advances the scheduler by the (median) steps of one visit, while
     ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a federation the result is
-    Lightning's number, ``inf`` without a limit. Clients' data on other machines raise ``MisconfigurationException``.
+    Lightning's number: ``inf`` if the fit has no limit.
 
     Raises:
         MisconfigurationException: If the clients' data are on other machines.

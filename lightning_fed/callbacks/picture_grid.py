@@ -43,7 +43,8 @@ def segmentation_grid(
         std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
         ignore_index: Class index for pixels without a label, if any.
         padding: White border around each tile, in pixels.
-        maps: M further columns with numbers from 0 to 1, shape ``(N, H, W)``: 0 is dark blue, 1 yellow, NaN grey.
+        maps: M maps for further columns, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1 (yellow); NaN
+            is grey.
 
     Returns:
         Picture, shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images are

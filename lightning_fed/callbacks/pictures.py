@@ -60,7 +60,7 @@ class PeriodicPictures(L.Callback):
 
 
 def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
-    """Returns the Trainer's loggers with support for pictures."""
+    """Returns the Trainer's loggers that can show pictures: TensorBoard."""
     loggers: list[Logger] = trainer.loggers
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
@@ -72,7 +72,7 @@ def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, step: int | None 
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
-    """Names the loggers without pictures from the callback ``name``."""
+    """Logs which of the Trainer's loggers get no pictures from the callback ``name``."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
         rank_zero_info(f"{name} logs to TensorBoard only: no images for {', '.join(skipped)}.")

@@ -33,7 +33,7 @@ class _ByRound(ProgressBar):
         if now - self._last_drawn < self.interval and batch_idx + 1 < self.total_train_batches:
             return
         self._last_drawn = now
-        self._outputs = outputs  # reading waits for the device, so read only while drawing
+        self._outputs = outputs  # reading the loss waits for the device, so the loss is read only for drawing
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, int | str | float | Any]:
@@ -51,7 +51,7 @@ class _ByRound(ProgressBar):
 
 
 class FederatedProgressBar(_ByRound, TQDMProgressBar):
-    """Lightning's progress bar with ``Round 3/50``, the training client and the loss.
+    """Lightning's progress bar with the round (``Round 3/50``), the current client and the loss.
 
     Args:
         interval: Seconds between updates, to keep the batch loop fast.
@@ -93,5 +93,5 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
 
 
 def default_progress_bar() -> ProgressBar:
-    """Builds a bar like a plain Trainer: with ``rich`` if installed."""
+    """Builds the default bar, as Lightning does: with ``rich`` if installed."""
     return FederatedRichProgressBar() if find_spec("rich") else FederatedProgressBar()

@@ -48,8 +48,8 @@ _MOST_BATCHES = 5  # tried one after another, because a step may skip batches
 class TrainingTrace(NamedTuple):
     """Record from a ``training_step``.
 
-    ``calls`` has the arguments in the first call (for the module under ""), ``trained`` the layers with outputs between
-    the loss and trained parameters.
+    ``calls`` has the arguments of each layer's first call (the module's under ""), and ``trained`` the layers whose
+    outputs lie between trained parameters and the loss.
     """
 
     calls: Mapping[str, Call]
@@ -63,7 +63,7 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classes learned by a module, with the classifier layer and the ignored label.
 
-    ``target`` is a function from a batch to labels; ``None`` for changed labels and for several labels per example.
+    ``target`` is a function from a batch to labels; ``None`` if the step changes the labels or an example has several.
     """
 
     layer: str
@@ -148,11 +148,11 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Reason for a failed proof."""
+    """Raised with the reason why a trial step shows nothing."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
-    """Returns the trace from the first client with a successful step: from the first batch with a loss."""
+    """Returns the trace from the first client with a successful step, on the client's first batch with a loss."""
     if not module.automatic_optimization:
         raise _Unproven("a trial step is impossible with manual optimization")
     error: Exception | None = None
@@ -193,7 +193,7 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[int], Any]]:
-    """Yields functions from an index to a batch: for the first clients, or for a plain Trainer's loader."""
+    """Yields functions that return the batch at an index: for the first clients, or for a plain Trainer's loader."""
     federation = federation_of(trainer)
     if federation is None:
         yield partial(_plain_batch, trainer)
@@ -262,10 +262,10 @@ def has_forward(module: L.LightningModule) -> bool:
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context that gives a module a ``forward`` for following neurons.
+    """Context that gives a module a ``forward`` for tracing neurons through the layers.
 
-    If ``training_step`` trains one network, ``forward`` calls the network; otherwise the step, with a batch as argument
-    and the loss as result. Yields the arguments, cut to two examples if all tensors have one length.
+    If ``training_step`` trains one network, ``forward`` calls the network; otherwise ``forward`` calls the step with a
+    batch, and returns the loss. Yields the arguments, cut to two examples if all tensors have the same length.
     """
     advice = "write a `forward` from the inputs to the outputs in the loss"
     try:
@@ -302,7 +302,7 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context without metric updates: an update reads numbers, and an export has no numbers."""
+    """Context that disables metrics: an update would read values, but a graph export has no values."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())

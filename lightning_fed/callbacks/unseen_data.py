@@ -1,4 +1,4 @@
-"""Evaluation of the global model if each client has separate running statistics, and the global model has none."""
+"""BatchNorm of the global model in evaluation, if running statistics exist only for each client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises by measured data statistics, before a measurement by batch statistics.
+    """Normalises with statistics measured on the data; before a measurement, with batch statistics.
 
     ``report`` has the mean and variance by layer, from :meth:`InputStatistics.as_extras`.
     """
@@ -41,11 +41,11 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(FederatedCallback):
-    """Normalises data without a client by batch or data statistics.
+    """Normalises data that belong to no client, with batch or data statistics.
 
     The callback acts from the start of a validation, test or prediction until the next round, while the module is the
-    global model or belongs to a client without statistics. Layers without training (a frozen encoder's) retain the
-    running statistics.
+    global model or belongs to a client without statistics. Untrained layers (as in a frozen encoder) still use running
+    statistics.
     """
 
     supports_vectorize = True
@@ -85,7 +85,7 @@ class UnseenData(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Pauses the replacement of statistics during a visit, because the client's model may be evaluated there."""
+        """Pauses the replacement of statistics during a visit, because callbacks may evaluate the client's model."""
         self._switch(is_active=False)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
@@ -93,7 +93,7 @@ class UnseenData(FederatedCallback):
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         """Pauses the replacement while the module is the model of a client with separate statistics."""
-        if self._adapter is None:  # clients on other machines evaluate without a validation of the Trainer
+        if self._adapter is None:  # clients on other machines evaluate outside a Trainer's validation
             self._start(module)
         self._switch(is_active=client is None or self._find_fit().served_client != client)
 
@@ -105,7 +105,7 @@ class UnseenData(FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """With ``unseen="data"``: measures BatchNorm statistics on data without a client; labels are ignored."""
+        """With ``unseen="data"``: measures BatchNorm statistics on data that belong to no client, without labels."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
             return

@@ -1,6 +1,6 @@
-"""Stores for client state between visits: personal layers, optimizer state, memories.
+"""Stores for client state between visits: personal entries, optimizer state, and callbacks' memory.
 
-Entries have a version per round: a run resumed from an earlier checkpoint does not see tensors from later rounds.
+Each round writes a new version: a run resumed from an earlier checkpoint does not see tensors from later rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ClientStore(ABC):
         """The client's newest tensors, which must not be changed, or ``None``."""
 
     def clients(self) -> Collection[Client]:
-        """The clients with tensors. As a fit ends, these clients measure BatchNorm statistics again."""
+        """The clients with stored tensors. At the end of a fit, these clients measure BatchNorm statistics again."""
         return ()
 
     @abstractmethod
@@ -60,7 +60,7 @@ class ClientStore(ABC):
         """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Changes in ``round`` for other processes' stores, picklable. Stores without this method serve one process."""
+        """Changes in ``round`` for other processes, picklable. A store without this method serves one process."""
         raise NotImplementedError(f"{type(self).__name__} stores client state for one process only.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
@@ -105,7 +105,7 @@ class MemoryStore(ClientStore):
         return {"clients": plain_keys(states), "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores all clients' tensors; refuses a checkpoint of a folder."""
+        """Restores all clients' tensors; refuses a checkpoint from a :class:`FolderStore`."""
         if "folder" in state:
             raise ValueError(f"The checkpoint's client state is in a folder: set store={state['folder']!r}.")
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
@@ -223,7 +223,7 @@ class FolderStore(ClientStore):
                 self._kept.discard(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the state for a checkpoint. Deletes versions older than the previous checkpoint needs."""
+        """Returns the state for a checkpoint. Deletes versions that the previous checkpoint no longer needs."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):
@@ -241,7 +241,7 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the store: versions from ``round`` on are hidden, unless this run writes the version again.
+        """Restores the store: versions from ``round`` on are hidden until this run overwrites them.
 
         Refuses a checkpoint with deleted versions, and a checkpoint with tensors.
         """
@@ -272,7 +272,7 @@ class FolderStore(ClientStore):
             path.unlink()
 
     def start(self, process_group: ProcessGroup) -> None:
-        """Sets the first process's run in all processes; only the first process deletes files."""
+        """Sets the run's number to the first process's in all processes; only the first process deletes files."""
         if process_group.size > 1:
             last = self._last_run()
             self._run = process_group.broadcast((0 if last is None else last + 1) if self._run is None else self._run)

@@ -44,18 +44,18 @@ class LocalModel:
     server's initial values), frozen entries from the server. Outside a visit the module holds the global model. Every
     visit starts with the round's initial values for buffers with ``persistent=False``.
 
-    Values are copied into most entries. The client's rows, often few, replace the data of a sliced entry: the whole
-    table is in memory once, and is never copied.
+    Loading copies values into most entries. In a sliced entry, the client's rows replace the parameter's data: the
+    whole table is in memory once, and is never copied.
 
     Args:
         module: The module that trains.
-        policies: The policy of every entry, of :func:`lightning_fed.model.entries.entry_policies`.
+        policies: The policy of every entry, from :func:`lightning_fed.model.entries.entry_policies`.
         store: Store for the clients' personal entries.
         resizes: Whether received entries may have other shapes; the module then adopts the new shapes.
         initial: Initial values of personal entries for a client's first visit, if different from the server's.
 
     Attributes:
-        server_entries: The server's values for entries outside all messages.
+        server_entries: The server's values for entries that are never transmitted.
         has_statistics: Whether the store has running statistics for the last loaded client.
         dropped: Names of buffers with ``persistent=False`` changed in visits; every visit starts without the change.
     """
@@ -112,7 +112,7 @@ class LocalModel:
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Loads the global model: shared entries from ``state``, all other entries from the server's values.
 
-        The module owns the tensors of sliced entries from then on.
+        From then on the tensors of sliced entries belong to the module.
         """
         self._load({**state, **self.server_entries})
         self._unsaved.return_additions()
@@ -166,12 +166,12 @@ class LocalModel:
         self._load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
 
     def client_entries(self) -> State:
-        """Copies all entries trained by a client, shared and personal."""
+        """Copies all entries of a client's model, shared and personal."""
         self._find_entries()
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def load_client_entries(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a result of :meth:`client_entries`, in the middle of a visit."""
+        """Loads entries from :meth:`client_entries`, in the middle of a visit."""
         self._load(state)
 
     def recall(self, client: Client) -> State:
@@ -223,7 +223,7 @@ class LocalModel:
         self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry with another form or implausible values after the visit, if any.
+        """Describes the first personal entry with a new shape or dtype, or implausible values, after the visit, if any.
 
         Entries with implausible values before the visit are accepted.
         """

@@ -52,7 +52,7 @@ class LocalOptimizers:
         scaler: Holder of the loss scale, with ``state_dict`` and ``load_state_dict``.
         mode: ``"reset"`` or ``"keep"``.
         epoch_schedulers: The schedulers stepped by the Trainer at the round's last batch. An epoch scheduler that
-            shares an optimizer with ``step_schedulers`` steps from the final state in the median visit.
+            shares an optimizer with ``step_schedulers`` continues from the median visit's final state.
 
     Attributes:
         finals: Final scheduler states by position in the round; empty if no state outlives the visits.
@@ -116,7 +116,7 @@ class LocalOptimizers:
     ) -> None:
         """Resets all state to the round's start, and restores the client's stored buffers (``packed``), if any.
 
-        ``rows`` are parameters with only some rows at the client, and the rows' indices.
+        ``rows`` are pairs: a parameter with only some rows at the client, and the rows' indices.
         """
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
         if packed:
@@ -127,7 +127,7 @@ class LocalOptimizers:
         return self._capture()
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
-        """Restores a :meth:`snapshot`, but not learning rates set by epoch schedulers since then, in a last batch."""
+        """Restores a :meth:`snapshot`, except learning rates set by epoch schedulers since then (at a last batch)."""
         self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 
@@ -151,7 +151,7 @@ class LocalOptimizers:
         self._step_again(middle["epoch_schedulers"])
 
     def _rates(self, groups: Sequence[Any], visited: Sequence[Any]) -> list[Any]:
-        """Groups with a visit's hyper-parameters if schedulers step in visits, otherwise with the current ones.
+        """Parameter groups with hyper-parameters from a visit if schedulers step in visits, otherwise the current ones.
 
         All other values in an optimizer's groups are optimizer state, and stay as in ``groups``.
         """
@@ -208,7 +208,7 @@ class LocalOptimizers:
     def _sliced(
         self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
     ) -> list[dict[Any, Any]]:
-        """Reduces initial buffers (Adagrad's sums) to the client's rows."""
+        """Selects the client's rows in initial buffers, such as Adagrad's sums."""
         sliced = []
         for optimizer, states in zip(self.optimizers, buffers, strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -309,9 +309,9 @@ def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
 def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
     """Copies a scheduler's or optimizer's state; later steps do not change the copy.
 
-    Unlike ``copy.deepcopy`` the copy runs no code from foreign classes: in ``deepcopy``, a scheduler with attribute
-    access forwarded to another scheduler recurses without end. Optimizers, modules, functions and objects with
-    a separate constructor are referenced.
+    Unlike ``copy.deepcopy``, copying runs no code from other classes: a scheduler that forwards attribute access to
+    another scheduler would recurse without end in ``deepcopy``. Optimizers, modules, functions and objects with a
+    custom constructor are not copied, only referenced.
     """
     copied = {} if copied is None else copied
     result: Any

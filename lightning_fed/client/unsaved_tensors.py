@@ -16,7 +16,7 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class UnsavedTensors:
-    """Tensors without an entry, reset for every client: no visit learns from an earlier visit.
+    """Tensors without an entry, reset for every client: no information passes from one visit to the next.
 
     Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
     only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in

@@ -35,7 +35,7 @@ class Look(PartitionOfPartition):
         colour: Strength :math:`s` for the gains of red, green and blue, drawn like the contrast.
         blur: Largest standard deviation of a Gaussian blur in pixels.
         noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1.
-        polarity: Share of clients with negative images, in [0, 1] (0.5: every second client among 0, 1, ...).
+        polarity: Share of clients with inverted images, in [0, 1] (0.5: every second client).
         mean: Mean subtracted by the data set (one number, or one per channel).
         std: Standard deviation used as divisor by the data set. Without mean and std, images range from 0 to 1.
         seed: Seed for the looks; ``None`` for the federation's seed.

@@ -26,8 +26,8 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         targets: All targets: classes (N,), masks (N, H, W), or values (N, ...). Integer targets are returned as int64.
             Masks may be uint8 to save memory.
         groups: Natural client of each sample (writer, video, ...), shape (N,), with any comparable type.
-        mean: Mean per channel, subtracted, on the scale [0, 1] for uint8 inputs: one number, or C numbers.
-        std: Standard deviation per channel, used as divisor: one number, or C numbers.
+        mean: Mean per channel to subtract (for uint8 inputs after division by 255): one number, or C numbers.
+        std: Standard deviation per channel to divide by: one number, or C numbers.
         augment: Function `augment(input, target)` before normalisation, such as a transform in
             `torchvision.transforms.v2` (with `torchvision.tv_tensors.Mask` for masks). Random draws should come from
             torch's global generator.
@@ -80,7 +80,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:
-        """Returns a collated batch, bit for bit `default_collate([dataset[i] for i in indices])`, in one operation."""
+        """Returns the collated batch in one operation, equal to `default_collate([dataset[i] for i in indices])`."""
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         images = self._to_float(self.inputs.index_select(0, chosen))
         targets = self._to_target(self.targets.index_select(0, chosen))

@@ -13,7 +13,7 @@ from lightning_fed.messages import Client
 class ClassNumbers:
     """Classes by ``class_to_idx``, the attribute of torchvision's image folders.
 
-    An image folder numbers only existing classes. Two sites with different folders may give one number two meanings.
+    An image folder numbers only existing classes. On sites with different folders, a number may mean different classes.
     """
 
     def __init__(self) -> None:

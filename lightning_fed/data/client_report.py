@@ -98,7 +98,7 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws a row per client, the first images next to the shares per class, in a format known to matplotlib."""
+        """Draws a row per client, with the first images and the shares per class, in any file format of matplotlib."""
         try:
             from matplotlib.figure import Figure  # the extra `demo`
         except ModuleNotFoundError as error:
@@ -167,7 +167,7 @@ def report_clients(
         population: The clients.
         num_classes: Number of classes; ``None`` for the largest label plus one.
         class_names: Class names.
-        ignore_index: Label without a class. Negative labels have no class either.
+        ignore_index: Label that means no class. Negative labels mean no class either.
 
     Raises:
         ValueError: If a batch has no inputs, a class is not below ``num_classes``, or a client's data have no length.
@@ -232,7 +232,7 @@ def _summarize(population: Population, client: Client, ignore_index: int | None)
 
 
 def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
-    """Counts pixels or examples per class and without a class; nothing if the targets are not classes."""
+    """Counts pixels or examples per class, and those without a class; empty if the targets are not classes."""
     try:
         labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1

@@ -47,7 +47,7 @@ class DatasetClients(Population):
         shuffle: Whether every epoch in every visit has a new order.
         drop_last: Whether to skip a short trailing batch.
         loader_options: Further arguments for the ``DataLoader``.
-        draws: Passes of a sampler, instead of passes over all examples.
+        draws: A custom sampler's passes, in place of passes over all examples.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
@@ -79,7 +79,7 @@ class DatasetClients(Population):
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
-        """The client's local examples, or a sampler's draws in the round's first pass."""
+        """Number of the client's examples, or of a sampler's draws in the round's first pass."""
         if self.draws is None:
             return self.source.num_samples(client)
         return len(self._draw(client, self.round, 0)[0])
@@ -330,7 +330,7 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """Builds ``default_collate``'s batch by indexing tensors; ``None`` for other data sets."""
+    """Builds the batch by indexing the data set's tensors, as ``default_collate`` would; ``None`` without tensors."""
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]

@@ -61,7 +61,7 @@ class EvaluationData(L.LightningDataModule):
         val: Validation data: loaders as in ``Trainer.fit``, or a data set; or a mapping by client with a data set, a
             loader or a list of loaders.
         test: Test data, in the same forms.
-        known_clients: Function that returns the clients; mappings without a known client are several named loaders.
+        known_clients: Function that returns the clients. A mapping without a known client counts as named loaders.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule for loaders: a training loader for a partition, and validation data as for :class:`EvaluationData`.
+    """Datamodule for loaders: a training loader to partition, and validation data as for :class:`EvaluationData`.
 
     Args:
         train: The training loader, split by a partition.
@@ -181,8 +181,8 @@ class FederatedDataModule(EvaluationData):
     Args:
         clients: Training data by client, or a sequence (clients 0, 1, ...): map-style data sets, or ``DataLoader`` s
             with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds values at lookup.
-        val: Validation data: loaders as in ``Trainer.fit``, or a data set; or a mapping by client, for evaluation as a
-            whole, and by client with the personal entries.
+        val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping by client. A mapping is evaluated
+            as a whole, and by client with the client's personal entries.
         test: Test data, in the same forms.
         batch_size: Examples per batch, for clients given as data sets.
         shuffle: Whether every epoch in a visit has a new order.
@@ -257,7 +257,7 @@ class FederatedDataModule(EvaluationData):
         return self._loader(dataset)
 
     def _first_data(self, keys: Sequence[Client]) -> Any:
-        """Returns the first client's data without an error. Rounds name the clients with faulty data."""
+        """Returns the data of the first client whose data load without an error. Rounds log the other clients."""
         fault: Exception | None = None
         for key in keys:
             try:
@@ -282,8 +282,8 @@ def datamodule_of_handed(
 ) -> EvaluationData:
     """Builds the datamodule for data given to ``fit``.
 
-    Training data are clients, or a ``DataLoader`` or map-style data set for a partition. With a one-client partition,
-    anything accepted by a plain Trainer is allowed.
+    Training data are given by client, or as a ``DataLoader`` or map-style data set for a partition. A one-client
+    partition accepts the same data as a plain Trainer.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
@@ -300,7 +300,7 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Chains several loaders into one, with the client of the newest batch as `client` (``None`` without clients).
+    """Chains several loaders; the attribute `client` names the newest batch's client (``None`` without clients).
 
     After an exception a client's later batches are skipped.
 
@@ -332,7 +332,7 @@ class ChainedLoaders:
 
 
 def evaluated_client(trainer: L.Trainer) -> Client | None:
-    """Finds the client behind the current validation or test batch; ``None`` without clients."""
+    """Finds the client of the current validation or test batch; ``None`` without clients."""
     if trainer.testing:
         loaders = trainer.test_dataloaders
     else:
@@ -343,7 +343,7 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copies a loader if a second iteration would end a first one, because the worker processes are shared."""
+    """Copies a loader with persistent workers, because a second iteration would end the first."""
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
@@ -405,9 +405,9 @@ def _check_kinds(clients: Any, numbers: ClassNumbers) -> None:
 
 
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
-    """Splits a ``train_dataloader``'s result into clients: a loader, or several loaders with one batch each per step.
+    """Splits the result of ``train_dataloader`` (a loader, or several loaders read in parallel) into clients.
 
-    A one-client partition takes anything accepted by a plain Trainer.
+    A one-client partition accepts the same data as a plain Trainer.
 
     Raises:
         TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and there are

@@ -30,7 +30,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Groups of one visit each, as ranges of positions."""
+    """Returns one group per visit, as ranges of positions."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 
@@ -110,7 +110,7 @@ def _host_states() -> tuple[Any, Any]:
 
 
 class StackedBatch(NamedTuple):
-    """Stacked batch of the clients with indices `clients`: every tensor has a leading axis of the clients."""
+    """Stacked batch of the clients with indices `clients`: the first axis of every tensor is the client."""
 
     clients: tuple[int, ...]
     batch: Any
@@ -124,7 +124,7 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks the batches, given by client index, with equal containers, shapes, types, texts and numbers.
+    """Stacks batches, given by client index, in groups with equal containers, shapes, dtypes, strings and numbers.
 
     Example:
         >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})

@@ -43,13 +43,13 @@ def labels_of(
 ) -> IndexArray:
     """Finds one class label per sample, shape ``(N,)``.
 
-    The first available source counts:
+    The first available source is used:
 
     1. ``label_fn(sample)`` for every sample.
     2. An attribute, or a table's column, named ``targets``, ``labels``, ``label``, ``target`` or ``y``.
     3. The labels in the parts of a ``Subset`` or ``ConcatDataset``; the second tensor in a ``TensorDataset``.
     4. Every sample: element 1 in a tuple or list, otherwise the entry or attribute ``label``, ``labels``, ``target``,
-       ``y`` or ``mask``. The log names the place, because reading can take long. The global generators are restored.
+       ``y`` or ``mask``. The log names the source, because reading can take long. The global generators are restored.
 
     A target is a number, or an integer mask with shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is
     the dominant foreground class: the class with the most pixels, without ``ignore_index`` and ``background`` (the
@@ -59,9 +59,9 @@ def labels_of(
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
         label_fn: Function from a sample to a label: a number or a text.
-        ignore_index: Value of void pixels in a mask; ``None`` without void pixels.
+        ignore_index: Value of void pixels in a mask; ``None`` if no pixel is void.
         background: Background class in masks, and the label for a mask without foreground; ``None`` if every class
-            counts.
+            is foreground.
 
     Raises:
         TypeError: If the data set cannot be read by index.

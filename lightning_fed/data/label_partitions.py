@@ -82,9 +82,8 @@ class Dirichlet(LabelPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        alpha: Concentration, greater than 0: small for a strong skew, ``inf`` for none. Per client 0 is allowed: every
-            client then has one class, among the classes with enough samples if possible.
-            remaining classes, if no class has enough).
+        alpha: Concentration, greater than 0: small for a strong skew, ``inf`` for none. ``"per_client"`` also allows 0:
+            every client then has one class, among the classes with enough samples if possible.
         definition: ``"per_class"`` or ``"per_client"``.
         min_size: Per class: smallest number of samples per client, ensured by repeated draws; ``None`` for the first
             reachable size among 10, 5, 2 and 1.

@@ -28,12 +28,12 @@ _END = object()
 
 
 class LoaderClients(Population):
-    """Clients with a ``DataLoader`` or another iterable of batches each; a round chains the loaders.
+    """Clients with one ``DataLoader`` (or other iterable of batches) each; a round chains the loaders.
 
     Args:
-        loaders: Loader by client, or several loaders (``CombinedLoader``, mapping or sequence) with one batch each in
-            the client's batch; a lookup may build the loader.
-        is_plain: Whether the only client trains as in a plain fit, without a need for a length or a data set.
+        loaders: Loader by client. A client may have several loaders (a ``CombinedLoader``, mapping or sequence): each
+            batch then combines one batch per loader. The mapping may build a loader on access.
+        is_plain: Whether the only client trains as in a plain fit: the loader then needs neither length nor data set.
         class_numbers: Known class numbers, shared with other data.
     """
 
@@ -50,9 +50,9 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Counts the sampler's or data set's length, or else the examples in one pass over the batches.
 
-        The length of a custom sampler counts first: a geographic sampler draws many windows from few files. With
-        several loaders, the loader with the decisive number of batches counts; a stream without a length counts as the
-        examples in a visit's ``local_steps`` batches.
+        A custom sampler's length takes precedence: a geographic sampler draws many windows from few files. With
+        several loaders, the loader that ends the pass counts; a stream without a length counts the examples in a
+        visit's ``local_steps`` batches.
         """
         return self._count(client, self._loader(client))
 
@@ -300,7 +300,7 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context with seeded random generators in a loader, restored afterwards; refuses persistent workers.
+    """Context that seeds a loader's random generators, and restores the states; refuses persistent workers.
 
     Raises:
         ValueError: If the loader has persistent workers, because these hold training's random numbers.

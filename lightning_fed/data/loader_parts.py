@@ -36,7 +36,7 @@ def is_whole(sampler: Any, dataset: Any) -> bool:
 
 
 def changed_methods(loader: DataLoader[Any]) -> set[str]:
-    """Finds ``DataLoader`` methods and attributes with a replacement in a subclass or the object."""
+    """Finds the methods and attributes of ``DataLoader`` overridden by a subclass or on the object."""
     methods = {name for name, value in vars(DataLoader).items() if callable(value) or isinstance(value, property)}
     # Lightning wraps every `__init__` during `train_dataloader`, and saves the method under the second name.
     methods = (methods | {"__getattribute__"}) - {"__init__", "__old__init__"}
@@ -48,7 +48,7 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader if other loaders cannot be made from the same parts; the error contains `purpose`."""
+    """Refuses a loader whose parts do not suffice to build an equivalent loader; the error contains `purpose`."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(
@@ -71,7 +71,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(samplers: list[Any], epoch: int) -> None:
-    """Announces a pass to samplers with ``set_epoch``."""
+    """Calls ``set_epoch`` on all samplers that have the method."""
     for sampler in samplers:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
@@ -85,7 +85,7 @@ def own_generators(owners: list[Any]) -> list[torch.Generator]:
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context with seeded generators of loaders and samplers; earlier states are restored."""
+    """Context that seeds the generators inside loaders and samplers, and restores the earlier states."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

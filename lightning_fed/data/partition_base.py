@@ -32,7 +32,7 @@ class Partition(abc.ABC):
         """Splits a data set into sample indices by client, without repeated indices."""
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """Returns a picklable function from sample to sample for a client from :meth:`split`, or ``None``."""
+        """Returns a picklable function that transforms a client's samples; ``None`` for unchanged samples."""
         return None
 
     def seed_of(self, federation_seed: int) -> int:
@@ -47,7 +47,7 @@ class Partition(abc.ABC):
 
 
 class PartitionOfPartition(Partition):
-    """Changes samples in another partition's clients, after its transform (abstract: implement :meth:`change`)."""
+    """Changes the clients' samples in another partition, after its transform (abstract: implement :meth:`change`)."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):

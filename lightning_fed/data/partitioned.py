@@ -104,7 +104,7 @@ class PartitionedData(FederatedDataModule):
         self.source.teardown(self._stage_of_source(stage))
 
     def population(self) -> Population:
-        """Returns the clients as a source of batches for the rounds, after `setup`."""
+        """Returns the clients and their batches for the rounds; available after `setup`."""
         if self._population is None:
             raise RuntimeError("Expected `setup` before `population`: the clients are unknown before.")
         return self._population

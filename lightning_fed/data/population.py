@@ -28,13 +28,13 @@ LONGEST_NAME = 1000
 
 @dataclass
 class PlannedVisit:
-    """A visit with the size of the client's data.
+    """A visit, with the size of the client's data and the course of the visit.
 
     Args:
         visit: The visit as scheduled.
-        num_samples: The client's local examples.
-        num_batches: Batches in the visit, the maximum for a stream.
-        fault: Reason for a failure, if any.
+        num_samples: Number of the client's examples.
+        num_batches: Number of batches in the visit; the maximum for a stream.
+        fault: Reason why the visit failed, if so.
         position: Index in the round, from 0.
         error: Exception behind the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
@@ -86,9 +86,9 @@ class Population(ABC):
 
     Attributes:
         has_raised: Whether the log has shown a traceback of a client's data.
-        sampling: Draw of the examples for every training batch; ``None`` for passes over all examples.
-        local_steps: Batches in a visit, also the length of streams; ``None`` for visits counted in passes.
-        local_epochs: Passes in a visit, otherwise.
+        sampling: Draws the examples for every training batch; ``None`` for passes over all examples.
+        local_steps: Number of batches in a visit, also for streams; ``None`` for visits counted in passes.
+        local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
         round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
         overfit_batches: The Trainer's option: number or share of a client's first batches to train on in every pass,
             without shuffling; 0 for all batches.
@@ -117,14 +117,14 @@ class Population(ABC):
 
     @abstractmethod
     def num_samples(self, client: Client) -> int:
-        """The client's local examples."""
+        """Number of the client's examples."""
 
     def examples_per_batch(self, client: Client) -> int:
         raise OptionError(f"{type(self).__name__} does not draw examples one by one.")
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Batches in one pass; ``None`` without a length. An isolated pass includes a batch dropped in training."""
+        """Number of batches in one pass; ``None`` if unknown. An isolated pass includes batches dropped in training."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
         """Batches per pass in a visit, if a sampler gives passes different lengths; otherwise empty."""
@@ -138,13 +138,13 @@ class Population(ABC):
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        With ``isolated`` another stream continues afterwards, and the pass gives all examples. ``groups`` are ranges of
-        positions with interleaved batches (one batch per visit, then the next batch per visit); by default one visit
-        follows another.
+        With ``isolated``, another stream can continue afterwards, and the pass gives all examples. ``groups`` are
+        ranges of positions with interleaved batches (one batch per visit, then the next batch per visit); by default
+        one visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-        """One pass over a client's data, in a separate order by visit; raises the data's exceptions.
+        """Yields one pass over a client's data, in an order drawn for the visit; raises the data's exceptions.
 
         An isolated pass includes examples dropped in training by ``drop_last``, unless the client's data are a loader.
         Data without a known length give as many batches as a visit, if visits count steps.
@@ -330,7 +330,7 @@ def _check_keys(clients: Iterable[Any]) -> None:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of the first tensor in it, at any depth.
+    """Number of examples in a batch: the length of the first tensor, at any depth.
 
     Raises:
         ValueError: If the batch contains no tensor.

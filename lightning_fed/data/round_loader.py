@@ -45,20 +45,20 @@ class VisitGroups(NamedTuple):
 
 
 class EpochPosition(NamedTuple):
-    """Index of a batch in a client's local epoch, and whether the batch is the last one there or in the visit."""
+    """Index of a batch in a client's local epoch, and whether the batch is the epoch's or the visit's last."""
 
     number: int
     is_last: bool
 
 
 class RoundLoader:
-    """Batches for a round's visits, one client after another, with the current visit in :attr:`current`.
+    """Batches for a round's visits, one client after another; :attr:`current` is the current visit.
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
     ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. A failed visit
     is padded with ``None`` batches, which Lightning skips.
 
-    With several processes, each process serves a share of the visits, and equally many batches with padding.
+    With several processes, each process serves a share of the visits, padded to the same number of batches.
 
     Args:
         population: The clients' data.
@@ -67,7 +67,7 @@ class RoundLoader:
         process_group: The round's processes.
         visit_costs: Expected durations per visit; by default proportional to the batches.
         visit_groups: Rule for simultaneous visits; by default visits train one by one.
-        clock: Ends slow visits; by default visits have no time limit. Not for simultaneous visits.
+        clock: Time limit for visits, except simultaneous visits; by default visits have no time limit.
 
     Attributes:
         visits: The visits in this process, in order.
@@ -76,7 +76,7 @@ class RoundLoader:
             :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
         numbers: Random generators for simultaneous visits.
         batches_left: Remaining batches in the group; after the last visit, in the padding.
-        padding: ``None`` batches after the last visit.
+        padding: The number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
         on_end: Function called with a stream's last batch, before the loader serves the batch.
@@ -121,7 +121,7 @@ class RoundLoader:
             self._group_visits(visit_groups)
 
     def __len__(self) -> int:
-        """Number of batches; after Lightning's limit, the number of served batches remains."""
+        """Number of batches."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:

@@ -23,7 +23,7 @@ _ALPHA_OF_MEAN, _ALPHA_OF_ONE = 1e15, 1e-15
 
 
 class PartitionError(OptionError):
-    """An argument impossible for the given data. The command line shows the error without a traceback."""
+    """Raised for an argument impossible for the data. The command line shows the error without a traceback."""
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:

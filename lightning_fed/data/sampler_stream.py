@@ -24,8 +24,8 @@ _NUM_CACHED = 4
 class SamplerStream:
     """Passes of a sampler over a data set, divided between clients.
 
-    A pass depends only on ``seed``, the round, and the number in the round: all clients share the pass. A client's part
-    is the pass without other clients' examples; empty batches are skipped. Samplers with a state are refused.
+    A pass depends only on ``seed``, the round, and the pass's number in the round: all clients share the pass. A
+    client's part is the pass without other clients' examples; empty batches are skipped. Stateful samplers are refused.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -76,7 +76,7 @@ class SamplerStream:
         return order[places[is_own]], batches[is_own]
 
     def _state(self) -> Any:
-        """Returns a fingerprint of the samplers; a pass may leave a cache, but no count of passes."""
+        """Returns a fingerprint of the samplers' state, to detect samplers that change from pass to pass."""
         return [
             fingerprint(vars(sampler), skipped=self._skipped)
             for sampler in self._samplers

@@ -1,4 +1,4 @@
-"""Clock for visits with a time limit, while the client's data or the training step are running."""
+"""Time limit for visits, while the client's data load or the training step runs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class VisitCosts:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """Estimates the visits' durations; unknown clients count with the mean over known clients."""
+        """Estimates the visits' durations; unknown clients get the mean over known clients."""
         clients = [planned.visit.client for planned in visits]
         known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0

@@ -44,7 +44,7 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
 
 
 def check_model(state: Mapping[str, Tensor]) -> None:
-    """Refuses an initial model with shared entries that are not finite, or with negative statistics."""
+    """Refuses an initial model with NaN or infinite shared entries, or with negative variances."""
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(
@@ -55,7 +55,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Compares an option of a fit with the checkpoint's value as text, empty in checkpoints without the option."""
+    """Refuses an option that differs from the checkpoint's, both as text; older checkpoints have an empty text."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or start"
@@ -76,7 +76,7 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Compares the update steps and private callbacks of a fit and a checkpoint, in order and with all options.
+    """Refuses update steps or privacy callbacks that differ from the checkpoint's, in order or in any option.
 
     ``then`` is ``None`` in a checkpoint without this record.
     """

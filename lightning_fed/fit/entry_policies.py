@@ -42,8 +42,8 @@ def decide_policies(
     some rows of ``sliced`` entries.
 
     Raises:
-        ValueError: If a selector matches nothing, a personal treatment finds no BatchNorm, an entry is both personal
-            and frozen, or a sliced entry is personal, frozen or missing.
+        ValueError: If a selector matches nothing, a personal ``batch_norm`` option finds no BatchNorm layer, an entry
+            is both personal and frozen, or a sliced entry is personal, frozen or missing.
 
     Example:
         >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], LocalStatistics())
@@ -110,7 +110,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Freezes the buffers found by :func:`unset_buffers`, with a log line; returns the new policies."""
+    """Freezes the buffers found by :func:`unset_buffers`, and logs their names; returns the new policies."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns about buffers filled in visits: the values are not sent to the server, and are lost."""
+    """Warns about unset buffers that visits write into: the values are not sent to the server, and are lost."""
     _log.warning(
         "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite values"
         " at the start (%s). The written values are lost: the global model keeps its initial values, or values written"
@@ -135,7 +135,7 @@ def warn_of_filled(names: Collection[str]) -> None:
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Names the buffers with ``persistent=False`` changed in visits."""
+    """Warns about buffers with ``persistent=False`` changed in visits: the changes are lost."""
     _log.warning(
         "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at the"
         " start of the fit, and the changes are dropped: register them with `persistent=True` to have them averaged.",
@@ -155,7 +155,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Refuses options without support for sliced entries (a client holds only some rows)."""
+    """Refuses a rule and options without support for sliced entries (a client holds only some rows)."""
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return
@@ -186,7 +186,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Stops gradients in frozen parameters; returns the changed parameters, for ``requires_grad_(True)`` at the end."""
+    """Sets ``requires_grad`` to false in frozen parameters; returns the changed parameters, to restore at the end."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

@@ -1,4 +1,4 @@
-"""The end of a fit without successful rounds."""
+"""Ends a fit after too many failed rounds."""
 
 from __future__ import annotations
 

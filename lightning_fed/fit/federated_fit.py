@@ -46,17 +46,17 @@ class FederatedFit:
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits of this Trainer; each fit starts with new optimizers.
-        clock: Ends slow visits.
-        synchronisation: Steps for several processes in a round.
+        clock: Time limit for visits.
+        synchronisation: Synchronisation of several processes in a round.
         initial_statistics: BatchNorm statistics for a client's first visit; empty unless the server pools statistics
             and clients measure separate statistics in visits.
-        batch_norm: The option ``batch_norm``, or its replacement if ``"auto"`` has no choice.
-        decision: ``"own"`` or ``"pooled"`` statistics, or empty before the decision.
+        batch_norm: The option ``batch_norm``; ``"auto"`` is replaced if only one treatment is possible.
+        decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
         num_measured: Number of rounds with reported statistics.
-        reports: The newest report of each client, from rounds with too few reports for the decision.
+        reports: Newest BatchNorm report by client, from rounds with too few reports for the decision.
         model_round: Index of the last round with a new global model; -1 for no round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: The client with BatchNorm statistics in the module, outside visits; ``None`` for no client.
+        served_client: The client whose BatchNorm statistics are in the module, outside visits; ``None`` for no client.
     """
 
     trainer: L.Trainer
@@ -128,14 +128,14 @@ class FederatedFit:
 
     @property
     def unseen(self) -> str:
-        """BatchNorm statistics for data without a client: a value of ``unseen``; empty for the model's statistics."""
+        """BatchNorm statistics for data without a client, as in ``LocalStatistics.unseen``; empty for the model's."""
         if isinstance(self.batch_norm, LocalStatistics):
             return self.batch_norm.unseen
         return "batch" if self.decision == "own" else ""
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model with which clients measure BatchNorm statistics; ``None`` without measurements."""
+        """Round of the global model for the clients' BatchNorm measurements; ``None`` without measurements."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property
@@ -145,7 +145,7 @@ class FederatedFit:
         if isinstance(option, LocalStatistics):
             return option.unseen == "pooled"
         is_one_client = self.is_population_known and len(self.population.clients) == 1
-        # One client: as in a plain fit. Own statistics need no report.
+        # A single client trains as in a plain fit. Own statistics need no report.
         return option == "recalibrate" or (option == "auto" and self.decision != "own" and not is_one_client)
 
     @property
@@ -225,7 +225,7 @@ class FederatedFit:
         self._ignored.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        """Releases warnings, metrics and worker processes at the end of the fit."""
+        """Restores warning filters, and stops clock and worker processes, at the end of the fit."""
         self.clock.stop()
         self.synchronisation.release()
         self._ignored.close()
@@ -270,7 +270,7 @@ class FederatedFit:
         return Cohort(visits, (*cohort.dropped, *absent))
 
     def served(self, cohort: Cohort) -> Cohort:
-        """A cohort, without the stragglers if their work is dropped."""
+        """Returns the cohort, without stragglers if ``partial_work="drop"``."""
         if self.options.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)

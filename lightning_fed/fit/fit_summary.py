@@ -110,7 +110,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Places of a fit's logs and checkpoints, the best ones with scores and rounds, by title."""
+    """Paths of a fit's logs and checkpoints, by title; for the best checkpoints with score and round."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

@@ -26,8 +26,8 @@ class LocalStatistics:
         unseen: Statistics for data without a client: mean and variance over the ``"batch"``; over all ``"data"`` in a
             loader, by a pass without labels before the evaluation (AdaBN, Li et al. 2016); or the server's pooled
             measurements by the round's clients (``"pooled"``, at the cost of ``"recalibrate"``).
-        measured: Time of the measurement: with the new weights, after the ``"aggregation"``, or during the
-            ``"visit"``, while the weights move (the paper's SiloBN). Statistics from a visit match no shared weights.
+        measured: Time of the measurement: after the ``"aggregation"``, with the new weights, or during the
+            ``"visit"``, while the weights change (SiloBN). Statistics from a visit match no shared weights.
 
     Example:
         >>> from lightning_fed import Federation
@@ -48,7 +48,7 @@ class FixedStatistics:
     """``batch_norm=``: running statistics are averaged for some rounds, and then fixed, in training too (FixBN).
 
     Args:
-        after: Number of rounds before the statistics are fixed, from 0 on.
+        after: Number of rounds before the statistics are fixed, at least 0.
 
     Example:
         >>> from lightning_fed import Federation
@@ -62,7 +62,7 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """``visits=`` for at most ``clients`` clients at once, as :class:`~lightning_fed.Vectorized`."""
+    """``visits=`` for at most ``clients`` clients at once, such as :class:`~lightning_fed.Vectorized`."""
 
     clients: int
 
@@ -81,11 +81,11 @@ class Faults:
 
     Args:
         min_clients: Least number of good updates; with fewer the global model does not change.
-        max_failed_rounds: Number of consecutive rounds without a new model, because of failing clients, until the fit
+        max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
             ends with an error. A round with the same error for all clients ends the fit at once, and a fit without a
             successful round ends with an error. ``None`` continues after any failure.
-        visit_timeout: Time limit for a visit in seconds, also while the data or the training step wait; ``None`` for no
-            limit. Needs Unix, and a fit in the main thread.
+        visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; ``None`` for
+            no limit. Needs Unix, and a fit in the main thread.
 
     Example:
         >>> from lightning_fed import Federation
@@ -154,7 +154,7 @@ class FitOptions:
 
     @property
     def fixes_batch_norm_after(self) -> int | None:
-        """Number of rounds before BatchNorm's running statistics normalise in training too; ``None`` for never."""
+        """Number of rounds after which BatchNorm uses running statistics in training too; ``None`` for never."""
         if isinstance(self.batch_norm, FixedStatistics):
             return self.batch_norm.after
         return 0 if self.batch_norm == "frozen" else None

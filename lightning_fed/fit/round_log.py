@@ -29,18 +29,17 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 class RoundLog:
     """Writes a round's numbers to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
 
-    The log position is Lightning's position for the round's other values: the batches so far, with the round as
-    ``epoch``. The guide on logging defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``,
-    ``fed/failed``, ``fed/num_samples``, ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``,
-    ``fed/batch_norm_shift``, ``comm/up_bytes``, ``comm/down_bytes``, ``comm/total_up_bytes`` and
-    ``comm/total_down_bytes``.
+    The step is the number of batches so far, as for Lightning's own values, and ``epoch`` is the round. The guide on
+    logging defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``,
+    ``fed/num_samples``, ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``,
+    ``comm/up_bytes``, ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
     Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
     name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names up
     to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log.
 
     Callbacks can monitor the newest value for every name. The aggregator's names and ``client/<id>/...`` may change
-    from round to round: only the last names stay.
+    from round to round: names from earlier rounds are removed.
 
     Attributes:
         totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
@@ -54,7 +53,7 @@ class RoundLog:
         self.total_up_bytes = 0
         self.total_down_bytes = 0
         self._last: dict[str, float] = {}
-        self._passing: dict[str, list[str]] = {}  # names by kind, until the next names
+        self._passing: dict[str, list[str]] = {}  # names by kind, until replaced
 
     def state_dict(self) -> dict[str, Any]:
         """State for checkpoints."""
@@ -71,7 +70,7 @@ class RoundLog:
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
 
     def show(self, trainer: L.Trainer) -> None:
-        """Writes the newest numbers to ``callback_metrics``, as in a fit without interruption."""
+        """Writes the newest numbers to ``callback_metrics``, as in an uninterrupted fit."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(

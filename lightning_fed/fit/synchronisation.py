@@ -28,7 +28,7 @@ class RoundSynchronisation:
     visit_costs: VisitCosts | None = None
 
     def start_round(self) -> None:
-        """Called before the round's first batch: the processes now run independently."""
+        """Called before the round's first batch: from here on the processes run independently."""
 
     def start_visit(self, planned: PlannedVisit) -> None:
         """Called before the first batch of a visit."""
@@ -55,11 +55,11 @@ class RoundSynchronisation:
         """Called after an error in this process, which no longer waits for other processes."""
 
     def release(self) -> None:
-        """Restores changes to the module for the round."""
+        """Reverts the changes made to the module for the round."""
 
 
 class ClientSharing(ABC):
-    """Base class for Lightning strategies with several processes for a round's clients."""
+    """Base class for Lightning strategies that distribute a round's clients over several processes."""
 
     @property
     @abstractmethod
@@ -83,12 +83,12 @@ class ClientSharing(ABC):
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """The processes with the federation's clients."""
+    """The processes that share the federation's clients."""
     strategy = trainer.strategy
     return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 
 
 def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:
-    """The Trainer's strategy, if the strategy has several processes for the clients."""
+    """The Trainer's strategy if several processes share the clients, otherwise ``None``."""
     strategy = trainer.strategy
     return strategy if isinstance(strategy, ClientSharing) and strategy.process_group.size > 1 else None

@@ -62,7 +62,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
     """Moves a callback to the front, so a visit begins before other callbacks see the first batch.
 
-    The Trainer may be in a loop over callbacks. Refuses a second callback of the class ``kind``.
+    Safe while the Trainer iterates over the callbacks. Refuses a second callback of the class ``kind``.
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
@@ -82,7 +82,7 @@ def check_processes(trainer: L.Trainer) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings without a meaning for a round's visits.
+    """Refuses Trainer settings without a meaning in a round's visits.
 
     A federation's only client trains as in a plain fit, with any setting.
     """
@@ -164,7 +164,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def _check_saver(saver: ModelCheckpoint) -> None:
-    """Refuses checkpoints inside a round if the name or the choice depends on the current batch."""
+    """Refuses checkpoints inside a round if the file name or the monitored value depends on the current batch."""
     is_inside = saver.every_n_epochs == 0 or getattr(saver, "save_on_exception", False)  # new in Lightning 2.6
     if not is_inside or saver.save_top_k == 0:
         return
@@ -180,7 +180,7 @@ def _check_saver(saver: ModelCheckpoint) -> None:
 
 
 def check_schedulers(trainer: L.Trainer) -> None:
-    """Refuses per-step schedulers with counts across clients: with a ``frequency``, or ``ReduceLROnPlateau``."""
+    """Refuses per-step schedulers with state across clients: with a ``frequency``, or ``ReduceLROnPlateau``."""
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
             continue

@@ -26,7 +26,7 @@ _TAILS = 64.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values; 
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers of any kind with running statistics, by common entry prefix."""
+    """BatchNorm layers of any kind with running statistics, by the prefix of their entry names."""
     prefixes = layer_prefixes(module)
     return {
         # All kinds have the same attributes, but no public base class.
@@ -49,7 +49,7 @@ class InputStatistics:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts every forward pass within the context."""
+        """Context that records the layers' inputs in every forward pass."""
         momenta = {name: layer.momentum for name, layer in self._layers.items()}
         handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
         for layer in self._layers.values():
@@ -116,8 +116,8 @@ def limit_counts(
 ) -> list[State]:
     """Replaces reported position counts in proportion to each client's counted examples.
 
-    All clients get the median number of positions per example. The client with the largest share of counted examples
-    keeps all examples.
+    All clients get the median number of positions per example. The client with the largest ratio of counted to reported
+    examples keeps its count.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.
@@ -166,7 +166,7 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Difference between clients in a layer's inputs, from 0 to 1; ``None`` below two clients or without variance.
+    r"""Difference between clients in a layer's inputs, from 0 to 1; ``None`` for one client or without variance.
 
     The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
     mean squared variance between client variances, each averaged over channels with variance:

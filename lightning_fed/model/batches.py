@@ -16,7 +16,7 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Finds the inputs: by index, key or function, else the first element, a usual key, or a batch that is a tensor."""
+    """Finds the inputs: by index, key or function, else the first element, a usual key, or the batch itself."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
@@ -28,7 +28,7 @@ def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGE
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Integer class labels, without fractions. Drops a channel axis of size 1 if the features have no such axis."""
+    """Converts labels to integers; refuses fractions. Drops a channel axis of size 1 if the features have none."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")

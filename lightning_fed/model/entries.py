@@ -49,7 +49,7 @@ class Slot(NamedTuple):
 
 
 def tensor_slots(module: nn.Module) -> list[Slot]:
-    """Lists parameters and buffers with locations, in ``named_modules()`` order. Tied tensors appear several times."""
+    """Lists parameters and buffers with their layers, in ``named_modules()`` order. Tied tensors appear repeatedly."""
     return [
         Slot(f"{path}.{name}" if path else name, layer, name, value)
         for path, layer in module.named_modules(remove_duplicate=False)
@@ -245,12 +245,12 @@ def _extent(value: Tensor) -> int:
 
 
 def trainable_entries(module: nn.Module) -> frozenset[str]:
-    """Entries for parameters with gradients, without buffers and frozen layers."""
+    """Names of the entries for parameters that require gradients."""
     return frozenset(name for parameter, name in parameter_entries(module).items() if parameter.requires_grad)
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Entries for parameters without gradients, and for buffers in evaluation mode.
+    """Names of the entries for parameters without gradients, and for buffers of layers in evaluation mode.
 
     The module itself may write to these entries.
     """
@@ -290,7 +290,7 @@ def copy_state(state: Mapping[str, Tensor]) -> State:
 
 @torch.no_grad()
 def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Writes ``state`` to some live entries. An unknown name, shape or dtype raises ``ValueError`` before any write."""
+    """Copies ``state`` into live entries. A wrong name, shape or dtype raises ``ValueError`` before any write."""
     fault = find_fault(state, {name: entries[name] for name in state if name in entries}, finite=False)
     if fault is not None:
         raise ValueError(f"The state cannot be loaded: {fault}.")

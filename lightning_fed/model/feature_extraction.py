@@ -68,7 +68,7 @@ def extract_features(
 
 
 class _Sample:
-    """Reservoir sample without replacement: keeps the vectors with the smallest random keys."""
+    """Random sample without replacement from a stream: keeps the vectors with the smallest random keys."""
 
     def __init__(self, size: int | None, seed: int) -> None:
         self.vectors: Tensor | None = None
@@ -78,7 +78,7 @@ class _Sample:
         self._generator = torch.Generator().manual_seed(seed)
 
     def take(self, features: Tensor) -> None:
-        """Samples from a batch, at its first pass through the layer."""
+        """Samples vectors from a batch's features, at the batch's first pass through the layer."""
         if not self.is_awaited:
             return
         self.is_awaited = False

@@ -49,7 +49,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Child name for the feature extractor in a segmentation model; ``None`` for other layers."""
+    """Name of the child that extracts features in a segmentation model; ``None`` for other layers."""
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
         if encoder in parts and any(follower in parts for follower in followers):
@@ -149,13 +149,14 @@ class FeatureTap:
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
     """Reads a layer's features within the context.
 
-    Models compiled before do not call the hook: add :func:`without_compiled_code`. For models compiled inside the
-    context the hook runs outside the compiled graphs.
+    A model compiled earlier does not call the hook: add :func:`without_compiled_code`. In a model compiled inside the
+    context, the hook runs outside the compiled graphs.
 
     Args:
         module: Model, or a module with the model inside.
-        layer: Layer name, and input or output. The first of several inputs, the last of several feature maps (encoders)
-            and the entry ``"out"`` of a dictionary are used. Channels are last for linear layers, otherwise second.
+        layer: The layer, and whether to read inputs or outputs. Reads the first of several inputs, the last of an
+            encoder's feature maps, and a dictionary's entry ``"out"``. Channels are last for linear layers, otherwise
+            second.
 
     Raises:
         ValueError: If the layer is missing.

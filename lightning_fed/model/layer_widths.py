@@ -24,7 +24,7 @@ _CHANNELWISE = (
 
 
 class WidthRatio(NamedTuple):
-    """Two widths with a ratio fixed by the architecture. Names are layers or entries, such as ``0.weight``."""
+    """Two layer widths with a ratio fixed by the architecture. Names are layers or entries, such as ``0.weight``."""
 
     producer: str
     out_width: int

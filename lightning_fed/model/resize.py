@@ -96,7 +96,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
-    """Updates the width attributes of all layers from the tensors, and returns the changes."""
+    """Sets the width attributes of all layers to match the tensors, and returns the changes."""
     changes = []
     for layer in module.modules():
         for name, value in layer_numbers(layer).items():

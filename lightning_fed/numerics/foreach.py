@@ -20,7 +20,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors without gradients."""
+    """Copies tensors; the copies are detached from the autograd graph."""
     results = [torch.empty_like(value) for value in tensors]
     copy_into(results, tensors)
     return results

@@ -29,9 +29,9 @@ Accountant = Literal["rdp", "pld"]
 
 @dataclass(frozen=True)
 class Budget:
-    r"""Privacy budget over rounds (unit: a client) or over DP-SGD steps (unit: an example).
+    r"""Privacy budget over rounds (protecting a client) or over DP-SGD steps (protecting an example).
 
-    For :class:`DPSGD` read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
+    For :class:`DPSGD`, read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
     sampling each client is drawn independently, and neighboring populations differ by the presence of one client: a sum
     of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling neighboring
     populations replace one client: the sum changes by up to 2 C, and the standard deviation is :math:`2 z C`.

@@ -50,7 +50,7 @@ IS_SHORT = "privacy/is_short"
 
 
 class CentralDP(UpdateStep):
-    r"""Central differential privacy: bounds the information about any single client in the model.
+    r"""Central differential privacy: bounds the information revealed by the model about any single client.
 
     Clients clip their updates, and the server adds noise to the sum. The server sees single updates. The model and the
     log contain no other client information.
@@ -342,7 +342,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update, or a mean over several clients times the number of clients. Clips rounding excess."""
+        """Adds a clipped update, or a mean over n clients n times. Clips again, against rounding errors."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(

@@ -54,7 +54,7 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """Privacy account of a client.
+    """A client's privacy account: number of examples, sampling and noised steps.
 
     ``batch_size`` is the expected size, ``last`` the number of steps in the last visit (1 without a federation).
     """
@@ -99,13 +99,13 @@ class DPSGD(FederatedCallback):
     backward pass; the module is not changed. The loss must be a mean over examples. The first batch of each visit
     checks this on a few examples.
 
-    In a federation the unit is an example on one client. The bound holds against observers of the client's updates,
+    In a federation each example on a client is protected. The bound holds against observers of the client's updates,
     including the server. Each client has a separate account. Clients may only send values derived from noised steps, so
     other methods are refused. **The number of examples is not protected**, nor are values logged in ``training_step``.
 
     On Flower, noise, batches and accounts belong to the client. Each visit draws a new key and discards the key
     afterwards, so a repeated visit is charged again. The account is a file in the client's ``store``, shared by all
-    fits. A client without remaining ``max_epsilon`` reports a failure. Epsilon appears in the client's log.
+    fits. A client with an exhausted ``max_epsilon`` reports a failure. Epsilon appears in the client's log.
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
@@ -120,17 +120,13 @@ class DPSGD(FederatedCallback):
             every round. Not available on Flower, because the numbers of examples stay on the clients: use
             :func:`calibrate`.
 
-    A fit without possible privacy is refused: BatchNorm and other layers that mix examples, manual optimization,
-    accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several clients at once, optimizers with
-    several losses per step, callbacks and methods that send more, and losses other than a mean over examples.
-
     Raises:
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
             given; in a fit, if ``epsilon`` is given and the number of epochs is unlimited.
-        MisconfigurationException: In a fit without possible privacy: BatchNorm and other layers that mix examples,
-            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
-            clients at once, optimizers with several losses per step or foreign parameters, callbacks and methods that
-            send more, losses other than a mean over examples.
+        MisconfigurationException: In a fit, for settings without a privacy guarantee: BatchNorm and other layers that
+            mix examples, manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules,
+            several clients at once, optimizers with several losses per step or parameters outside the module,
+            callbacks and methods that send other values, and losses other than a mean over examples.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
@@ -212,7 +208,7 @@ class DPSGD(FederatedCallback):
     # The fit
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Starts a fit. Without a federation replaces the training loader by Poisson sampling."""
+        """Starts a fit. Without a federation, replaces the training loader by a Poisson-sampled loader."""
         if stage != "fit":
             return
         if self._trainer is not trainer or trainer.current_epoch == 0:  # otherwise a continued fit
@@ -223,7 +219,7 @@ class DPSGD(FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses fits without possible privacy, draws the key, and in a federation finds the noise for an epsilon."""
+        """Refuses unsupported settings, draws the key, and in a federation finds the noise for an epsilon."""
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
@@ -301,7 +297,7 @@ class DPSGD(FederatedCallback):
         self._round_accounts = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Adds the round's steps to the accounts, logs epsilon, and stops the fit without remaining budget."""
+        """Adds the round's steps to the accounts, logs epsilon, and stops the fit if the budget is exhausted."""
         self._add_round()
         federation = federation_of(trainer)
         assert federation is not None
@@ -373,7 +369,7 @@ class DPSGD(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks that a step was made. Without a federation stops the fit without remaining budget."""
+        """Checks that a step was made. Without a federation, stops the fit if the budget is exhausted."""
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
@@ -386,7 +382,7 @@ class DPSGD(FederatedCallback):
             self._stop_in_time(trainer, trainer.current_epoch + trainer.is_last_batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Without a federation logs epsilon, and checks that only noised steps have changed the model."""
+        """Without a federation, logs epsilon and checks that only noised steps have changed the model."""
         if self._visit is not None and self._visit.client is None:
             self._visit.check_untrained()
             pl_module.log_dict({"dp/epsilon": self.epsilon(), "dp/delta": self.delta})
@@ -419,7 +415,7 @@ class DPSGD(FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Finds the noise for an epsilon, from the number of visits and one visit's account, before the first step."""
+        """Finds the noise for an epsilon before the first step, from the number of visits and each client's visit."""
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
             return

@@ -1,4 +1,4 @@
-"""Checks for :class:`~lightning_fed.privacy.DPSGD`: refuses modules and Trainers without possible privacy."""
+"""Checks for :class:`~lightning_fed.privacy.DPSGD`: refuses modules and Trainers without a privacy guarantee."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def clipped_sum(
 def _grouped_convolution(
     layer: nn.Conv2d, activations: list[Tensor], output_gradient: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Rule for grouped convolutions. Opacus' rule multiplies all channels, too expensive for depthwise layers."""
+    """Rule for grouped convolutions. Opacus' rule multiplies all pairs of channels, which is slow for many groups."""
     unfolded = _opacus("opacus.utils.tensor_utils").unfold2d(
         activations[0].to(output_gradient.dtype),
         kernel_size=layer.kernel_size,
@@ -149,9 +149,9 @@ def _grouped_convolution(
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
     """Compares the gradients of two examples in a batch with the gradients of each single example.
 
-    The batch has up to eight examples. Gradients differ if the loss is not a mean over examples (Dice over a batch,
-    contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. With other
-    random numbers in the step no comparison is possible. The module is restored.
+    Up to eight examples of the batch are used. Gradients differ if the loss is not a mean over examples (Dice over a
+    batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. If the
+    step draws other random numbers, no comparison is possible. The module is restored.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:

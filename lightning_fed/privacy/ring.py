@@ -72,14 +72,14 @@ class Ring:
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Broadcast extras for the client to construct and verify the ring."""
+        """Broadcast extras from which the client builds and verifies the ring."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
         }
 
     def longest(self, size: int) -> float:
-        """Update norm within ``clip`` also after rounding, which moves each entry by less than one unit / weight."""
+        """Largest update norm that stays within ``clip`` after rounding, which moves entries by less than one unit."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(

@@ -42,10 +42,10 @@ _ROUNDING = 8  # random stream for rounding
 class SecureSum(UpdateStep):
     r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server only uses the sum.
 
-    Each client clips its update, multiplies by its weight, rounds stochastically to fixed-point numbers, and sends the
-    result with the weight. The server divides the sum by the total weight. On Flower each pair of clients agrees on
-    masks that cancel in the sum, so the server sees no single update. **Within one process there are no masks**: a
-    simulation shows the effects of clipping and rounding, bit for bit the same as on Flower.
+    Each client clips its update, multiplies the update by its weight, rounds stochastically to fixed-point numbers, and
+    sends the result with the weight. The server divides the sum by the total weight. On Flower each pair of clients
+    agrees on masks that cancel in the sum, so the server sees no single update. **Within one process there are no
+    masks**: a simulation shows the effects of clipping and rounding, bit for bit the same as on Flower.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
@@ -57,7 +57,7 @@ class SecureSum(UpdateStep):
     Args:
         clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
         threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
-            round fails. Recovering a single update from the sum takes the server and all but one of these clients.
+            round fails. To recover a single update, the server would need the help of all but one of these clients.
 
     Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
@@ -182,7 +182,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Mean update, as one update with the total weight; raises ``BadUpdates`` for an impossible weight."""
+        """Returns the mean as one update with the total weight; raises ``BadUpdates`` for an impossible weight."""
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchHooks:
-    """Overrides for the module's batch hooks. ``close_round`` returns whether there is an aggregate.
+    """Overrides for the module's batch hooks. ``close_round`` closes a round; returns whether there is a new model.
 
     Attributes:
         round: The last round; ``None`` before the first one.
@@ -51,7 +51,7 @@ class BatchHooks:
 
     @property
     def open_round(self) -> Round | None:
-        """The round under way; ``None`` between rounds."""
+        """The current round; ``None`` between rounds."""
         return None if self.round is None or self.round.is_over else self.round
 
     def start_batch(self) -> None:
@@ -61,7 +61,7 @@ class BatchHooks:
             round.driver.start(round.loader.group)
 
     def delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a checkpoint callback: ``on_train_batch_end`` for a round's last batch runs after the round."""
+        """Delays a checkpoint callback's ``on_train_batch_end`` for a round's last batch until after the round."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -129,7 +129,7 @@ class BatchHooks:
 
     @property
     def _is_stream_over(self) -> bool:
-        # Lightning does not know a stream's length.
+        # Lightning does not know the length of a stream of batches.
         planned = None if self.round is None else self.round.loader.current
         return planned is not None and planned.is_stream and self.round is not None and self.round.loader.is_over
 
@@ -159,7 +159,7 @@ class BatchHooks:
         return loader.current is not None and not loader.is_over and ends_after_batch(self._fit.trainer)
 
     def _cut(self, round: Round, planned: PlannedVisit) -> None:
-        """Ends the round early, because the fit ends; aggregates the clients' training so far."""
+        """Ends the round early because the fit ends; aggregates the clients' updates so far."""
         loader = round.loader
         if loader.batches_left and not planned.is_over:
             round.driver.end_early(planned, planned.num_batches - loader.batches_left)

@@ -43,9 +43,9 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 class BatchLoop:
     """Trains on further batches like Lightning's loop, but faster. Runs at the end of a batch in Lightning's loop.
 
-    All implemented hooks run with the same arguments and in the same order; counters, logged values and log steps are
-    Lightning's. Other optimization (manual, accumulated, with a loss scale, with an ``optimizer_step`` in the module)
-    runs in Lightning's code.
+    All implemented hooks run with the same arguments and in the same order as in Lightning's loop; counters, logged
+    values and log steps are equal too. Lightning's code runs manual optimization, gradient accumulation, loss scaling
+    and a module's own ``optimizer_step``.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -88,7 +88,7 @@ class BatchLoop:
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
-        """Counts and logs a batch after the last hook."""
+        """Counts a batch and logs the batch's values, after the last hook."""
         results = self._loop._results  # noqa: SLF001
         # Without `on_batch_end`: `trainer.callback_metrics` computes the same values on request.
         results.batch = None  # frees memory before the next batch
@@ -99,7 +99,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Fetches the next batch and trains, up to ``on_train_batch_end``; returns outputs, batch and index."""
+        """Fetches the next batch and trains, including ``on_train_batch_end``; returns outputs, batch and index."""
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         assert fetcher is not None
@@ -232,7 +232,7 @@ def _implements(owner: Any, hook: str, base: type) -> bool:
 
 
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
-    """Shortens repeated calls to ``log`` in training batches, until restored; logged values stay bit-equal.
+    """Speeds up repeated calls to ``log`` in training batches, until restored; logged values are equal bit for bit.
 
     For every call, Lightning copies the options and moves the result to the value's device. A call with the options and
     device of the previous call updates the result only.
@@ -256,7 +256,7 @@ def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start: bool) -> str | None:
-    """Reason against fused visits; ``None`` if fused visits are possible."""
+    """Returns the reason that prevents fused visits; ``None`` if fused visits are possible."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {

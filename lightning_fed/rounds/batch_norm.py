@@ -1,6 +1,6 @@
 """BatchNorm's running statistics in a federation, measured by the clients and pooled by the server.
 
-Averaged running statistics fit no model: each client measures with different weights and few batches.
+Averaged running statistics match no model: each client measures with different weights, over few batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LARGE_SHIFT = 0.2
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
-    """Makes BatchNorm layers normalise with constant running statistics in training too."""
+    """Makes BatchNorm layers normalise with their running statistics, without updates, also in training."""
     for layer in batch_norm_layers(module).values():
         layer.eval()
 
@@ -132,19 +132,19 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
     """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
 
-    A client runs the local data once through the model in evaluation mode; only BatchNorm normalises with each batch's
-    statistics, as in training. The server counts the exchange: the global model down, the statistics up. With
+    A client runs the local data once through the model in evaluation mode, but BatchNorm normalises with each batch's
+    statistics, as in training. The server counts the bytes of both messages, the global model and the statistics. With
     ``batch_norm="auto"`` the first reports decide between pooled and own statistics, see :func:`decide_statistics`. A
     report also gives the client's own statistics. A cluster's clients measure the cluster's model.
 
-    Layers in evaluation mode (a frozen backbone's) are unchanged; if no client can measure, the averages stay. Values
-    outside a robust rule's tolerance do not count (:meth:`Aggregator.tolerated
+    Layers in evaluation mode (as in a frozen backbone) are unchanged; if no client can measure, the averages remain. A
+    robust rule also excludes outlying reports (:meth:`Aggregator.tolerated
     <lightning_fed.rule.RuleCapabilities.tolerated>`).
 
     Returns:
         ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
-        empty with fewer than two reports. A fault in the pooled statistics: the round then does not count, without a
-        decision and without stored statistics.
+        empty with fewer than two reports. And a fault in the pooled statistics, or ``None``: after a fault the round
+        does not count, and neither a decision nor statistics are stored.
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)
@@ -224,7 +224,7 @@ def _group_by_model(
 def _find_shift(
     rule: Aggregator, measured: Sequence[tuple[Client, State]], layers: Iterable[str]
 ) -> tuple[str, float | None]:
-    # Only clients with the same model compare.
+    # Only clients with the same model are comparable.
     groups = [reports for _, reports in _group_by_model(rule, measured)]
     by_layer = {
         name: [shift_between(reports, name, rule.tolerated(len(reports))) for reports in groups] for name in layers
@@ -237,11 +237,11 @@ def _find_shift(
 def _record_shift(
     fit: FederatedFit, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> dict[str, float]:
-    """Finds the shift between the clients' reports, and decides with ``"auto"``; returns the numbers for the log."""
+    """Finds the shift between the clients' reports; with ``"auto"``, also decides. Returns the values for the log."""
     rule = fit.server.rule
     largest, shift = _find_shift(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
-        if shift is None and not rule.resizes:  # reports of other widths do not compare
+        if shift is None and not rule.resizes:  # layers with different widths are not comparable
             fit.reports |= dict(measured)
             measured = list(fit.reports.items())
             largest, shift = _find_shift(rule, measured, layers)
@@ -263,10 +263,10 @@ def _record_shift(
 def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_reports: int) -> None:
     """Decides, once in a fit, between own and pooled BatchNorm statistics.
 
-    The first round with reports decides; the second round if fewer than half of the cohort have reported in the first.
-    At least two clients must report, and at least ``min_clients``. In rounds with one report the clients' newest
+    The first round with reports decides, or the second if less than half of the cohort has reported in the first. At
+    least two clients must report, and at least ``min_clients``. If each round has a single report, the clients' newest
     reports are collected until two clients have reported: the shift then includes the change of the weights between the
-    rounds. The log states an open decision once.
+    rounds. A postponed decision is logged once.
     """
     cohort = fit.cohort
     is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -295,7 +295,7 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
-    """Running statistics of one client's data, in float64: mean and unbiased variance by entry name."""
+    """Running statistics from one client's report, in float64: mean and unbiased variance by entry name."""
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
         pooled = pool_statistics([report], name)
@@ -308,11 +308,11 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation; returns new statistics, not stored yet.
+    """Loads a client's model for evaluation; returns new BatchNorm statistics, not stored yet.
 
-    If ``measure_round`` (the model's round) is not ``None``, a client with statistics of other weights measures again.
-    The result is ``None`` without a measurement, and empty if the training data are in another process: the client then
-    counts as a client without statistics, and the log warns once.
+    If ``measure_round`` (the model's round) is not ``None``, a client whose statistics were measured with other weights
+    measures again. The result is ``None`` without a new measurement, and empty if the training data are in another
+    process: the client then has no statistics, and the log contains one warning.
     """
     measured: State | None = None
     served: State | None = None  # `None` serves the stored statistics
@@ -337,15 +337,15 @@ def load_own_model(
 
 
 def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -> ModuleType:
-    """Copies a module and gives the copy BatchNorm statistics of unlabelled data, for a new place (AdaBN).
+    """Copies a module, and gives the copy BatchNorm statistics from unlabelled data of a new site (AdaBN).
 
     The data run once through ``forward``, or through ``validation_step`` of a LightningModule without ``forward``.
-    Labels in the batches do not matter. The copy needs nothing of this package.
+    Labels in the batches are ignored. The copy does not depend on this package.
 
     Args:
         module: Any module with BatchNorm layers.
         batches: The data, such as a ``DataLoader``.
-        inputs: Index, key or function of a batch's inputs; ``None`` for the usual position.
+        inputs: The inputs in a batch: an index, a key, or a function of the batch; ``None`` for the usual position.
 
     Returns:
         The copy, in evaluation mode.

@@ -12,8 +12,8 @@ _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: u
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     """Reason to exclude a client after an error in the module's step; ``None`` if the program cannot continue.
 
-    A client causes an error by invalid labels, images of another size, or batches too large for the device. An error of
-    all clients ends the fit (:class:`FailedRounds`). After some errors the process can no longer use the GPU.
+    A client may have invalid labels, images with another size, or batches too large for the device. An error on all
+    clients ends the fit (:class:`FailedRounds`). After some errors the process can no longer use the GPU.
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None

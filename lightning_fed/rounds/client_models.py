@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Answers by client to questions outside a round, reasons for missing answers, and bytes."""
+    """Answers to questions outside a round: updates by client, reasons for missing answers, and transmitted bytes."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class ClientModels:
     def restore(self, rounds: int, state: dict[str, Any], must: bool) -> None:
         """Restores the clients' personal entries after a number of rounds, from the store's ``checkpoint``.
 
-        With ``must``, lost entries raise ``ValueError``; otherwise no client is asked.
+        With ``must``, lost entries raise ``ValueError``; otherwise lost entries set ``is_lost``.
         """
         try:
             self._fit.store.restore(rounds, state)
@@ -97,7 +97,7 @@ class ClientModels:
             notify_model_loaded(trainer, module, None)
 
     def state(self, module: L.LightningModule | None, client: Client, is_in_round: bool) -> dict[str, Any]:
-        """See :meth:`Federation.client_state`; without a module the clients are not known either."""
+        """See :meth:`Federation.client_state`. If ``module`` is ``None``, the clients are unknown too."""
         # Validation without a fit does not load the clients.
         if module is not None and not self._fit.is_population_known and self._fit.policies:
             is_known = not self.local(module).personal or self._fit.store.get(client) is not None
@@ -178,10 +178,10 @@ class ClientModels:
         return answers
 
     def measure(self, trainer: L.Trainer, module: L.LightningModule, clients: Iterable[Client]) -> None:
-        """Measures and stores BatchNorm statistics of clients with separate statistics and their data in this process.
+        """Measures and stores the clients' separate BatchNorm statistics, for clients with data in this process.
 
-        Clients with statistics of the module's weights do not measure again. The module is the global model, before and
-        after.
+        Clients with statistics for the current weights do not measure again. The module holds the global model before
+        and afterwards.
         """
         fit, ranks = self._fit, process_group_of(trainer)
         if fit.statistics_round is None or fit.is_remote:
@@ -248,7 +248,7 @@ class ClientModels:
         return state if served_state is None else served_state
 
     def _log_strangers(self, clients: Sequence[Client], has_personal: bool) -> None:
-        """Logs once the clients without training: new clients, or misspelt names."""
+        """Logs, once, the clients outside the training population: new clients, or misspelt names."""
         if not self._fit.is_population_known or self._has_logged_strangers:
             return
         self._has_logged_strangers = True

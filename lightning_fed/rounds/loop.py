@@ -66,10 +66,10 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: supplies a loader for each round, and ends each visit.
+    """Runs the rounds inside a Trainer's fit: provides a loader for each round, and closes the round.
 
     Attributes:
-        remote: The other half of the federation, if on another machine.
+        remote: Interface to the other half of the federation, if on another machine; otherwise ``None``.
         hooks: Batch hook overrides, with the current round.
         failed_rounds: Count of rounds without a new model due to failed clients.
         is_planned: True once the first round has been planned.
@@ -106,9 +106,9 @@ class RoundLoop:
     # The fit
 
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
-        """Replaces methods in the user's objects, until :meth:`detach`; ``partition`` splits data that are not clients.
+        """Replaces methods in the user's objects, until :meth:`detach`; ``partition`` splits a plain datamodule's data.
 
-        Refuses invalid Trainer settings, and data that cannot be reached or do not fit ``partition``.
+        Refuses invalid Trainer settings, inaccessible data, and a ``partition`` of data already split into clients.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         check_trainer(trainer)
@@ -199,7 +199,7 @@ class RoundLoop:
         return has_new
 
     def _fuse(self, has_batch_start: bool) -> BatchLoop | None:
-        """Decides whether visits are fused; the log gives the obstacle."""
+        """Returns the loop for fused visits; ``None`` if visits cannot be fused, with the reason in the log."""
         trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
         obstacle = None if visits == "lightning" else find_obstacle(trainer, module, has_batch_start)
         if obstacle is not None and visits == "fused":
@@ -212,7 +212,7 @@ class RoundLoop:
         return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
-        """Checks the Trainer for the round's loader, and stores the global generators' states.
+        """Checks that the Trainer has the round's loader, and stores the global generators' states.
 
         Refuses training on loaders handed to ``fit``.
         """
@@ -252,13 +252,13 @@ class RoundLoop:
         self._generators.close()
 
     def find_population(self) -> Population:
-        """All clients; loads the data for unknown clients."""
+        """All clients; loads the data if the clients are unknown."""
         if not self.fit.is_population_known and self._overridden:
             self._look_at_data()
         return self.fit.population
 
     def known_clients(self) -> Sequence[Client]:
-        """The clients' keys; loads the data for unknown clients."""
+        """The clients' keys; loads the data if the clients are unknown."""
         return self.find_population().clients
 
     def _look_at_data(self) -> None:
@@ -280,7 +280,7 @@ class RoundLoop:
             fit.set_population(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
-        """Restores the user's interval for validation data, after Lightning has the round's loader."""
+        """Restores the user's reload and validation intervals, after Lightning has received the round's loader."""
         trainer = self.fit.trainer
         exchange_reload_interval(trainer, self._reload_interval or 0)
         exchange_validation_time(trainer, self._validation_time)
@@ -387,7 +387,7 @@ class RoundLoop:
         return -(-(real + loader.padding) // window) + real // -window
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
-        """Measures own BatchNorm statistics with the model in validation."""
+        """Measures the clients' own BatchNorm statistics with the model used in validation."""
         with self.averages_in_place():
             self._models.measure(self.fit.trainer, self.fit.module, clients)
 

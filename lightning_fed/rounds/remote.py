@@ -15,7 +15,7 @@ from lightning_fed.server.schedule import Cohort, Visit
 
 
 class RemoteSide(ABC):
-    """The other half of a federation: the clients for a server, the server for a client.
+    """The other half of a federation: a server's clients, or a client's server.
 
     Attributes:
         has_server: Whether the server half is in this process, with the callbacks' server hooks.
@@ -50,7 +50,7 @@ class RemoteSide(ABC):
     ) -> list[tuple[Client, State]]:
         """Measures BatchNorm inputs on the clients; ``send`` prepares and counts the message with the model.
 
-        Clients that cannot measure are excluded. A client's machine returns no measurements.
+        Clients that cannot measure are excluded. On a client's machine the result is empty.
         """
         return []
 
@@ -63,7 +63,7 @@ class RemoteSide(ABC):
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
         """Asks clients outside a round, and yields answers, or reasons for missing answers.
 
-        The module of ``fit`` holds the entries outside messages. ``question`` consists of primitives and plain
+        The fit's module holds the entries that are not transmitted. ``question`` consists of primitives and plain
         containers. A client's machine yields nothing.
         """
         return iter(())

@@ -53,7 +53,7 @@ class Round:
         fit: The fit; the module holds the global model.
         loader: Loader with all batches.
         cohort: The round's clients.
-        local: The module's entries.
+        local: The module as each client's model in turn.
         state: The global model's shared entries at the round's start.
         optimizers: Optimizers and schedulers, reset for every visit.
         driver: Drives the visits.
@@ -114,7 +114,7 @@ class Round:
         self.loader.on_visit = self._carried.start_visit
 
     def _collect_optimizers(self) -> LocalOptimizers:
-        """Collects optimizers, schedulers and loss scale in the round's initial state."""
+        """Collects optimizers, schedulers and loss scale, with the state at the round's start."""
         trainer, configs = self._trainer, self._trainer.lr_scheduler_configs
         # With manual optimization the user steps schedulers.
         is_manual = not self._module.automatic_optimization
@@ -146,7 +146,7 @@ class Round:
     # 2. Close
 
     def join(self) -> None:
-        """Joins the processes with shares of the visits, after the last visit."""
+        """Merges the results from all processes with a share of the visits, after the last visit."""
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
         self._carried.end_round(self._server.report.round)
@@ -198,7 +198,7 @@ class Round:
         return state if state is start else new  # the initial state: the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads shared entries, and resets the optimizers; ``counting`` are positions of visits with good updates."""
+        """Loads shared entries, and resets the optimizers; ``counting``: positions of the visits with good updates."""
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 
@@ -253,7 +253,7 @@ class Round:
         self.end()
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces a client's state in a checkpoint by the round's first state."""
+        """Replaces a client's state in a checkpoint by the global model at the round's start."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

@@ -64,7 +64,7 @@ class RoundAverages:
         return method
 
     def check_entries(self) -> None:
-        """Checks before training that no method has changed the module after the copy for the average."""
+        """Refuses a module with entries or shapes changed since the callback copied the module for the average."""
         for callback in self._callbacks:
             checkpoint = {"state_dict": self._fit.module.state_dict()}
             callback.on_save_checkpoint(self._fit.trainer, self._fit.module, checkpoint)

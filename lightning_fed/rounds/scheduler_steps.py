@@ -33,7 +33,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 def check_estimate(fit: FederatedFit) -> None:
     """Warns about a per-step scheduler built with ``trainer.estimated_stepping_batches``.
 
-    Before the start Lightning asks for the training data only for this attribute.
+    Lightning loads the training data before the fit's start only for this attribute.
     """
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization
@@ -65,5 +65,5 @@ def _batches_per_epoch(fit: FederatedFit, client: Client) -> int:
         return 1 if length is None else length
     except MisconfigurationException:
         raise
-    except Exception:  # a round with the client excludes the client
+    except Exception:  # a round with this client excludes the client later
         return 0

@@ -22,8 +22,8 @@ class VisitDriver:
     """Drives the visits during one round.
 
     Attributes:
-        current: The visit under way; ``None`` between visits, and while several visits train at once.
-        group: The visits under way.
+        current: The current visit; ``None`` between visits, and while several visits train at once.
+        group: The current visits.
         open_visit: Builds the client's half.
         trains_at_once: Whether grouped visits train at once.
     """
@@ -104,7 +104,7 @@ class VisitDriver:
             self._advance()
 
     def end_early(self, planned: PlannedVisit, num_batches: int) -> None:
-        """Ends a visit before the last batch: the client sends the model so far."""
+        """Ends a visit before the last batch: the client sends the current model."""
         planned.is_over, planned.num_batches = True, num_batches
         if planned.fault is None and not num_batches:
             planned.fault = "`on_train_batch_start` returned -1 before it had trained"
@@ -141,7 +141,7 @@ class VisitDriver:
         self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
-        """Marks a visit as failed; raises the error if the program cannot continue, or other clients are missing."""
+        """Marks a visit as failed; raises the error if the program cannot continue, or if the only client fails."""
         fault = client_fault(error, planned)
         is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
         if fault is None or is_alone:
@@ -159,7 +159,7 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for all visits in a fit: builder for a round's driver, and rule for visits at once, or ``None``."""
+    """Plan for all visits in a fit: builds a round's driver, and groups simultaneous visits (or ``None``)."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     groups: VisitGroups | None = None

@@ -29,17 +29,17 @@ _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer 
 
 
 class Ask(NamedTuple):
-    """Event in a visit: the client requests a model. The visit resumes with the server's broadcast."""
+    """Event in a visit: the client requests a model. The reply is the server's broadcast."""
 
     request: Request
 
 
 class Step(NamedTuple):
-    """Event in a visit: a training step on one batch. The visit resumes with whether the step returned a loss."""
+    """Event in a visit: a training step on one batch. The reply says whether the step returned a loss."""
 
 
 class Answer(NamedTuple):
-    """Event in a visit: the client sends an update. The visit resumes with whether the server accepted the update."""
+    """Event in a visit: the client sends an update. The reply says whether the server accepted the update."""
 
     update: ClientUpdate
 
@@ -54,8 +54,8 @@ class ClientVisit:
     Attributes:
         planned: The visit.
         memory: Tensors for callbacks and steps, stored with the client if the server accepts the update.
-        main_batches: Batches for the received model; ``None`` for all. The callback with the limit
-            trains a second model on the other batches (:meth:`second_model`).
+        main_batches: Number of batches that train the received model; ``None`` for all. The callback that sets the
+            number trains a second model on the other batches (:meth:`second_model`).
         trains_second_model: Whether the module is the second model.
         step: The next batch; ``None`` before the first and after the last batch.
     """
@@ -266,7 +266,7 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """Counts, unpacks and checks an update after the training, for the chain; returns whether the update is good."""
+    """The server's half of a visit, after the training: checks and aggregates an update; ``False`` for a bad update."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False

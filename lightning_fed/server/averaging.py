@@ -13,7 +13,7 @@ from lightning_fed.rule import Aggregator, RoundInfo
 
 
 class AveragingAggregator(Aggregator):
-    """Weighted mean over client states, in the memory of one state. A rule implements :meth:`weight`.
+    """Weighted mean over client states, in the memory of one state. A subclass implements :meth:`weight`.
 
     Args:
         row_weighting: Divisor for a row in sliced entries: total weight over all clients (``"global"``, as in the FedSS
@@ -41,7 +41,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a mean, without unsent entries. A model with adapters leaves most entries unsent."""
+        """Adds an update to a mean, without unsent entries, which are the majority in a model with adapters."""
         moved = {
             name: value
             for name, value in update.state.items()

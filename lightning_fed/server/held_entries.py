@@ -1,4 +1,4 @@
-"""Record of untrained entries already at the clients, to send each value once."""
+"""Record of the untrained entries that clients already have, to send each value once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALWAYS = -1
 
 
 class HeldEntries:
-    """Record of untrained entries: round of the last change by entry, and last round by client.
+    """Record of untrained entries: the round of each entry's last change, and each client's last round.
 
     All clients have the initial model. After a change by the server, or the end of an entry's training, the next
     broadcast to a client holds the entry once. ``values`` are the untrained entries in the current or last round.
@@ -60,20 +60,21 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of entries in a message known to the client. ``has_present``: the client has this round's model."""
+        """Names of a message's entries already at the client. ``has_present``: the client has this round's model."""
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Records that clients hold the round's model. Unnecessary while all entries have their initial values."""
+        """Records that clients hold the round's model; does nothing while all entries have their initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
     def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """State for checkpoints, described in the class docstring.
 
-        ``entries`` is a resumed fit's initial model: changed entries are excluded, because no client has the values.
+        ``entries`` is a resumed fit's initial model: entries that differ are excluded, because no client has the new
+        values.
         """
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}

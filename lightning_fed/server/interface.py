@@ -28,11 +28,11 @@ class RoundReport:
         counted: Counted examples by client, for good updates.
         failed: Reason by excluded client.
         metrics: Clients' metrics.
-        norms: Euclidean norm of (local - global) over the trained entries by client, computed by the server, without
-            clients with other shapes.
+        norms: Euclidean norm of (local - global) over the trained entries, by client, computed by the server. Clients
+            with other shapes are missing.
         up_bytes: Bytes in received updates, good or not.
         down_bytes: Bytes in broadcasts.
-        refused: Reason by client, for the part of ``failed`` with a bad answer.
+        refused: Reason by client, for the clients in ``failed`` that sent a bad answer.
     """
 
     round: int
@@ -115,7 +115,7 @@ class ServerInterface(ABC):
         """Aggregates the round: the new global values of the shared entries, or ``None``."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in the chain; again before the chain joins updates from several processes."""
+        """Starts the round in the chain; called again before the chain merges updates from several processes."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without an answer as failed."""

@@ -24,7 +24,7 @@ _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
 def default_seed() -> int:
-    """The seed of ``lightning.seed_everything`` if it was called, else 0."""
+    """The seed from ``lightning.seed_everything``, or 0 without such a call."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
@@ -63,7 +63,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's reporting clients with planned visits, and the chosen clients without a report (``dropped``)."""
+    """A round's clients: planned visits, and the chosen clients that never report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()
@@ -125,7 +125,7 @@ class Schedule:
         availability: The stragglers, and the clients that never report.
 
     Attributes:
-        secret: A draw independent from ``seed``; ``None`` for the schedule's draw.
+        secret: A secret draw, independent of ``seed``; ``None`` to draw from ``seed``.
 
     Example:
         >>> schedule = Schedule(seed=1, clients_per_round=2)
@@ -172,7 +172,7 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        """Number of clients with complete work in a cohort with ``size`` clients."""
+        """Number of clients that are not stragglers, in a cohort with ``size`` clients."""
         return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(
@@ -188,7 +188,7 @@ class Schedule:
             round: Index of the round, from 0.
             clients: All clients, in a fixed order; only the drawn positions are looked up.
             drawn: Index of an earlier round, to visit the same clients again; ``None`` to draw new clients.
-            always: Clients in every cohort, drawn or not, and always with complete work.
+            always: Clients in every cohort, drawn or not, and never stragglers or dropouts.
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))
@@ -207,7 +207,7 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second, independent sample with the cohort's size, without dropouts, for FedDANE."""
+        """Draws a second, independent sample with the cohort's size, for FedDANE; excludes dropouts."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 

@@ -27,9 +27,9 @@ _FARTHEST = 1e10  # model lengths: farther than any training, and finite when sq
 class Server(ServerInterface):
     """The server: prepares broadcasts, counts bytes, checks updates, aggregates.
 
-    The server excludes a client if the update does not fit the broadcast (missing or unexpected entries, other shapes
-    or dtypes, NaN or infinite values, negative variances), is farther from the model than any training, or makes the
-    rule raise an exception. The round continues. With fewer than ``min_clients`` good updates, or an implausible
+    The server excludes a client if the update does not match the broadcast (missing or unexpected entries, other shapes
+    or dtypes, NaN or infinite values, negative variances), is implausibly far from the model, or makes the rule raise
+    an exception. The round continues. With fewer than ``min_clients`` good updates, or an implausible
     aggregate, the global model does not change.
 
     Example:
@@ -71,7 +71,7 @@ class Server(ServerInterface):
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Prepares the message for a client, and records the form of a good answer.
+        """Prepares the message for a client, and records names, shapes and dtypes of a good answer.
 
         Refuses a request that does not fit the model, and a request for rows if the rule does not support rows.
         """
@@ -87,14 +87,14 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message to a client. For a whole model, entries already at the client do not count."""
+        """Counts a message to a client. In a whole model, entries that the client already has do not count."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         self.chain.on_sent(client, broadcast)
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts a received update, and sets the rows of the broadcast."""
+        """Counts a received update, and sets the update's rows to the broadcast's."""
         self.report.up_bytes += update.nbytes
         update.rows = self._rows.pop(update.client, {})
         return update.client in self._expected or self.fail(update.client, "it sent an update that was not asked for")
@@ -131,7 +131,7 @@ class Server(ServerInterface):
     def finish_round(self) -> State | None:
         """Aggregates the round; ``None`` without a valid aggregate.
 
-        If the rule has no new model yet, the result is the argument of :meth:`start_round`.
+        If the rule has no new model yet, the result is the state given to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()
@@ -170,7 +170,7 @@ class Server(ServerInterface):
                 return self._state if state is None else state
 
     def _inspect(self, update: ClientUpdate, sent: State) -> None:
-        """Records the length of a client's step; refuses values that are implausible or too far from the model."""
+        """Records the norm of a client's update; refuses values that are implausible or too far from the model."""
         fault = find_implausible(update.sent)
         if fault is not None:
             raise BadUpdate(fault)

@@ -110,7 +110,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses entries with partial rows, because the step compares whole entries."""
+    """Refuses entries with only some rows at a client, because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}: the step compares whole"
@@ -119,7 +119,7 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
 
 
 def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
-    """Refuses a rule with one of ``capabilities`` for an update step based on the difference from one global model."""
+    """Refuses a rule with one of ``capabilities``, for a step that needs the difference from one global model."""
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
             f"Expected no `{type(step).__name__}` with {type(rule).__name__}: not all clients start from one model of"

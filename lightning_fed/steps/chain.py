@@ -81,13 +81,13 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """The server's view of a round after all steps."""
+        """What the server can see of a round, after all steps."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
     @property
     def is_coded(self) -> bool:
-        """True if a step encodes updates, so the payload is not a model."""
+        """True if a step encodes updates, so the payload differs from a model in names, shapes or dtypes."""
         return self._num_whole < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -141,7 +141,7 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Passes an update inwards, up to the rule or to a step with the whole round.
+        """Passes an update inwards, to the rule or to the first step with :meth:`UpdateStep.hold`.
 
         Calls ``inspect`` with the decoded update. An invalid update raises ``BadUpdate``.
         """

@@ -19,7 +19,7 @@ Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates of a round, kept in an update step until the round is complete. A monoid."""
+    """Updates of a round, kept in an update step until the round is complete; a monoid under :meth:`merge`."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -38,9 +38,9 @@ class Held(ABC):
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """Returns the updates to pass inwards.
+        """Returns the updates for the next inner step.
 
-        Invalid updates are dropped, and raise ``BadUpdates``: repeat the call if enough clients remain.
+        Drops invalid updates, and raises ``BadUpdates`` for them: repeat the call if enough clients remain.
         """
 
 
@@ -50,8 +50,8 @@ class UpdateStep:
     Steps depend on messages only, not on Lightning. Steps may keep the arguments of :meth:`start` for the round.
 
     Attributes:
-        reveals: The server's view inside this layer: single updates (``"update"``), only the sum (``"sum"``), or a
-            model without information on single clients (``"model"``). The log reveals no more.
+        reveals: What the server can see inside this layer: single updates (``"update"``), only the sum (``"sum"``), or
+            a model without information on single clients (``"model"``). The log shows no more.
 
     Example:
         >>> class Half(UpdateStep):
@@ -74,7 +74,7 @@ class UpdateStep:
         self.info, self.state = info, state
 
     def form(self, state: State) -> State:
-        """Names, shapes and dtypes outside the layer, for the given form inside."""
+        """Names, shapes and dtypes of the encoded update, for an update like ``state``; values do not matter."""
         return state
 
     def on_send(self, broadcast: Broadcast) -> None:
@@ -113,7 +113,7 @@ class UpdateStep:
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last aggregated round: full name to value. ``norms`` are the norms of the received updates."""
+        """Metrics of the last aggregated round, by full name. ``norms`` are the norms of the received updates."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

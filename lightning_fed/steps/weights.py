@@ -19,7 +19,7 @@ class WeightStep(UpdateStep, ABC):
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Number of examples to count: an integer, at least 1, not decreasing in ``num_samples``."""
+        """Number of examples to count: an integer, at least 1, that never decreases as ``num_samples`` grows."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)

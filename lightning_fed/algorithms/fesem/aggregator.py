@@ -135,7 +135,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Examples of all known clients by centre; ``None`` for clients without a centre."""
+        """Number of examples by centre, over all known clients; the key ``None`` counts clients without a centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)

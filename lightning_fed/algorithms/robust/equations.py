@@ -141,7 +141,7 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Weights for client updates and the previous center, shape ``(n + 1,)``, and the last factors, shape ``(n,)``.
+    r"""Weights of client updates and previous center, shape ``(n + 1,)``, and last clipping factors, shape ``(n,)``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 

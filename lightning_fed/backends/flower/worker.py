@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
     """Answers messages from a Unix socket, one after another.
 
-    Other users cannot reach the socket, because the folder is private; otherwise the call raises. An abandoned socket
-    is replaced, and nothing is unpickled.
+    The socket's folder must be private to the current user, otherwise the call raises ``PermissionError``. A socket
+    without a running worker is replaced. Messages are never unpickled.
     """
     if not isinstance(app, LightningClientApp):
         raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")

@@ -1,4 +1,4 @@
-"""File with a client's last answer, for servers with a lost answer."""
+"""File with a client's last answer, in case the answer is lost on the way to the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """Last finished visit of a client: a repeated order (equal ``data``) gets the same update, without training."""
+    """Last finished visit of a client: a repeated request (equal ``data``) gets the same update, without training."""
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)
@@ -36,7 +36,7 @@ class AnswerFile:
             return None
 
     def store(self, answer: Packet) -> None:
-        """Stores the answer and replaces the last answer. After a failed write, a lost answer needs a new training."""
+        """Replaces the stored answer. If writing fails, a lost answer requires training again."""
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))

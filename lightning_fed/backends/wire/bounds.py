@@ -1,4 +1,4 @@
-"""Client-side limits for server orders."""
+"""Client-side limits for the work that a server may request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fed.backends.wire.packets import TrainRequest, find_bad_rate
 
 @dataclass(frozen=True)
 class OrderBounds:
-    """Limits for work ordered by the server. A client refuses an order outside the limits.
+    """Limits for work requested by the server. A client refuses a train request outside the limits.
 
     Args:
         max_epochs: Maximum passes over the client's data in a visit.
@@ -46,7 +46,7 @@ class OrderBounds:
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:
-        """Returns the reason against an order, or ``None``. Data without a length have ``batches_per_epoch=None``."""
+        """Returns the reason to refuse a request, or ``None``; ``batches_per_epoch`` is ``None`` for unknown length."""
         visit = train_request.visit
         if visit.steps is None and self.max_epochs is not None and visit.epochs > self.max_epochs:
             return f"the server asks for {visit.epochs} epochs, but this client allows {self.max_epochs}"

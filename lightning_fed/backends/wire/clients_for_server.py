@@ -87,7 +87,7 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """A federation's clients, behind a transport; ``client_store`` records the rounds with stored client state."""
+    """A federation's remote clients; ``client_store`` records each client's last round with stored state."""
 
     has_server = True
 
@@ -111,7 +111,7 @@ class RemoteClientSide(RemoteSide):
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
     def exchange(self, round: Round) -> None:
-        """Runs the round's visits, in the order of the cohort; a fault in an answer excludes only its client."""
+        """Runs the round's visits, in the order of the cohort; a faulty answer excludes only the sender."""
         fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
@@ -160,7 +160,7 @@ class RemoteClientSide(RemoteSide):
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: _RemoteVisit) -> Flow:
-        """The server's half of a visit, in the steps of :meth:`ClientVisit.run`: broadcast, training, answer, state."""
+        """The server's half of a visit, with the events of :meth:`ClientVisit.run`: broadcast, training, answer."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         remote.broadcast = yield Ask(remote.request or Request(client))
         answer = self._open((yield Step()), client, round.state)
@@ -389,7 +389,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps in a visit, as reported by the client, with steps by scheduler (if any) and the loss scale's state."""
+    """A client's reported number of steps in a visit, also by scheduler (if any), and the loss scale's state."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -426,7 +426,7 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
 @dataclass
 class _RemoteVisit:
-    """A visit on another machine: its index in the round, the client's request, the message, and the reported steps."""
+    """A visit on another machine: index in the round, client's request, server's message, and reported steps."""
 
     visit: Visit
     position: int
@@ -442,7 +442,7 @@ class _Unreadable(Fault):
 def _exclude(
     server: ServerInterface, client: Client, answer: Request | tuple[ClientUpdate, Answer] | Fault, otherwise: str
 ) -> None:
-    """Excludes a client without a good answer: refused after a bad answer, failed without an answer."""
+    """Excludes a client without a good answer: as refused after a bad answer, as failed without an answer."""
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)
     else:

@@ -1,4 +1,4 @@
-"""Clients and validation data of one half."""
+"""Clients and validation data for the server half or the client half."""
 
 from __future__ import annotations
 

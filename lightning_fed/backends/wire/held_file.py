@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile:
-    """File with entries not sent again by the server, shared by all clients on a node.
+    """File with the entries sent only once by the server, shared by all clients on a node.
 
-    A new process for the next message reads the entries from this file.
+    Each message may reach a new process, which reads the entries from this file.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -38,7 +38,7 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Restricts received numbers to the structure of local numbers; raises ``ValueError`` for other structures.
+    """Keeps the received numbers with a local counterpart; raises ``ValueError`` if the structures do not match.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
@@ -60,7 +60,7 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Class names of optimizers, without wrappers."""
+    """Class names of optimizers; for a wrapper, the wrapped optimizer's."""
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 

@@ -73,19 +73,19 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Order to train, sent with the broadcast: the visit and the start state.
+    """Request to train, sent with the broadcast: the visit and the start state.
 
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
-        kept: Round index of the client's last good update with stored state; -1 before.
-        needed: Earliest round from which the server may resume. From earlier rounds only the newest state is necessary.
+        kept: Index of the round with the client's last good update and stored state; -1 without such a round.
+        needed: Earliest round from which the server may resume. Of older states, the client only needs the newest.
         seed: Seed of the federation, for the construction of the model.
         frozen: Digest of entries that are never sent; server and client must have equal values.
         hyperparameters: Optimizer options for the round, and start of per-step schedulers and loss scale.
         asked: Digest of the client's request; empty without a request.
-        held: Digest of entries stored on the client and missing in the message; empty if the message is complete.
-        keeps: Whether the client must store the entries for later messages.
+        held: Digest of the entries missing in the message, because the client stores them; empty without such entries.
+        keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
         question: Query from a callback, outside of a round; ``None`` in a round.
     """
@@ -108,8 +108,8 @@ class TrainRequest:
 class Answer:
     """A client's report, sent with the update.
 
-    ``after`` has the steps of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``), ``keeps`` marks
-    stored state for the next visit, and ``unsent`` counts unchanged entries missing in the update.
+    ``after`` has the step count of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``). ``keeps``
+    is true if the client stored state for the next visit. ``unsent`` counts unchanged entries missing in the update.
     """
 
     steps: int = 0
@@ -120,7 +120,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer, as text without details: only the class of an exception."""
+    """Reason for a missing answer; for an exception only the class, because the text may contain private details."""
 
     client: Client
     reason: str
@@ -195,7 +195,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True for a possible answer; ``False`` for faults and unreadable short packets.
+    """True for a packet that may be an answer; false for faults and unreadable short packets.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -210,7 +210,7 @@ def is_answer(packet: Packet) -> bool:
 
 
 def is_client(key: object) -> bool:
-    """True for a valid client name: text or integer.
+    """True for a valid client key: a string, or an integer below 2^63.
 
     Example:
         >>> is_client("ann"), is_client(3), is_client(True), is_client(None)

@@ -26,15 +26,15 @@ class RemoteClientStore(ClientStore):
         self.restore(0, {})
 
     def kept(self, client: Client) -> int:
-        """Round index of the client's last good update; -1 before."""
+        """Index of the round with the client's last good update; -1 without such a round."""
         return self._of_round.get(client, self._rounds.get(client, -1))
 
     def get(self, client: Client) -> State | None:
-        """Returns ``None``: the client has the state."""
+        """Returns ``None``, because the state is on the client."""
         return None
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Does nothing: the client stores the state."""
+        """Does nothing, because the client stores the state."""
 
     def commit(self, round: int, clients: Collection[Client]) -> None:
         if round == self._round:
@@ -67,5 +67,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """Earliest round for a resume of the server: the round of the second-to-last checkpoint."""
+        """Earliest round for resuming the server: the round of the second-to-last checkpoint."""
         return self._checkpoints[0]

@@ -74,7 +74,7 @@ _OURS = (
 class ClientRunner:
     """Answers packets. The runner lives as long as the process, so the next visit reuses model and data.
 
-    The arguments equal :func:`~lightning_fed.backends.flower.client_app`.
+    Takes the arguments of :func:`~lightning_fed.backends.flower.client_app`.
     """
 
     def __init__(

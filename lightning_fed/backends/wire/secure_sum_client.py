@@ -52,10 +52,10 @@ class ClientSum:
     deletes the file of the step before, and the last step leaves no file. Therefore the client masks only one vector
     with the same masks, and releases only one of two shares for every other client.
 
-    A restarted sum (after a client with unreadable shares, or a killed server) has new keys. After a release, the
-    client only repeats the release for the same clients: the difference of two sums would reveal an update.
+    A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. After releasing
+    shares, the client only repeats the release for the same clients: the difference of two sums would reveal an update.
 
-    ``share`` is the fraction of clients necessary to unmask a sum, more than half.
+    ``share`` is the fraction of the clients necessary to unmask a sum, more than one half.
     """
 
     def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
@@ -76,7 +76,7 @@ class ClientSum:
             return write_fault(Fault(self._client, str(fault)))
 
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
-        """Masks an update in place (``peers`` include this client); raises ``ClientFault`` for unmaskable parts."""
+        """Masks an update in place; ``peers`` are all clients in the sum. Raises ``ClientFault`` on failure."""
         numbers = dict(sorted(maskable(update, sent).items()))
         known = self._take(round, "opened")
         keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
@@ -189,9 +189,9 @@ class ClientSum:
 
 
 def maskable(update: ClientUpdate, sent: State) -> State:
-    """Returns an update's numbers for masking, by name. ``sent`` is the model received by the client.
+    """Returns the tensors of an update to mask, by name. ``sent`` is the model received by the client.
 
-    Changed values of another type, and metrics, raise ``ClientFault``: a mask would not cover these.
+    Changed entries of other dtypes, and metrics, raise ``ClientFault``, because a mask would not cover these.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

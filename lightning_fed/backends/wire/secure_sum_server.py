@@ -49,8 +49,8 @@ class ServerSum:
     def share_secrets(self, clients: Sequence[Client]) -> None:
         """Runs the steps before the visits: publish keys, share secrets, open shares.
 
-        A client without an answer is excluded; with too few clients, all clients are excluded. A client with unusable
-        shares is excluded, too, and the other clients restart with new keys: nothing is masked yet.
+        A client without an answer is excluded; if too few clients remain, all are excluded. A client with unusable
+        shares is excluded too, and the other clients restart with new keys, because nothing is masked yet.
         """
         for client in [client for client in clients if client in self.distrusted]:
             self._server.fail(client, "its shares failed in an earlier sum of this run")
@@ -167,7 +167,7 @@ class ServerSum:
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
         """Sends a request to each client, and yields the rows of valid answers in the clients' order.
 
-        ``counts`` excludes a client without an answer; ``False`` for clients with a vector in the sum.
+        If ``counts``, a client without an answer is excluded. ``False`` is for clients with a vector in the sum.
         """
         report = self._server.report
         requests = {

@@ -36,8 +36,8 @@ _OURS = ("callbacks", "max_steps", "max_time", "fast_dev_run", "reload_dataloade
 class ServerRunner:
     """Server half with checked arguments, ready to run.
 
-    The arguments equal :func:`~lightning_fed.backends.flower.server_app`; a mapping of ``clients`` binds each client to
-    a place in the network.
+    Takes the arguments of :func:`~lightning_fed.backends.flower.server_app`. A mapping as ``clients`` assigns each
+    client to a place in the network.
     """
 
     def __init__(

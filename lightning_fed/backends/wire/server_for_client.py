@@ -52,18 +52,18 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if the programs of server and client differ. The server may read the message, without private data."""
+    """Raised if the programs of server and client differ. The message is sent to the server: no private data."""
 
 
 def find_public_reason(error: Exception) -> str:
-    """Describes an exception for the server, in general only the class, because the text may name client files."""
+    """Describes an exception for the server: usually only the class, because the text may name client files."""
     if isinstance(error, HalvesMismatch):
         return str(error)
     return f"its program raised {type(error).__name__}; the client's log says where"
 
 
 class RemoteServer(ServerInterface):
-    """A client's connection to the server, for one broadcast and one update in answer.
+    """A client's connection to the server, for one broadcast and one update.
 
     ``fault`` is the reason for a missing update, and ``asked`` the digest of the client's earlier request.
     """
@@ -126,11 +126,10 @@ class RemoteServer(ServerInterface):
 
 
 class RemoteServerSide(RemoteSide):
-    """The server's half of a federation, as a client sees it in one visit or one query.
+    """The server's half of a federation, as seen by a client in one visit or one query.
 
-    ``judge_entries`` raises for a forbidden entry before training. ``held`` completes the message with entries from
-    earlier messages. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs the
-    state.
+    ``judge_entries`` raises before training if the site forbids an entry. ``held`` adds entries from earlier messages
+    to the message. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs the state.
     """
 
     has_server = False

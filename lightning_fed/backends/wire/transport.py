@@ -1,4 +1,4 @@
-"""Transport interface: a network only has to transport a packet and the answer."""
+"""Transport interface: a network only has to deliver packets and answers."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ class Transport(ABC):
         """Sends packets and yields the answers in the same order.
 
         Answers wait in the network until their turn: only one answer is in memory, and sums have the same order in
-        every run. With ``min_clients`` answers are fetched immediately and stored in temporary files.
+        every run. With ``min_clients``, answers are fetched immediately and stored in temporary files.
 
-        ``packets`` are consumed one at a time. ``again`` makes a client's packet again, for a restarted client.
+        ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client.
         """
         self.discover()
         self._count_late()
@@ -164,10 +164,10 @@ class Transport(ABC):
     def _miss(
         self, message: _Message, kind: str, round: int, again: Callable[[Client], Packet] | None
     ) -> Answer | None:
-        """Checks the connection for a missing answer; returns a reason after the client is given up.
+        """Checks the connection of a client without an answer; returns the reason if the client is given up.
 
-        A reconnected client resumes the message. A client with a new connection was restarted and gets the message
-        again.
+        A reconnected client continues with the message. A client with a new connection was restarted: the message is
+        sent again.
         """
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
@@ -207,7 +207,7 @@ class Transport(ABC):
 
 @dataclass
 class _Message:
-    """A message without an answer, with the connection at sending and the times of the last check and of a loss."""
+    """An unanswered message: the connection when sent, and the times of the last check and of a lost connection."""
 
     client: Client
     name: str
@@ -221,7 +221,7 @@ def _constant(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Moves an answer to a temporary file and returns a function to read the answer. With a full disk nothing moves.
+    """Moves an answer to a temporary file, and returns a function to read the answer. On a full disk, keeps the answer.
 
     The file is deleted after the read, or with the last reference to the function.
     """

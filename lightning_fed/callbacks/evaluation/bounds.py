@@ -31,7 +31,7 @@ _BY_EXAMPLE = ("sum",)  # reductions with a total that grows with the number of 
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible numbers in a report; ``announced`` is the example count in the first report."""
+    """Raises `BadUpdate` for impossible numbers; ``announced`` is the example count in the client's first report."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -47,7 +47,7 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
 
 
 def is_count(value: Tensor) -> bool:
-    """True for whole numbers: states that count."""
+    """True for integer tensors, which hold counts."""
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
@@ -56,12 +56,13 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients with numbers far from the other clients' numbers, with the reason.
+    """Finds clients with numbers far from the other clients' numbers; returns the reason by client.
 
-    Three clients or more are compared. A client is an outlier with a value 100 spreads from the median (the spread is
-    the largest of the median distance, the median, and 1), with the only negative loss (10 median distances, the median
-    and 1 below the median), and with 10 times the median count per example (at least 10). A client's examples must stay
-    within 10 times the number in training or the median, and within 1,000 times the median.
+    At least three clients are compared. A client is an outlier if a value is more than 100 spreads from the median (a
+    spread is the largest of the median distance, the median, and 1), if the client has the only negative loss (10
+    median distances, the median and 1 below the median), or if a count per example is above 10 times the median (and
+    above 10). The number of examples may be up to 10 times the number in training or the median, and up to 1,000 times
+    the median.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
@@ -86,7 +87,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients with a value unlike the sums or metric states; skips names undetermined for most clients."""
+    """Finds clients with a value unlike the value from the sums or states; skips names ``partial`` on most clients."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)

@@ -63,8 +63,8 @@ class ClientEvaluation(AskableCallback):
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
     sums, weights and metric states: values over all clients equal the values from one process on the pooled data, up to
     rounding. ``FederatedTrainer`` adds this callback by default; a plain Trainer needs the callback in the list. The
-    module's epoch hooks run once per client. An end hook with logged values runs again with the merged states, and a
-    third time if a hook changes the module, to find values with a history over epochs.
+    module's epoch hooks run once per client. An epoch-end hook that logs values runs again with the merged states, and
+    a third time if a hook changes the module, to find values that depend on earlier epochs.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, global model: logged here if the server has no data, otherwise
@@ -227,7 +227,7 @@ class ClientEvaluation(AskableCallback):
         return reports
 
     def table(self) -> str:
-        """Formats the last evaluation in Markdown: a row per client and for all clients, with examples per class."""
+        """Formats the last evaluation in Markdown: a row per client, a row for all clients, and examples per class."""
         return client_table(self.results, self.pooled).markdown() if self.results is not None else ""
 
     def _of_clients(self, trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
@@ -481,7 +481,7 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """Returns whether this process has clients' data, without building loaders."""
+    """True if this process has clients' data; builds no loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 

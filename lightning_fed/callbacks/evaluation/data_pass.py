@@ -149,7 +149,7 @@ def evaluate_data(
             with computing(metrics.values(), change):
                 report.values |= logged.results()
         if pool is None and not report.num_samples:
-            return report  # Lightning does not call hooks either
+            return report  # without batches, Lightning calls no hooks either
         metrics = named_metrics(module)
         if len(loaders) != 1:
             record_states(None)
@@ -190,10 +190,10 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds values with a history over epochs, like the best accuracy so far: a client has no such history.
+    """Finds values that depend on earlier epochs, like the best accuracy so far: a client has no earlier epochs.
 
-    The hook at the epoch's end runs again without the metrics with a history, and with a very large and a very small
-    number in each attribute with a history. A value with a history changes.
+    The epoch-end hook runs again, without the metrics carried over from earlier epochs, and with a very large and a
+    very small number in each carried-over attribute. A value that changes depends on earlier epochs.
     """
     names = _written_numbers(module)
     if not metrics and not names:
@@ -223,7 +223,7 @@ def _values_with_history(
 
 
 def _written_numbers(module: L.LightningModule) -> list[str]:
-    """Names the module's floats and one-number tensors written by a method besides ``__init__``."""
+    """Names of the module's floats and one-element tensors that any method except ``__init__`` writes."""
     names = dict.fromkeys(name for kind in type(module).__mro__ for name in _written_names(kind))
     attributes = {name: getattr(module, name, None) for name in names if name not in lightning_attributes()}
     return [
@@ -263,9 +263,9 @@ def pooled_values(
 ) -> dict[str, float]:
     """Values over the data of several reports, equal to the logged values of one pass over all data.
 
-    Values are missing if sums and states do not determine the value, or if the value is undefined. A logged value
-    without a finite number is excluded if another report has a finite one. In a mean, no report's examples weigh more
-    than 100 times the examples of the median report.
+    A value is missing if undefined, or if sums and states do not determine the value. A report's non-finite value is
+    excluded if another report has a finite one. In a mean, an example weighs at most 100 times as much as an example in
+    the median report.
     """
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
@@ -305,11 +305,11 @@ def _run_end(
     faults: dict[str, str] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Computes metrics, and runs the hook at the epoch's end, with the joint states from several reports.
+    """Computes metrics, and runs the epoch-end hook, with the merged states of several reports.
 
-    The hook may raise without a client's lists; values before the error count. A metric without a state is NaN, and so
-    is a metric with an exception. ``attributes`` are set before the hooks, and receive the values after the hooks.
-    Without ``wanted`` names a muted hook is not run.
+    The hook may raise if a client's lists are missing; values logged before the error count. A metric without a state,
+    or with an exception in ``compute``, is NaN. ``attributes`` are set on the module before the hooks, and updated
+    afterwards. A muted hook only runs if ``wanted`` contains names.
     """
     if is_muted and not wanted:
         return {}
@@ -358,7 +358,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes each metric state with a single number, by client and key, and restores the metrics."""
+    """Computes the metrics with a single number from each client's states, by client and key; restores the metrics."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))
@@ -414,7 +414,7 @@ def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
 
 
 def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields batches; an exception in the data, here or on another machine, becomes a `ClientFault`."""
+    """Yields batches; an exception while loading data, on any machine, becomes a `ClientFault`."""
     iterator = iter(batches)
     while True:
         try:

@@ -18,7 +18,7 @@ class LocalEvaluation(FederatedCallback):
     """Evaluates each client after local training, on the client's own validation data.
 
     :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
-    the accuracy of the locally trained models, which score far better on local data with different classes per client.
+    the accuracy of the locally trained models, which is far higher on local data with different classes per client.
     The callback logs ``clients/local/<metric>``, the mean over the round's clients, for values from
     ``validation_step``. The validation data are a mapping by client. With remote clients, server and clients both need
     the callback.
@@ -31,7 +31,7 @@ class LocalEvaluation(FederatedCallback):
         >>> local = LocalEvaluation(every_n_rounds=5)
 
     References:
-        Yao et al., ICIP 2019, presumably with this measure.
+        Yao et al., ICIP 2019, presumably report this measure.
     """
 
     supports_vectorize = True

@@ -79,7 +79,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metrics: ``lists`` with predictions may leave a client; ``withheld`` states may not."""
+    """Patterns for metric names: list states in ``lists`` may leave a client; states in ``withheld`` may not."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -102,9 +102,9 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """Returns whether the states for two parts of the data give the state for both parts.
+    """Returns whether the states for two parts of the data can be merged into the state for both parts.
 
-    Sums, minima, maxima and concatenations do, by the contract for ``dist_reduce_fx``. Some torchmetrics classes merge
+    Sums, minima, maxima and concatenations can, by the contract for ``dist_reduce_fx``. Some torchmetrics classes merge
     other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order in which batches arrive.
     """
     is_known = type(metric).__module__.partition(".")[0] == "torchmetrics"
@@ -131,7 +131,7 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """True for a metric with states. A metric composed from others (``a + b``) has no states."""
+    """True for a metric with states. A metric composed of others (``a + b``) has no states."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
@@ -141,7 +141,7 @@ def is_updated(metric: Metric) -> bool:
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects metrics that saw all batches. Excludes metrics without a batch, and metrics inside a wrapper."""
+    """Selects the metrics updated with batches. Excludes metrics without a batch, and metrics inside a wrapper."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -153,9 +153,9 @@ def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     """Computes a metric, with NaN for undefined numbers.
 
-    A number is undefined without a batch and after 0 / 0: the recall for a class without examples, the specificity
-    without negatives, the area under a curve without positives or negatives, retrieval without any relevant document.
-    torchmetrics returns 0 or 1 there. An average over an undefined class is undefined.
+    A number is undefined without any batch, or after 0 / 0: the recall for a class without examples, the
+    specificity without negatives, the area under a curve without positives or negatives, retrieval without any relevant
+    document. torchmetrics returns 0 or 1 in these cases. An average over an undefined class is undefined.
 
     The macro average in ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
     predictions.
@@ -174,7 +174,7 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
-    """Computes a metric with 0 and with 1 for 0 / 0, if possible. A number that changes is undefined."""
+    """Computes a metric twice if possible, with 0 / 0 as 0 and as 1. A number that differs is undefined."""
     value = compute()
     fill = getattr(metric, "zero_division", None)
     if not isinstance(fill, int | float) or not isinstance(value, Tensor):
@@ -303,7 +303,7 @@ def _undefined_curves(metric: Metric) -> Tensor:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """Names a module's metrics by path or, in a plain list or dictionary, by class and place."""
+    """Finds a module's metrics, by path or, for metrics in a plain list or dictionary, by class and position."""
     all_metrics = find_metrics(module)
     for metric in all_metrics:
         if isinstance(metric, MetricCollection):
@@ -335,17 +335,17 @@ class MetricStates(dict[str, MetricState]):
 
     @classmethod
     def merge(cls, metrics: Mapping[str, Metric], parts: Sequence[Mapping[str, MetricState]]) -> MetricStates:
-        """Joins several clients' states. A metric with incompatible states is skipped, and named in the log."""
+        """Merges several clients' states. A metric with incompatible states is skipped, and named in the log."""
         merged = cls()
         for key in dict.fromkeys(key for part in parts for key in part if metric_of(key) in metrics):
             try:
                 merged[key] = _join_states(metrics[metric_of(key)], (part[key] for part in parts if key in part))
-            except Exception as error:  # for example lists of unlike shapes
+            except Exception as error:  # for example lists with different shapes
                 _log.warning("The states of metric %r cannot be joined: %s.", metric_of(key), describe(error))
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Loads the states into the metrics, and computes values by key. Values with an error are missing.
+        """Loads the states into the metrics, and computes values by key. Values that raise are missing.
 
         Afterwards each metric has the state for all loaders.
         """
@@ -403,7 +403,7 @@ def _write_state(metric: Metric, state: MetricState | None) -> None:
 
 
 def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
-    """Joins states by ``dist_reduce_fx``: sums are added, and means are weighted by the numbers of batches."""
+    """Merges states by ``dist_reduce_fx``: sums are added, and means are weighted by the numbers of batches."""
     parts = [part for part in parts if part.updates]
     updates = [part.updates for part in parts]
     joined = {}
@@ -415,7 +415,7 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a received state with the metric's own state; raises `BadUpdate` for a different metric."""
+    """Compares a received state with the metric's own state; raises `BadUpdate` if names or shapes differ."""
     reductions = _reductions(metric)
     if state.updates < 0:
         raise BadUpdate(f"a metric has seen {state.updates} batches")
@@ -436,7 +436,7 @@ def check_state(metric: Metric, state: MetricState) -> None:
 def support_of(metric: Metric) -> Tensor | None:
     """Counts examples (or pixels) by class: float64, (classes,); ``None`` if unknown.
 
-    The sources are a property ``support``, confusion matrices, and the counts ``tp`` and ``fn``.
+    The counts come from a property ``support``, a confusion matrix, or the states ``tp`` and ``fn``.
     """
     support = getattr(metric, "support", None)
     state = metric.metric_state

@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Values per metric and client, whether higher is better, and numbers of examples per client (and per class)."""
+    """Values by metric and client, whether higher is better, and number of examples by client (and class)."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Finds the module's name in a name over clients: ``val_acc`` in ``fed/val_acc/mean``."""
+    """Returns the module's name for a value over clients: ``val_acc`` for ``fed/val_acc/mean``."""
     match = _CLIENTS_VALUE.fullmatch(name)
     return name if match is None else match["name"]
 

@@ -1,4 +1,4 @@
-"""Matrix by models and sites: each client's model and the global model on every client's data."""
+"""Matrix of models and sites: each client's model and the global model, evaluated on every client's data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SiteMatrix(FederatedCallback):
     """Evaluates the last round's client models and the global model on every client's data, after the fit.
 
     A client's model is the state sent in the last round, before averaging. The log shows the matrix in Markdown;
-    ``<folder>/sites.csv`` and ``sites.png`` contain the same matrix. The cost is one evaluation on all clients per
+    ``<folder>/sites.csv`` and ``sites.png`` contain the same matrix. The costs are one evaluation on all clients per
     model, and memory for one round's models. Server and clients need :class:`ClientEvaluation`. Personal entries, and
     privacy or compression that hides single clients' models, are errors.
 

@@ -101,7 +101,7 @@ def row_name(client: Client) -> str:
 
 
 def client_table(results: ClientResults, pooled: Mapping[str, float], with_support: bool = True) -> Table:
-    """Builds a table with a row per client and for all clients, with examples per class if counted."""
+    """Builds a table with a row per client, a row for all clients and, if known, the examples per class."""
     values: dict[tuple[str, str], float] = {}
     for client, count in results.num_samples.items():
         values[row_name(client), "examples"] = count
