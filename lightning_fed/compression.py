@@ -53,8 +53,8 @@ VERSION = "model:version"
 class Compression(UpdateStep, ABC):
     """Base class for steps that encode all trained entries.
 
-    The client stores the compression error of an update and adds the error to the next update (error feedback). Entries
-    with partial rows have no error feedback, because the rows change.
+    The client stores the compression error of an update and adds the error to the next update (error feedback). Sliced
+    entries have no error feedback, because the client's rows change.
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
@@ -76,7 +76,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes an update to float64. An ``extra`` of another kind raises :class:`BadUpdate`."""
+        """Decodes an update to float64. An ``extra`` with a wrong shape or dtype raises :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
         return state | {name: self.code_like(state[name]) for name in self.names(state)}

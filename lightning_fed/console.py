@@ -11,7 +11,7 @@ LOGGER = logging.getLogger("lightning_fed")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the console unless the root logger has handlers, to avoid duplicate lines."""
+    """Writes to the console, unless the root logger has handlers, which would duplicate the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

@@ -28,7 +28,7 @@ class BadUpdate(ValueError):
 class BadUpdates(ValueError):
     """Invalid updates, detected once the round is complete: reason by excluded client.
 
-    An unknown key, such as the key of a sum, stands for all clients.
+    A key that is not a client, such as a sum's key, stands for all clients.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:

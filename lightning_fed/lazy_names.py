@@ -1,4 +1,4 @@
-"""Lazy loading: package names on first access, and features below the kernel line."""
+"""Lazy loading of a package's names on first access, and of optional features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def load_feature(module: str) -> ModuleType:
-    """Imports a module below the kernel line; the error for a missing module names the missing feature."""
+    """Imports the module of an optional feature; the error for a missing module names the feature."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""The processes with shares in a round's clients, and the exchange between processes.
+"""The processes that share a round's clients, and communication between these processes.
 
-Tensors travel bit for bit; the small rest (numbers, names, containers) is pickled.
+Tensors are sent as raw memory; everything else (numbers, names, containers) is pickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNED = 16
 
 
 class ProcessGroup:
-    """The processes with a federation's clients; the base class is a single process.
+    """The processes that share a federation's clients; the base class is a single process.
 
     Attributes:
         rank: Index of this process, from 0.
@@ -143,7 +143,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits a picklable object into distinct tensors and the pickled rest. For ``known`` tensors only indices travel.
+    """Splits a picklable object into distinct tensors and the pickled rest. Only indices stand for ``known`` tensors.
 
     Example:
         >>> w = torch.ones(2)

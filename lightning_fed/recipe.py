@@ -46,7 +46,7 @@ def remembered_subclasses() -> Iterator[None]:
     """Caches the subclasses of each class until more modules are imported, to make recipes faster to parse.
 
     For every string in place of a module, such as a network name, jsonargparse searches over a thousand subclasses of
-    ``nn.Module``. The patched function is private. Without the function parsing is only slower.
+    ``nn.Module``. The patched function is private; if missing, parsing is merely slower.
     """
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class FederatedTrainer(L.Trainer):
-    """``L.Trainer`` with federated rounds for epochs.
+    """``L.Trainer`` whose epochs are federated rounds.
 
     The class builds a :class:`~lightning_fed.callbacks.Federation` callback, accepts plain training data, and counts
     rounds in the progress bar. The signature has the arguments of both classes.

@@ -43,7 +43,7 @@ class Attack:
         return "it draws the malicious clients from all clients: name the clients instead" if is_drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
-        """Returns the malicious clients among all known clients; raises ``ValueError`` for too few clients."""
+        """Returns the malicious clients; raises ``ValueError`` if ``population`` has too few clients."""
         if not isinstance(self.clients, int):
             return frozenset(self.clients)
         if self.clients > len(population):

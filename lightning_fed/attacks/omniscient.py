@@ -23,7 +23,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class HonestSteps:
     """Mean and standard deviation over honest updates, plus one honest update, in O(model) memory.
 
-    ``first`` is the update from the client with the smallest key, independent of order.
+    ``first`` is the update from the client with the smallest key, whatever the order of arrival.
 
     Example:
         >>> honest = HonestSteps()

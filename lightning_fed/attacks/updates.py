@@ -20,7 +20,7 @@ class UpdateAttack(AttackStep, ABC):
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Values sent by a malicious client for one entry; ``generator`` depends on client and round, on the CPU."""
+        """Values sent by a malicious client for one entry; ``generator`` (CPU) is seeded by client and round."""
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         if update.client in self.malicious(self.info.clients):

@@ -116,7 +116,7 @@ def examine(requirements: Sequence[str]) -> tuple[str, bool]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """True for a requirement of the extra only."""
+    """True for a requirement only needed by the extra."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 

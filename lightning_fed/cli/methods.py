@@ -60,7 +60,7 @@ def read_methods() -> dict[str, str]:
 
 
 def table_of_methods() -> str:
-    """Table of all methods and target clients."""
+    """Table of all methods, each with its purpose."""
     methods = read_methods()
     width = max(map(len, methods))
     lines = [f"{'METHOD':{width}}  FOR"]
@@ -79,7 +79,7 @@ def describe_method(name: str) -> str:
             Average weighted by the numbers of examples; clients train with a proximal term.
             Sends: 1 model down, 1 up.
             Keeps: nothing.
-            Costs: only the training.
+            Costs: no additional computation.
             For: heterogeneous clients with long visits, and stragglers.
             mu=0.01, row_weighting='global'
         <BLANKLINE>

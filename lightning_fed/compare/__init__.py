@@ -1,4 +1,4 @@
-"""Method comparison in one recipe, with equal clients, rounds and initial weights."""
+"""Compares methods on one recipe, with equal clients, rounds and initial weights."""
 
 from lightning_fed.compare.method_options import CENTRAL as CENTRAL
 from lightning_fed.compare.method_options import MethodChoice as MethodChoice

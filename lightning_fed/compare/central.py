@@ -127,7 +127,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(Callback):
-    """Replaces the training loader by :class:`_Rounds` and freezes frozen entries, for the duration of a fit."""
+    """Replaces the training loader by :class:`_Rounds`, and freezes the recipe's frozen entries, during a fit."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

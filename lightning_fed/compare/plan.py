@@ -77,7 +77,7 @@ class Plan:
 
 
 class Progress:
-    """A line per run on an output stream: the name of the run, the progress (on a terminal), and the result."""
+    """Prints a line per run: the run's name, the progress (on a terminal), and the result."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -103,10 +103,10 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains all unfinished runs, one after another.
 
-    All runs with ``batch_norm="auto"`` have one treatment: each client's own statistics if a method cannot report
-    statistics (secure sums, central privacy, FedSS), otherwise the first run's decision. Every run has a folder in
-    ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run continues after the last
-    complete round.
+    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: with each client's own statistics if a method
+    cannot report statistics (secure sums, central privacy, FedSS), otherwise by the first run's decision. Every run has
+    a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run continues
+    after the last complete round.
 
     Args:
         plan: The plan.

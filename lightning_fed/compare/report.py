@@ -91,7 +91,7 @@ def summarize(
 def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: float = 0.8, last: int = 1) -> str:
     """Writes ``rounds.csv``, ``summary.csv``, ``summary.md`` and ``curves.png`` (with matplotlib) into a folder.
 
-    The arguments equal :func:`summarize`, with at least one result. Returns the table in Markdown.
+    Takes the arguments of :func:`summarize`, with at least one result. Returns the table in Markdown.
     """
     write_text_atomically(folder / "rounds.csv", _rounds(results))
     write_text_atomically(folder / "summary.csv", _summary(results, target, last))
@@ -255,7 +255,7 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
 
 
 def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
-    """Sentences on every method's difference to the first method."""
+    """Sentences about each method's difference from the first method."""
     methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
     if len(methods) < 2:
         return []

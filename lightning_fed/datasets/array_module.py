@@ -30,7 +30,7 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 class ArrayDataModule(LightningDataModule, ABC):
     """Data module with three data sets in memory (abstract: subclasses implement `load_split`).
 
-    Each split is read once, in `setup` for the first stage in need or on first use. Splits and subsets are pure
+    Each split is read once, in `setup` or on first use. Splits and subsets are pure
     functions of `seed`; the global generators are not used.
 
     Args:
@@ -146,7 +146,8 @@ class ArrayDataModule(LightningDataModule, ABC):
 class FileDataModule(ArrayDataModule):
     """Data module for files (abstract: subclasses implement `load_split`).
 
-    With `normalize` images are standardised by the training images' mean and standard deviation, otherwise from 0 to 1.
+    With `normalize`, images are standardised by the training images' mean and standard deviation; otherwise values
+    range from 0 to 1.
     """
 
     augment = False

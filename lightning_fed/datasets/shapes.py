@@ -33,7 +33,7 @@ class ShapesDataset(ArrayDataset):
         image_size: Height and width in pixels, at least 16. Apart from noise, a scene looks the same at every size.
         seed: Seed for the generator, at least 0.
         split: The split; scenes in different splits are independent.
-        dominant: Skew towards the scene's dominant class, in [0, 1].
+        dominant: Probability that a further shape has the scene's dominant class, in [0, 1].
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
         augment: As for `ArrayDataset`.
 

@@ -51,8 +51,8 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
 def read_roles(path: Path) -> dict[str, str]:
     """Reads every speaking role's text: the speeches, joined by line breaks.
 
-    The file is gzipped JSON with ``roles``, a list with names, and ``speeches``, a list with a role's index and a text
-    each; or a text file with blocks separated by empty lines, with ``ROLE:`` as first line.
+    The file is gzipped JSON with ``roles`` (a list of names) and ``speeches`` (a list of pairs: a role's index and a
+    text); or a text file with blocks separated by empty lines, each with ``ROLE:`` as first line.
     """
     speeches: dict[str, list[str]] = {}
     if path.name.endswith(".json.gz"):

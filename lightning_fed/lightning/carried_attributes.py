@@ -1,4 +1,4 @@
-"""Attributes in modules, callbacks and optimizers with an effect on later visits, in addition to the messages."""
+"""Finds attributes in modules, callbacks and optimizers with values carried over from one visit to later visits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _METRIC = "let a callback reset metrics that training uses in `on_client_start`"
 
 
 class _Known:
-    """Findings about a module from earlier rounds: changed attributes, logged attributes, and number of searches."""
+    """Results about a module from earlier rounds: changed attributes, logged attributes, and number of searches."""
 
     def __init__(self) -> None:
         self.suspects: dict[str, ref[Any]] = {}  # owners; a second fit has other optimizers
@@ -78,8 +78,8 @@ class CarriedAttributes:
     updates from an earlier visit. Class attributes, variables in the closures of methods, and global numbers are found
     after changes in two visits.
 
-    An optimizer stored in an attribute begins every visit without state. With several clients, changes in two visits
-    are an error for attributes of optimizers, of schedulers, and of callbacks with an effect on training.
+    An optimizer stored in an attribute begins every visit without state. With several clients, an attribute that
+    changes in two visits is an error in optimizers, in schedulers, and in callbacks with an effect on training.
 
     The search skips layers from this package, the ``state_dict`` of optimizers and schedulers, memory with parameters
     and buffers, and tensors with a gradient history. The search cannot find other globals, and objects behind more
@@ -133,9 +133,9 @@ class CarriedAttributes:
             self._watch()
 
     def changed(self) -> list[str]:
-        """Returns the attributes with changes since the round's start, in order.
+        """Returns the attributes changed since the round's start, in order.
 
-        A list without elements at the round's start is excluded: modules collect outputs of an epoch for the log.
+        Lists are excluded if empty at the round's start, because modules collect an epoch's outputs for the log.
         """
         return self._differences(self._before, self._fingerprints())
 
@@ -159,7 +159,7 @@ class CarriedAttributes:
         return True
 
     def end_round(self, round: int) -> None:
-        """Logs attributes; refuses optimizers, schedulers and callbacks that carry state between clients."""
+        """Logs the attributes found; refuses optimizers, schedulers and callbacks that carry state between clients."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -317,7 +317,7 @@ class CarriedAttributes:
         return result
 
     def _training_state(self) -> list[str]:
-        """Returns versions and norms for parameters and gradients, and optimizer options; `.data` has no version."""
+        """Returns parameters' and gradients' versions and norms (`.data` has no version), and optimizer options."""
         assert self._trainer is not None
         tensors = [tensor.detach() for tensor in self._module.parameters()]
         gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]

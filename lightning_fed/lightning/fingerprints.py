@@ -1,4 +1,4 @@
-"""Fingerprints for values in attributes, to find changes."""
+"""Fingerprints for attributes' values, to detect changes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fingerprint(
 ) -> Any:
     """Returns equal fingerprints for equal values, down to ``depth`` nested levels.
 
-    A part without readable values counts as unchanged, an iterator as changed. ``memory`` holds addresses of parameters
-    and buffers, ``skipped`` identities of excluded objects.
+    A part with unreadable values counts as unchanged, an iterator as changed. ``memory`` holds the addresses of
+    parameters and buffers, ``skipped`` the ids of excluded objects.
     """
     if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays
         return value.dtype.str, value.tobytes()

@@ -44,8 +44,8 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 class OverriddenMethod:
     """A method of a user's object, replaced on the instance until :meth:`restore`; ``original`` is the replaced method.
 
-    A copy of the owner (``copy.deepcopy(module)``) has the copy's own method. Requires: Lightning looks hooks up on the
-    instance, and follows ``__wrapped__`` to check for an overridden hook.
+    In a copy of the owner (``copy.deepcopy(module)``), the copy's original method is back in place. Requires that
+    Lightning looks up hooks on the instance, and follows ``__wrapped__`` to check for an overridden hook.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -76,7 +76,7 @@ class OverriddenMethod:
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
     """Context that silences a warning, given by regular expressions for the message's beginning and the module.
 
-    Filters added inside the context stay. Requires: ``warnings.filters`` is a list with the newest filter first.
+    Filters added inside the context remain. Requires that ``warnings.filters`` is a list, newest filter first.
     """
     # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
@@ -90,7 +90,7 @@ def ignored_warning(message: str, module: str = "") -> Iterator[None]:
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """The Trainer's list of callbacks. The Trainer calls hooks from this list: changes add and move callbacks."""
+    """The Trainer's list of callbacks, which may be changed to add and move callbacks."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
@@ -128,7 +128,7 @@ class HandedDataModule:
         datamodule.trainer = trainer
 
     def restore(self) -> None:
-        """Puts the data back."""
+        """Restores the original data."""
         for source, data in self._sources:
             source.instance = data
         self._trainer.datamodule = self._before  # type: ignore[attr-defined]
@@ -315,16 +315,16 @@ def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
 
 
 def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
-    """Adds values for callbacks with a monitor to Lightning's dictionaries.
+    """Adds values to Lightning's dictionaries, for callbacks with a monitor.
 
-    ``LightningModule.log`` would add every value to a list read by Lightning at each batch.
+    ``LightningModule.log`` would add every value to a collection that Lightning reads at each batch.
     """
     trainer.callback_metrics.update(values)
     trainer.logged_metrics.update(values)
 
 
 def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
-    """Removes values of :func:`show_metrics`."""
+    """Removes values added by :func:`show_metrics`."""
     for name in names:
         trainer.callback_metrics.pop(name, None)
         trainer.logged_metrics.pop(name, None)
@@ -339,12 +339,12 @@ def log_position(trainer: L.Trainer) -> int:
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Moves :func:`log_position`: Lightning continues to add 1 for every batch, also for ``None``."""
+    """Changes :func:`log_position` by ``count``. Lightning continues to add 1 for every batch, also for ``None``."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Limits Lightning's schedulers to the given ones, because Lightning reads the strategy's list at every step."""
+    """Limits Lightning's schedulers to ``configs``; Lightning reads the strategy's list at every step."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 
@@ -379,7 +379,7 @@ def loss_scale(trainer: L.Trainer) -> float:
 
 
 def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
-    """True if loss scaling skips the optimizer's step, because gradients have overflowed.
+    """True if loss scaling will skip the optimizer's step, because gradients have overflowed.
 
     ``torch.amp.GradScaler`` decides after ``on_before_optimizer_step``.
     """

@@ -1,4 +1,4 @@
-"""Runs a user's steps outside the Trainer's loop, without traces in logs, metrics and modes."""
+"""Runs a user's steps outside the Trainer's loop, without changes to logs, metrics and modes."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def isolated_pass(
 ) -> Iterator[None]:
     """Context in evaluation mode, without logged values and metric updates for the Trainer.
 
-    Inside, ``self.log`` is ``log``, and metrics are reset: ``torchmetrics`` objects among submodules, or in a list or
-    dictionary of a submodule. Afterwards the context restores metrics, parameters, buffers, modes, and attributes of
-    module and submodules: numbers, texts, tensors, plain containers and random generators. Changes to other objects
-    stay.
+    Inside, ``log`` replaces ``self.log``, and metrics are reset: ``torchmetrics`` objects among submodules, or in a
+    list or dictionary of a submodule. Afterwards the context restores metrics, parameters, buffers, modes, and
+    attributes of module and submodules: numbers, texts, tensors, plain containers and random generators. Changes to
+    other objects stay.
 
     Args:
         module: The user's module.
         log: Replaces ``module.log``; by default nothing happens.
         gradients: Whether to enable gradients.
         is_reloaded: Whether the caller loads parameters and buffers afterwards, so copies are unnecessary.
-        is_alone: Whether metrics belong to this process only, because other processes may be elsewhere.
-        is_muted: Whether to mute the loggers, because direct entries, such as pictures, are logged once, elsewhere.
+        is_alone: Whether metrics are computed in this process only, because other processes may run other code.
+        is_muted: Whether to mute the loggers, because the Trainer's own pass logs direct entries, such as pictures.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -121,7 +121,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies of attributes in module, submodules and metrics by name, as restored after an isolated pass."""
+    """Copies of the attributes restored after an isolated pass (module, submodules and metrics), by name."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():

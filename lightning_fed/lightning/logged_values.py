@@ -43,7 +43,7 @@ class LogCall:
 
     @property
     def reduction(self) -> str | None:
-        """Name of the reduction over batches; ``None`` for a reduction refused by Lightning."""
+        """Name of the reduction over batches; ``None`` for a reduction unsupported by Lightning."""
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         return _REDUCTIONS.get(reduce_fx)
 
@@ -95,7 +95,7 @@ class LoggedValue:
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
 
     def on_cpu(self) -> LoggedValue:
-        """Converts to float64 on the CPU, a device available in all processes."""
+        """Copies the value to float64 on the CPU, a device available in all processes."""
         return replace(self, total=None if self.total is None else self.total.cpu().double())
 
     @property
@@ -117,9 +117,9 @@ class LoggedValues:
     Attributes:
         batch: The current batch; ``None`` between batches.
         suffix: Suffix for names, with several loaders.
-        sums: Name to the values logged since the last :meth:`results`.
-        metrics: Name to the metric logged since the last :meth:`results`.
-        directions: Name to whether high values are good, for metrics with a declared direction.
+        sums: Values logged since the last :meth:`results`, by name.
+        metrics: Metrics logged since the last :meth:`results`, by name.
+        directions: Whether high values are good, by name, for metrics with a declared direction.
     """
 
     batch: Any = None

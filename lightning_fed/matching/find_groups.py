@@ -16,7 +16,7 @@ from lightning_fed.matching.tracer import Tracer
 
 
 class _Neuron(NamedTuple):
-    """Sorted positions of one neuron on each axis, and the constraints (``blocks``) from normalization groups."""
+    """Sorted positions of one neuron on each axis, and constraints from normalization groups (``blocks``)."""
 
     positions: dict[Axis, list[int]]
     blocks: frozenset[Constraint]

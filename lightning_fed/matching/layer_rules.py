@@ -1,4 +1,4 @@
-"""Tracing rules for operations with weights: axes that read, produce and accompany neurons."""
+"""Tracing rules for operations with weights: which axes read, produce and accompany neurons."""
 
 from __future__ import annotations
 

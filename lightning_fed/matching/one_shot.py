@@ -197,7 +197,7 @@ def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
 
 
 def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:
-    """Axes to compare across networks: axes of entries without unmatched neurons."""
+    """Axes to compare across networks, in entries whose other axes hold no unmatched neurons."""
     unmatched = {axis for later in waiting for axis in later.entries}
     by_role = {axis for axis, entry in group.entries.items() if entry.role in (*roles, "both")}
     comparable = {

@@ -18,7 +18,7 @@ StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers matched in one exchange: names of the layers' output groups, and names of the layers' entries."""
+    """Layers matched in one exchange: names of the layers' output groups and entries."""
 
     groups: tuple[str, ...]
     entries: tuple[str, ...]

@@ -58,7 +58,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Packs results in the operation's format. Missing results are unused."""
+        """Packs results as the operation returns them. Missing results are never used."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
@@ -198,7 +198,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Result of a reduction with kept dimensions."""
+        """Result of a reduction over ``dims``, which remain with length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()
@@ -209,7 +209,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Restricts exchanges to equal positions along some dimensions."""
+        """Allows neurons to be exchanged only at equal positions along ``dims``."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:

@@ -30,7 +30,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         num_classes: Number of classes, for the mean over class-wise discrepancies; ``None`` for one over all samples.
         bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
         estimator: With or without kernels between a sample and itself.
-        scales: Factors for the bandwidth, with a sum over kernels.
+        scales: Factors for the bandwidth; the kernels with all factors are summed.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.

@@ -13,7 +13,7 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MeanAveragePrecisionAtR(PooledSamples):
-    r"""MAP@R for labelled images' embeddings, with a search for each image among all other images.
+    r"""MAP@R for the embeddings of labelled images; each image is searched for among all other images.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}

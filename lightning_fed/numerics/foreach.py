@@ -79,7 +79,7 @@ def _are_on_the_cpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _batches(groups: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Groups tuples up to ``_MOST_ELEMENTS`` elements. On the CPU each batch has one tuple."""
+    """Groups tuples into batches with up to ``_MOST_ELEMENTS`` elements. On the CPU each batch has one tuple."""
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for group in groups:

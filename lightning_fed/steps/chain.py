@@ -81,7 +81,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """What the server can see of a round, after all steps."""
+        """The information visible to the server in a round, after all steps."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 

@@ -50,8 +50,8 @@ class UpdateStep:
     Steps depend on messages only, not on Lightning. Steps may keep the arguments of :meth:`start` for the round.
 
     Attributes:
-        reveals: What the server can see inside this layer: single updates (``"update"``), only the sum (``"sum"``), or
-            a model without information on single clients (``"model"``). The log shows no more.
+        reveals: Information visible to the server inside this layer: single updates (``"update"``), only the sum
+            (``"sum"``), or a model without information on single clients (``"model"``). The log shows no more.
 
     Example:
         >>> class Half(UpdateStep):

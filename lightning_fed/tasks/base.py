@@ -92,7 +92,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def example_input(self) -> Tensor:
-        """Builds two inputs with zeros, for tracing the network's neurons."""
+        """Builds a batch of two inputs filled with zeros, for tracing the network's neurons."""
 
     @abstractmethod
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:

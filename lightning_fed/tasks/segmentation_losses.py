@@ -19,7 +19,7 @@ LOSS_NAMES = ("ce", *_REGION, *_PIXEL, "fedseg")
 
 
 class NamedLoss(nn.Module):
-    """Sum over named losses, without pixels labelled ``ignore_index``.
+    """Sum of named losses, without pixels labelled ``ignore_index``.
 
     ``"ce"`` is the cross-entropy, after a sigmoid in the modes ``"binary"`` and ``"multilabel"``; ``"dice"``,
     ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` come from smp

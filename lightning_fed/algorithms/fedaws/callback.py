@@ -51,8 +51,8 @@ class SpreadOut(FederatedCallback):
         margin: :math:`\nu` for ``"margin"``.
         lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
         comparison: Number of classes, drawn per round, for the nearest-class search with ``"top_k"``; ``None`` for all.
-        normalize: Class vectors keep the lengths.
-        entry: Weight name, one row per class; ``"auto"`` for the classifier proven by a training step.
+        normalize: Whether class vectors keep their lengths.
+        entry: Name of the weight with one row per class; ``"auto"`` for the classifier found in a trial training step.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.

@@ -40,7 +40,7 @@ class FedAwS(Method):
         row_weighting: Divisor for a row's changes, see :class:`FedAvg`.
         lr: Learning rate for the step; ``None`` for the head's learning rate in local training.
         comparison: Number of classes, drawn per round, for the nearest-class search; ``None`` for all.
-        normalize: Class vectors keep their lengths in the step.
+        normalize: Whether class vectors keep their lengths in the step.
         head: Name of the head; ``"auto"`` for a model with one head.
         target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' positive classes; ``None`` reads the classes from the data.

@@ -46,8 +46,8 @@ class GradientCorrection(GradientTerm):
     mean weighted by examples is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each cohort client
     computes :math:`\nabla F_k(w_t)` before training. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    Failed data excludes a sample client with a warning, and a cohort client from the round. If no sample client
-    answers, the round fails. An error in the module ends the fit.
+    If the data fail, a sample client is skipped with a warning, and a cohort client is excluded from the round. If no
+    sample client answers, the round fails. An error in the module ends the fit.
 
     Gradients come from ``training_step`` with automatic optimization, in evaluation mode, so dropout adds no noise.
     BatchNorm uses batch statistics as in training, and running statistics stay unchanged. Batches are fetched in the

@@ -64,9 +64,9 @@ class FeatureFusion(FederatedCallback):
         eval_reference: Extractor :math:`E_g` for the evaluation of the global model: from the previous global model
             (``"previous"``, as in the authors' program), or from the same model (``"current"``, for deployment). With
             ``"current"`` the weights for "multi" and "single" have no effect.
-        cache_global_features: Cache :math:`E_g`'s features for a client's examples during a visit with several epochs;
-            needs memory for all features of a client. Augmented examples have other content, and miss the cache. A
-            second pass without hits disables the cache.
+        cache_global_features: Whether to cache :math:`E_g`'s features for a client's examples in a visit with several
+            epochs; needs memory for all features of a client. Augmented examples differ, and miss the cache. A second
+            pass without hits disables the cache.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Add a bias to "conv".
         channel_axis: Channel axis; ``None`` infers the axis.
@@ -307,7 +307,7 @@ class FeatureFusion(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, trainer.current_epoch, values)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Sets E_g for a client's model: the global extractor with the client's personal entries."""
+        """Sets E_g: for a client's model, the global extractor with the client's personal entries."""
         if client is not None and self._stage == "training":
             self.fusion.refer()
             return

@@ -142,7 +142,7 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
 def find_extractor_in_fit(
     trainer: L.Trainer, module: L.LightningModule, at: str | FeatureLayer, network: str, option: str
 ) -> Extractor:
-    """Finds the layer as in :func:`find_extractor`, with the classifier proven by a training step.
+    """Finds the layer as in :func:`find_extractor`, with the classifier found in a trial training step.
 
     A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``.
     """

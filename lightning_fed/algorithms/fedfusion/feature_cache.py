@@ -11,10 +11,10 @@ from lightning_fed.data.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches the features from a fixed network, by a hash over each sample's content.
+    """Caches the features from a fixed network; the key is a hash of each sample's content.
 
     A sample with any changed bit, for example after augmentation, is a miss. Samples must be independent (BatchNorm in
-    evaluation mode). ``hits`` and ``misses`` count samples; ``is_filling`` is false while the cache only reads.
+    evaluation mode). ``hits`` and ``misses`` count samples; if ``is_filling`` is false, no features are added.
     """
 
     def __init__(self) -> None:

@@ -68,7 +68,7 @@ class LayerwiseTraining(FederatedCallback):
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used to trace
             neurons; by default the module's ``example_input_array``, or two of a client's inputs.
-        pin: Patterns for entry names. Neurons in matching entries keep the order, as in all entries that are not sent.
+        pin: Patterns for entry names. Neurons in matching entries keep their order, as in all entries never sent.
         extra_groups: Additional neuron groups, with a client's widths.
         target: Labels in a batch: index, key or function; ``None`` for the labels in the loss. Without labels in one
             tensor, the output layer is averaged by numbers of examples, with a warning.
@@ -335,7 +335,7 @@ class LayerwiseTraining(FederatedCallback):
         return broadcast.state
 
     def _find_labels(self, trainer: L.Trainer, module: L.LightningModule, rule: FedMA) -> BatchKey:
-        """Finds the batch key of the labels in the output layer's loss. Without a proof: ``None`` and a warning."""
+        """Finds the batch key of the labels in the output layer's loss; ``None``, with a warning, if not found."""
         try:
             task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`", needs_target=True)
             outputs = set(layer_entries(module, module.get_submodule(task.layer)))

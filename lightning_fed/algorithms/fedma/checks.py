@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel, module: L.LightningModule) -> None:
-    """Refuses options of the federation without support in FedMA, and entry names without a layer."""
+    """Refuses federation options unsupported by FedMA, and entry names without a layer."""
     prefixes = set(layer_prefixes(module).values())
     unknown = [name for name in local.shared if name.removesuffix(name.rpartition(".")[2]) not in prefixes]
     if unknown:
@@ -41,7 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers without support for changing widths; with ``grows`` widths also change within a pass."""
+    """Refuses optimizers that cannot follow changing widths; with ``grows``, widths also change within a pass."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClassPrototypes(FederatedCallback):
-    """Measures class-wise feature means (prototypes), and their movement in training.
+    """Measures class-wise feature means (prototypes), and the prototypes' movement in training.
 
     In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
     with the update, for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged as

@@ -150,7 +150,7 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Raises ``ValueError`` for training batches without features, except batches known to be skipped.
+        """Raises ``ValueError`` if training batches gave no features, except batches known to be skipped.
 
         With manual optimization, skipped batches are unknown: then only training without any features is an error.
         """

@@ -57,8 +57,8 @@ class SampledSoftmax(FederatedCallback):
         classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over the data.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing or soft, or a loader may
-            skip examples and ``classes`` is ``None``.
+        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or a
+            loader may skip examples and ``classes`` is ``None``.
         MisconfigurationException: In ``fit``, if an option does not support sliced entries (``optimizer_state="keep"``,
             recalibrated BatchNorm, a rule for whole entries), the head shares its weight, or is in evaluation mode.
 

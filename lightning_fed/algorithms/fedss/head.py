@@ -24,7 +24,7 @@ _SCALE = 20.0  # from the paper, A.2
 
 
 class _Batch(NamedTuple):
-    """Classes and labels of the logits in training."""
+    """The classes of the training logits, as columns among the held classes."""
 
     held: SampledClasses
     columns: Tensor | None = None  # positions among the client's classes; None for all

@@ -23,9 +23,9 @@ class CenterEvaluation(L.Callback):
     """Runs the module's validation step on the validation data with each centre from :class:`FeSEM`.
 
     Each metric from ``validation_step`` is also logged as ``fesem/<name>``: the mean over the centres, weighted by the
-    examples of the assigned clients. Clients without a centre count with the global model. The evaluation follows
-    Lightning's validation or test, before monitoring callbacks. Without data, or before the first round, nothing is
-    logged. The cost is one validation per centre.
+    examples of the assigned clients. For clients without a centre, the global model's value is used. The evaluation
+    runs after Lightning's validation or test, before callbacks with a monitor. Without data, or before the first round,
+    nothing is logged. The cost is one validation per centre.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

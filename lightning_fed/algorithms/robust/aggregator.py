@@ -30,7 +30,7 @@ _MAX_CLIENTS_BY_NAME = 20
 
 @dataclass
 class MixedUpdate(ClientUpdate):
-    """Weighted sum over several client updates, with weights ``shares`` by client."""
+    """Weighted sum over several client updates; ``shares`` are the weights by client."""
 
     shares: dict[Client, float] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Number f minus refused clients, or the largest number tolerated by the rule."""
+        """The number f minus the refused clients, or else the largest number tolerated by the rule."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least

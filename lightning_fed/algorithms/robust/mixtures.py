@@ -27,7 +27,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class Mixture(CollectingStep):
-    """Base class for mixtures: replaces each update by a weighted sum of all updates in the round, in float64.
+    """Base class for mixtures, which replace each update by a weighted sum of the round's updates, in float64.
 
     BatchNorm's running statistics and integer entries are not mixed. With ``joins`` a mixed update stands for several
     clients, with the mean of the statistics and the majority of the integers.
@@ -92,7 +92,7 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Number of malicious clients among ``count``, without refused clients."""
+        """Assumed number of malicious clients among ``count``, not counting refused clients."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)

@@ -1,4 +1,4 @@
-"""Logging for several processes: all processes log the joint values at the end of a round.
+"""Logging for several processes: at the end of a round, all processes log the values over all processes.
 
 Lightning's own reduction needs the same logged names in all processes, but a process may have no client in a round.
 """
@@ -88,7 +88,7 @@ class DistributedLog(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stores the batch for the weight of logged values."""
+        """Stores the batch, whose size is the weight of logged values."""
         self._batch = batch
 
     def on_validation_batch_start(
@@ -130,7 +130,7 @@ class DistributedLog(L.Callback):
         self._is_on, self._is_training, self._batch, self._suffix = True, True, None, ""
 
     def start_visit(self, position: int) -> None:
-        """Assigns the following values to this visit."""
+        """Assigns all values logged from now on to this visit."""
         self._position, self._batch = position, None
 
     def take_entries(self) -> dict[str, _Entry]:
@@ -139,7 +139,7 @@ class DistributedLog(L.Callback):
         return {name: entry.on_cpu() for name, entry in entries.items()}
 
     def log_all(self, parts: Iterable[Mapping[str, _Entry]]) -> None:
-        """Logs the joint values from all processes, given in rank order."""
+        """Logs the values over all processes; ``parts`` are in rank order."""
         joint: dict[str, _Entry] = {}
         for part in parts:
             for name, entry in part.items():

@@ -52,8 +52,8 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
         timeout: Maximum wait for other processes. The first process waits for the last process at the end of each
             round, so the value must exceed one process's visits in a round.
-        balance: Measure for equal shares: ``"batches"``, where two runs agree bit for bit, or ``"time"``, batches times
-            the client's measured seconds per batch, where two runs agree up to float64 rounding.
+        balance: Quantity to balance between processes: ``"batches"`` (two runs agree bit for bit), or ``"time"``, the
+            batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
 
     Raises:
         ValueError: If ``balance`` is unknown.

@@ -54,7 +54,7 @@ class _Share:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises the processes in a fit; ``balance`` is the measure for equal shares, batches or time."""
+    """Synchronises the processes in a fit; ``balance`` is the quantity to balance, batches or time."""
 
     visit_costs: VisitCosts  # measured costs, for equal shares
 
@@ -164,7 +164,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self.release()
 
     def abort(self) -> None:
-        """Makes this process independent of the other processes permanently."""
+        """Makes this process permanently independent of the other processes."""
         self._processes.is_independent = True
 
     def release(self) -> None:

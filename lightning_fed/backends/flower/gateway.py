@@ -1,12 +1,12 @@
-"""Gateway: the server's one port for other machines. The gateway passes on calls from registered SuperNodes only.
+"""Gateway: the server's only port for other machines. The gateway only passes on calls from registered SuperNodes.
 
-Flower's SuperLink has all interfaces at one port. SuperNodes sign all calls (``/v1/fleet/``). A caller at
-``/v1/control/`` starts and stops runs, reads logs, and registers nodes: Flower's free edition has no login. So the
-SuperLink listens on the loopback address, behind the gateway.
+Flower's SuperLink serves all interfaces on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
+``/v1/control/`` to start and stop runs, read logs, and register nodes, because Flower's free edition has no login.
+Therefore the SuperLink listens on the loopback address, behind the gateway.
 
-Strangers must not exhaust the gateway. A connection has ten seconds for a call with a registered key and a valid
-signature in the headers; the gateway reads no body before. Each address has few such connections, and a new
-connection replaces the oldest one. Bodies stream to the SuperLink.
+Strangers must not exhaust the gateway. A new connection has ten seconds to make a call with a registered key and a
+valid signature in the headers; until then, the gateway reads no body. The number of such connections is limited for
+each address, and a new connection replaces the oldest one. Bodies stream to the SuperLink.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _STRANGER_SECONDS = 10.0  # for TLS and a signed call's headers
 _STRANGERS, _STRANGERS_PER_ADDRESS = 500, 50  # connections without a signed call
 _BURST = 32  # accepted connections in one turn
 _CALLS_PER_NODE = 64  # at once
-_OLDEST = 600.0  # seconds for a signature; the SuperLink accepts fewer
+_OLDEST = 600.0  # maximum age of a signature in seconds; the SuperLink's limit is lower
 _FRESH = 5.0  # seconds for which a key is known as registered
-_STALE = 60.0  # the same while the database cannot be read
+_STALE = 60.0  # the same, while the database cannot be read
 _OWN_HEADERS = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"content-length"}
 
 Scope = MutableMapping[str, Any]
@@ -65,7 +65,7 @@ class Registry:
         self._known: dict[bytes, float] = {}
 
     async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Returns the registered key behind a call's signature, or ``None``; raises for an unreadable database."""
+        """Returns the registered key that signed a call, or ``None``; raises if the database is unreadable."""
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
             signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]
@@ -118,7 +118,7 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket with bounds for strangers' connections."""
+    """Listening socket that limits the number of strangers' connections."""
 
     def __init__(self, family: int, address: tuple[Any, ...]) -> None:
         super().__init__(family, socket.SOCK_STREAM)

@@ -65,7 +65,7 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport(Transport):
-    """Sends packets over Flower's grid: asks each node for the node's clients, again after a lost node reconnects.
+    """Sends packets over Flower's grid. Asks each node for its clients, and again after the node has reconnected.
 
     ``bound`` maps a client to the permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other
     nodes receive no message. With ``None``, the first connected node to name a client serves the client.
@@ -133,7 +133,7 @@ class FlowerTransport(Transport):
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Asks a client's node for clients again: the node was restarted with other data."""
+        """Asks a client's node for its clients again, because the node was restarted with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]

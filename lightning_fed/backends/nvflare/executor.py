@@ -40,7 +40,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         trainer: Arguments for ``L.Trainer``.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
-        bounds: Limits for work ordered by the server; unlimited by default.
+        bounds: Limits for work requested by the server; unlimited by default.
         policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
             default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
 

@@ -1,4 +1,4 @@
-"""The gate of a site: every order and every answer passes the site's policy and enters the site's record."""
+"""A site's gate: checks every order (a message from the server) and every answer, and records both."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # the server reacts to these texts; neither de
 class SiteGate:
     """Checks orders and answers against the site's policy, and appends both to the site's record.
 
-    The gate reads the policy anew for every message, before the visit and before the answer leaves. Without a readable
-    policy and a sound record, only a constant text leaves. If the file is not required, the policy applies as soon as
-    the file, a record, or a file with a similar name exists.
+    For every message, the gate rereads the policy before the visit and before the answer leaves. If the policy is
+    unreadable or the record is damaged, only a constant text leaves. If no policy is required, the gate is in force as
+    soon as the policy file, a record, or a file with a similar name exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -95,7 +95,7 @@ class SiteGate:
         return left
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Judges the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
+        """Checks the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
         if self.is_in_force():
             try:
                 read_policy(self._path).judge_entries(names)

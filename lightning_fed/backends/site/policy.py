@@ -77,7 +77,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Client half under judgement: method name, update steps (innermost first) and callbacks."""
+    """The client half to check: method name, update steps (innermost first) and callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -86,7 +86,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """A server's message under judgement; ``answer`` is the requested kind, see :data:`ANSWERS`.
+    """A server's message to check; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
 
     ``text`` is without the signature, ``client`` is ``None`` for the query for all names, ``stage`` belongs to a secure
     sum, and ``sum_size`` is ``None`` for an unknown number of clients.
@@ -112,7 +112,7 @@ class RequiredStep:
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns the reason for a violation by a client half, or ``None``."""
+        """Returns the reason why a client half violates the requirement, or ``None``."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -189,7 +189,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Judges an order before training. Returns a mapping from rule to matching pattern."""
+        """Checks an order before training. Returns the matching pattern by rule; raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -217,11 +217,11 @@ class SitePolicy:
         return allowed
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Judges the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
+        """Checks the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Judges an outgoing answer. Returns a mapping from rule to matching patterns, and all names in the answer."""
+        """Checks an outgoing answer. Returns the matching patterns by rule, and all names in the answer."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:

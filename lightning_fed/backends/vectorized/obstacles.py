@@ -33,7 +33,7 @@ _VISIT_HOOKS = (
 
 
 class Obstacle(Exception):
-    """Raised with the reason against vectorised visits."""
+    """Raised with the reason why visits cannot be vectorised."""
 
 
 def check_vectorizable(fit: FederatedFit) -> None:
@@ -71,7 +71,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
-    """Raises ``Obstacle`` if parameters or buffers with a value per client cannot be stacked.
+    """Raises ``Obstacle`` if the parameters and buffers in ``names`` cannot be stacked over clients.
 
     Raises:
         Obstacle: If the tensors cannot be stacked.

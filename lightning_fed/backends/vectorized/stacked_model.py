@@ -79,8 +79,8 @@ class StackedModel:
         """Checks that all clients used the same parameters in a step with batches of several shapes.
 
         Raises ``RuntimeError`` if the clients' losses depend on different parameters. In a separate run, a parameter
-        without a gradient is constant; in a stack the row's gradient is zero, and momentum and weight decay move the
-        row.
+        without a gradient is constant; in a stack, the client's row has gradient zero, and momentum and weight decay
+        change the row.
         """
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}

@@ -119,7 +119,7 @@ def check_r(r: int | Literal["relevant"]) -> None:
 
 
 class _Search:
-    """Checked queries and searched images."""
+    """Validated queries and the images to search."""
 
     def __init__(
         self,
