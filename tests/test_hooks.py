@@ -75,10 +75,16 @@ def test_only_a_declared_callback_changes_the_state_of_an_update(change, federat
         federated_trainer(max_rounds=1, callbacks=[ChangesState(change)]).fit(module(), datamodule=data())
 
 
-def test_a_declared_callback_may_change_the_state_of_an_update(federated_trainer):
+def replace_in_inference_mode(state):
+    with torch.inference_mode():
+        replace_entry(state)
+
+
+@pytest.mark.parametrize("change", [write_into_entry, replace_in_inference_mode])
+def test_a_declared_callback_may_change_the_state_of_an_update(change, federated_trainer):
     plain, changed = module(), module()
     federated_trainer(max_rounds=1).fit(plain, datamodule=data())
-    callbacks = [DeclaresChange(write_into_entry)]
+    callbacks = [DeclaresChange(change)]
     federated_trainer(max_rounds=1, callbacks=callbacks).fit(changed, datamodule=data())
     torch.testing.assert_close(changed.net[0].bias, plain.net[0].bias + 1)
 

@@ -67,7 +67,7 @@ class PersonalModel(GradientTerm):
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
         self.lam = check_nonnegative("lam", lam)
         self.global_epochs = check_count("global_epochs", global_epochs)
-        super().__init__(self.lam)
+        super().__init__()
         self._first_model: State = {}  # for a client without a personal model
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -24,9 +24,13 @@ class GradientTerm(FederatedCallback):
     ``tensors`` contains a tensor for each parameter with a term, and is empty outside visits.
     """
 
-    def __init__(self, factor: float = 1.0) -> None:
-        self._factor = factor
+    def __init__(self) -> None:
         self.tensors: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def factor(self) -> float:
+        """Factor for all terms."""
+        return 1.0
 
     @abstractmethod
     def term(self, parameter: nn.Parameter) -> Tensor | None:
@@ -41,7 +45,7 @@ class GradientTerm(FederatedCallback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self.tensors and find_federation(trainer).current_visits:
-            add_to_gradients(trainer, optimizer, self.term, self._factor)
+            add_to_gradients(trainer, optimizer, self.term, self.factor)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         self.tensors = {}

@@ -40,7 +40,11 @@ class ProximalTerm(GradientTerm):
 
     def __init__(self, mu: float) -> None:
         self.mu = check_nonnegative("mu", mu)
-        super().__init__(self.mu)
+        super().__init__()
+
+    @property
+    def factor(self) -> float:
+        return self.mu
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast

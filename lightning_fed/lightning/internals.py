@@ -411,8 +411,8 @@ def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Number of in-place writes to a tensor: autograd's private counter."""
-    return tensor._version  # noqa: SLF001
+    """Number of in-place writes to a tensor: autograd's private counter; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def is_vmap_tensor(tensor: Tensor) -> bool:

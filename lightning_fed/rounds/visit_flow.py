@@ -21,7 +21,7 @@ from lightning_fed.errors import ClientFault, describe, without_frames
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import warn_of_filled
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
 
@@ -223,7 +223,7 @@ class ClientVisit:
     def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
         # Sliced entries are the module's tensors, and a pass with the model writes and restores the module.
         sliced, state = self._local.sliced, update.state.items()
-        return [(name, id(value), name in sliced or value._version) for name, value in state]  # noqa: SLF001
+        return [(name, id(value), name in sliced or tensor_version(value)) for name, value in state]
 
     def _mark_unchanged(self, update: ClientUpdate, received: State) -> None:
         if update.state.keys() == received.keys():

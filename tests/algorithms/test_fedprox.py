@@ -34,6 +34,19 @@ def test_it_brings_its_term_unless_there_is_one(federated_trainer):
         assert found.mu == strength
 
 
+def test_a_new_strength_has_an_effect(federated_trainer):
+    from lightning_fed.callbacks import ProximalTerm
+
+    states = []
+    for strength in (0.5, 2.0):
+        term = ProximalTerm(strength)
+        term.mu = 0.5
+        module = models.Module(models.mlp())
+        federated_trainer(max_rounds=1, callbacks=[term]).fit(module, models.as_datasets(models.vectors({"a": 20})))
+        states.append(module.state_dict())
+    assert equal(*states)
+
+
 @pytest.mark.parametrize("mu", [-0.1, float("inf"), float("nan")])
 def test_strengths_that_cannot_be(mu):
     with pytest.raises(ValueError, match="`mu` to be at least 0 and finite, but got"):

@@ -107,7 +107,6 @@ class ProcessSynchronisation(RoundSynchronisation):
         server.end_visits()
         steps = self._progress.steps(trainer)
         flows = [callback.share_round(trainer, module) for callback in federated_callbacks(trainer)]
-        sharing = [flow for flow in flows if flow is not None]
         shares: list[_Share] = self._processes.gather(
             _Share(
                 is_cut,
@@ -118,7 +117,7 @@ class ProcessSynchronisation(RoundSynchronisation):
                 optimizers.finals,
                 self._log.take_entries(),
                 self._store.share(number),
-                [next(flow) for flow in sharing],
+                [None if flow is None else next(flow, None) for flow in flows],  # flows differ between processes
             )
         )
         cut = [rank for rank, share in enumerate(shares) if share.is_cut]
@@ -138,9 +137,10 @@ class ProcessSynchronisation(RoundSynchronisation):
                 self._store.join(number, share.stored)
         self._log.log_all(share.logged for share in shares)
         optimizers.finals = {position: final for share in shares for position, final in share.finals.items()}
-        for index, flow in enumerate(sharing):
+        for index, flow in enumerate(flows):
             with suppress(StopIteration):
-                flow.send([share.noted[index] for share in shares])
+                if flow is not None:
+                    flow.send([share.noted[index] for share in shares])
         seed_everything(self._schedule.start_seed(number))  # the chain restarts the round below
         self._merge(state)
 

@@ -385,9 +385,25 @@ class StopOne(L.Callback):
             trainer.should_stop = True
 
 
+class Shares(FederatedCallback):
+    """Shares the rank in some processes; in other processes `share_round` returns None or ends without a value."""
+
+    def __init__(self, ranks, otherwise=None):
+        self.ranks, self.otherwise = ranks, otherwise
+        self.values = None
+
+    def share_round(self, trainer, module):
+        return self.share(trainer.global_rank) if trainer.global_rank in self.ranks else self.otherwise
+
+    def share(self, rank):
+        self.values = yield rank
+
+
 def stopped(folder, processes):
     data = FederatedDataModule(clients(), DataLoader(examples(8, 9), 4), batch_size=4)
-    return train(folder, processes, Net, data, 4, [StopOne()], personal=["net.4.*"])
+    sharing = [Shares([1]), Shares([0], otherwise=(value for value in ())), Shares([0, 1])]
+    found = train(folder, processes, Net, data, 4, [StopOne(), *sharing], personal=["net.4.*"])
+    return {**found, "shared": [callback.values for callback in sharing]}
 
 
 def counted(folder, processes):

@@ -179,6 +179,12 @@ def test_a_trainer_that_is_told_to_stop_in_one_process_stops_in_all_after_the_ro
         assert_alike({"state": one["state"], "steps": one["steps"]}, {name: found[name] for name in ("state", "steps")})
 
 
+def test_values_of_callbacks_with_values_in_some_processes_do_not_mix(two):
+    first, second = (found["shared"] for found in two.found("stopped"))
+    assert first == [None, [0, None], [0, 1]]
+    assert second == [[None, 1], None, [0, 1]]
+
+
 def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two):
     """The table above compares one process with two."""
     drawn = two.found("noisy")[0]["drawn"]
