@@ -15,7 +15,7 @@ from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
-from lightning_fed.lightning.internals import TRANSFER_HOOKS
+from lightning_fed.lightning.internals import TRANSFER_HOOKS, is_overridden
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.server.schedule import default_seed
@@ -82,7 +82,8 @@ class PartitionedData(FederatedDataModule):
         self.prepare_data_per_node = source.prepare_data_per_node
         # Without an override in the source, the hook is Lightning's.
         for hook in (*FORWARDED, "on_exception", "state_dict", "load_state_dict"):
-            setattr(self, hook, getattr(source, hook))
+            if not is_overridden(hook, self, PartitionedData):
+                setattr(self, hook, getattr(source, hook))
         self.partition = partition
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction

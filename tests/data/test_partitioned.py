@@ -304,6 +304,19 @@ def test_the_modules_own_hooks_where_the_other_datamodule_has_none(federated_tra
     assert module.seen["training"] | module.seen["validation"] == {2 * number for number in range(90)}
 
 
+def test_hooks_of_a_subclass_precede_hooks_of_the_source():
+    class Saves(PartitionedData):
+        def state_dict(self):
+            return {**self.source.state_dict(), "own": 1}
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] + 1, batch[1]
+
+    data = Saves(Numbered(), ByGroup(GROUPS))
+    assert data.state_dict() == {"own": 1}
+    assert data.on_after_batch_transfer((1, 2), 0) == (2, 2)
+
+
 def test_what_is_held_out_does_not_change_between_two_stages():
     data = set_up(ByGroup(GROUPS))
     before = {client: numbers(loader) for client, loader in data.val_clients().items()}
