@@ -44,11 +44,11 @@ _ADVICE: dict[type, str] = {
     nn.Module: "make what training uses a buffer, `register_buffer(name, tensor)`",
     Optimizer: "keep what an optimizer remembers in `self.state[parameter]` or `param_groups`, so that"
     " `optimizer_state` decides about the state",
-    L.Callback: "let a callback set its state anew in `on_client_start`",
+    L.Callback: "let a `FederatedCallback` assign its state anew in `on_client_start`",
     object: "return every number of a scheduler in `state_dict`",
 }
 _OPTIMIZER = "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their state"
-_METRIC = "let a callback reset metrics that training uses in `on_client_start`"
+_METRIC = "let a `FederatedCallback` reset metrics that training uses in `on_client_start`"
 
 
 class _Known:
