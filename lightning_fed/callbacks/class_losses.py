@@ -134,10 +134,9 @@ class ClassLosses:
     def __post_init__(self) -> None:
         named = _named_leaves(self.batch)
         self._paths = [path for path, _ in named]
-        for _, tensor in named:  # a copy shares the first tensor's place
-            place = next(place for place, (_, other) in enumerate(named) if _is_equal(tensor, other))
-            leaves = frozenset([place])
-            self._put(tensor, _Origin(leaves, labels=_Labels(leaves)))
+        for place, (_, tensor) in reversed([*enumerate(named)]):
+            copies = frozenset(other for other, (_, value) in enumerate(named) if _is_equal(tensor, value))
+            self._put(tensor, _Origin(copies, labels=_Labels(frozenset([place]))))
 
     def following(self) -> TorchDispatchMode:
         return _Following(self)

@@ -25,7 +25,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.pictures import draw_matrix, label_grid, log_picture
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
-from lightning_fed.callbacks.training_trace import describe_classes
+from lightning_fed.callbacks.training_trace import LabelDescription, describe_labels
 from lightning_fed.console import markdown_table, round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
@@ -35,7 +35,7 @@ from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from lightning_fed.metrics.segmentation import SegmentationScores
-from lightning_fed.model.batches import MASK_KEYS, BatchKey, find_inputs, find_target
+from lightning_fed.model.batches import BatchKey, find_inputs, find_target
 from lightning_fed.model.label_maps import VoidLabel, void_label
 
 if TYPE_CHECKING:
@@ -76,12 +76,13 @@ class ClientSegmentations(L.Callback):
         ignore_index: Class index for pixels without a label, or ``None``. ``"auto"``: in a fit the label ignored by the
             loss, or else 255 unless 255 is a class.
         inputs: Images in a batch: an index, key or function; ``None`` for the usual places.
-        target: Masks in a batch: an index, key or function; ``None`` for the usual places.
+        target: Masks in a batch: an index, key or function; ``None`` for the labels in the loss, found by one traced
+            training step. In ``trainer.validate`` before any fit, ``None`` means no scores and a log line.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
-        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or a mask has an
-            unknown label.
+        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, no masks are found in
+            the loss, a validation batch has another structure than a training batch, or a mask has an unknown label.
 
     Example:
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])
@@ -112,7 +113,7 @@ class ClientSegmentations(L.Callback):
         self.target: BatchKey = target
         self.rows: list[tuple[int, str, str, float, float]] = []
         self._has_warned = False
-        self._void, self._class_names = self.ignore_index, self.class_names
+        self._labels = LabelDescription(target, ignore_index, self.class_names)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage in ("fit", "validate"):
@@ -121,15 +122,14 @@ class ClientSegmentations(L.Callback):
             self.rows = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        void, names = describe_classes(trainer, pl_module) if self.ignore_index == "auto" else ("auto", ())
-        self._void = void if self.ignore_index == "auto" else self.ignore_index
-        self._class_names = self.class_names or names
+        found = describe_labels(trainer, pl_module, "ClientSegmentations", self.target, self.ignore_index)
+        self._labels = found._replace(class_names=self.class_names or found.class_names)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking or (trainer.state.fn == "fit" and not self._is_time(trainer)):
             return
         loaders = self._loaders(trainer)
-        if not trainer.is_global_zero or not loaders:
+        if not trainer.is_global_zero or not loaders or not self._labels.is_known("ClientSegmentations"):
             return
         folder, round = self._folder(trainer), self._round(trainer)
         self.rows = [row for row in self.rows if row[0] != round]  # from an earlier validation with the same model
@@ -237,7 +237,7 @@ class ClientSegmentations(L.Callback):
                 logits = with_background(raw_logits)
                 names, void = self._names(raw_logits.shape[1]), self._void_of(raw_logits)
                 if len(names) < logits.shape[1]:
-                    names = [*(self._class_names[:-1][:1] or ("background",)), *names]
+                    names = [*(self._labels.class_names[:-1][:1] or ("background",)), *names]
                 entropy = softmax_entropy(logits, normalize=True)
                 for position in positions:
                     row = position - start
@@ -268,7 +268,7 @@ class ClientSegmentations(L.Callback):
 
     def _run(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         prepared = prepare_batch(trainer, module, batch)
-        images, mask = find_inputs(prepared, self.inputs), find_target(prepared, self.target, MASK_KEYS)
+        images, mask = find_inputs(prepared, self.inputs), find_target(prepared, self._labels.target)
         with trainer.precision_plugin.forward_context():
             logits = segmentation_logits(module, images).float()
         mask = mask.squeeze(1) if mask.ndim == 4 and mask.shape[1] == 1 else mask
@@ -300,10 +300,10 @@ class ClientSegmentations(L.Callback):
         write_text_atomically(folder / "scores.md", self.table() + "\n")
 
     def _void_of(self, logits: Tensor) -> int | None:
-        return void_label(self._void, max(2, logits.shape[1]))
+        return void_label(self._labels.void, max(2, logits.shape[1]))
 
     def _names(self, num_logits: int) -> list[str]:
-        names = self._class_names
+        names = self._labels.class_names
         if num_logits == 1:
             return [*(names[1:2] or names or ("1",))]
         return [*names[:num_logits], *map(str, range(len(names), num_logits))]
@@ -312,7 +312,8 @@ class ClientSegmentations(L.Callback):
         return trainer.current_epoch - (trainer.state.fn != "fit")
 
     def _place(self, row: tuple[int, str, str, float, float]) -> int:
-        return self._class_names.index(row[2]) if row[2] in self._class_names else int(row[2])
+        names = self._labels.class_names
+        return names.index(row[2]) if row[2] in names else int(row[2])
 
 
 def scores_for(

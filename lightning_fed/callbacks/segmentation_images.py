@@ -14,12 +14,12 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.pictures import PeriodicPictures, log_picture, report_other_loggers, tensorboards
-from lightning_fed.callbacks.training_trace import describe_classes
+from lightning_fed.callbacks.training_trace import LabelDescription, describe_labels
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
-from lightning_fed.model.batches import MASK_KEYS, BatchKey, find_inputs, find_target
+from lightning_fed.model.batches import BatchKey, find_inputs, find_target
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 from lightning_fed.model.label_maps import VoidLabel, void_label
@@ -55,13 +55,17 @@ class SegmentationImages(PeriodicPictures):
         layer: Name of the layer with the features; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
         activation: Function for non-negative features, if the layer does not end with a ReLU.
         inputs: Images in a batch: an index, a key, or a function of the batch; by default the usual place.
-        target: Masks in a batch: an index, a key, or a function of the batch; by default the usual place.
+        target: Masks in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found
+            by one traced training step. In ``trainer.validate`` before any fit, the default means no picture and a log
+            line.
         images: Positions of the images in the validation loader, instead of the first ``num_images``.
 
     Raises:
         ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` has an invalid colour,
             ``images`` is empty, or an option is unknown; in ``fit`` and ``validate``, if the layer or an image is
             missing.
+        MisconfigurationException: In ``fit``, if no masks are found in the loss, or a validation batch has another
+            structure than a training batch.
 
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
@@ -101,12 +105,13 @@ class SegmentationImages(PeriodicPictures):
         self._class_colors = checked_colors(class_colors)
         self._mean = mean
         self._std = std
-        self._ignore_index = self._void = ignore_index
+        self._ignore_index = ignore_index
         self._maps = tuple(maps)
         self._layer_name = layer
         self._activation: Activation = activation
         self._inputs: BatchKey = inputs
         self._target: BatchKey = target
+        self._labels = LabelDescription(target, ignore_index, ())
         self._layer: FeatureLayer | None = None
         self._is_due = False
         self._is_choosing = False
@@ -125,8 +130,8 @@ class SegmentationImages(PeriodicPictures):
         self._find_layer(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._ignore_index == "auto" and tensorboards(trainer):
-            self._void, _ = describe_classes(trainer, pl_module)
+        if tensorboards(trainer):
+            self._labels = describe_labels(trainer, pl_module, "SegmentationImages", self._target, self._ignore_index)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._find_layer(trainer, pl_module)  # in `trainer.validate` no fit has started
@@ -134,6 +139,7 @@ class SegmentationImages(PeriodicPictures):
             not trainer.sanity_checking
             and bool(tensorboards(trainer))
             and (self.is_due(trainer) or not is_fitting(trainer))
+            and self._labels.is_known("SegmentationImages")
         )
         self._is_choosing, self._num_seen = self._is_due and not self._samples, 0
 
@@ -147,7 +153,7 @@ class SegmentationImages(PeriodicPictures):
     ) -> None:
         if not self._is_choosing or dataloader_idx > 0:
             return
-        images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, MASK_KEYS)
+        images, masks = find_inputs(batch, self._inputs), find_target(batch, self._labels.target)
         for position in set(self._positions) & set(range(self._num_seen, self._num_seen + len(images))):
             pair = images[position - self._num_seen], masks[position - self._num_seen]
             # copies: a slice would keep the whole batch in memory, and the step may overwrite the batch
@@ -183,7 +189,7 @@ class SegmentationImages(PeriodicPictures):
             class_colors=self._class_colors or default_colors(max(predicted.num_classes)),
             mean=self._mean,
             std=self._std,
-            ignore_index=void_label(self._void, max(predicted.num_classes)),
+            ignore_index=void_label(self._labels.void, max(predicted.num_classes)),
             maps=predicted.maps,
         )
         log_picture(trainer, self.tag, grid)

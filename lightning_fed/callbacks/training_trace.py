@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
@@ -26,7 +26,7 @@ from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import describe
 from lightning_fed.lightning.internals import datamodule_of, is_overridden
 from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, loss_in, prepare_batch, run_prepared
-from lightning_fed.model.batches import find_target
+from lightning_fed.model.batches import BatchKey
 from lightning_fed.model.features import (
     LogitsLayer,
     count_classes,
@@ -63,17 +63,37 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classes learned by a module, with the classifier layer and the ignored label.
 
-    ``target`` is a function from a batch to labels; ``None`` if the step changes the labels or an example has several.
+    ``target`` is a function from a batch to labels; ``None`` for changed labels. The function refuses batches with
+    another structure than the traced batch. ``is_multilabel`` means one label per class.
     """
 
     layer: str
     num_classes: int
     ignore_index: int | None = None
     target: Callable[[Any], Tensor] | None = None
+    is_multilabel: bool = False
+
+
+class LabelDescription(NamedTuple):
+    """Labels in a batch, the void label (``"auto"`` without a void label in the loss), and the class names."""
+
+    target: BatchKey
+    void: VoidLabel
+    class_names: tuple[str, ...]
+
+    def is_known(self, callback: str) -> bool:
+        """Logs a line without a traced step and without a user's ``target``, as in ``trainer.validate``."""
+        if self.target is None:
+            rank_zero_info(f"{callback} draws nothing without a fit: give `{callback}` a `target`.")
+        return self.target is not None
 
 
 def find_class_task(
-    trainer: L.Trainer, module: L.LightningModule, remedy: str, needs_target: bool = False
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    remedy: str,
+    needs_target: bool = False,
+    allows_multilabel: bool = False,
 ) -> ClassTask:
     """Finds the classes learned by a module from one trial run with the training step.
 
@@ -96,7 +116,7 @@ def find_class_task(
             f"Expected `training_step` of {type(module).__name__} to compare the outputs of one layer with labels of"
             f" classes in a cross-entropy, binary cross-entropy or Dice loss, but {fault}: {remedy}."
         ) from fault.__cause__
-    if needs_target and task.target is None:
+    if needs_target and (task.target is None or (task.is_multilabel and not allows_multilabel)):
         raise MisconfigurationException(
             f"Expected the labels in the loss of {type(module).__name__} to be one tensor of the batch with a class for"
             f" each example or pixel, but they are not: {remedy}."
@@ -111,21 +131,27 @@ def find_class_task(
     return task
 
 
-def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[VoidLabel, tuple[str, ...]]:
-    """Finds the void label and the class names for reports and pictures.
+def describe_labels(
+    trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
+) -> LabelDescription:
+    """Describes the labels for pictures. Options from a user have priority over the traced training step.
 
-    The label is ``"auto"`` if the loss ignores no label. The names come from ``class_names`` or ``classes`` in the
-    module, the hyper-parameters or the datamodule, if the number fits.
+    The class names come from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule, if
+    the number fits. Without ``target`` and without a proof an error names ``callback``.
     """
     try:
-        task = find_class_task(trainer, module, "")
+        task = find_class_task(trainer, module, f"give `{callback}` a `target`", target is None, allows_multilabel=True)
     except MisconfigurationException:
-        return "auto", ()
+        if target is None:
+            raise
+        return LabelDescription(target, void, ())
     owners = (module, module.hparams, datamodule_of(trainer))
     candidates = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
     names = (tuple(value) for value in candidates if isinstance(value, list | tuple))
     fitting = (value for value in names if len(value) == task.num_classes and all(isinstance(n, str) for n in value))
-    return "auto" if task.ignore_index is None else task.ignore_index, next(fitting, ())
+    if void == "auto" and task.ignore_index is not None:
+        void = task.ignore_index
+    return LabelDescription(task.target if target is None else target, void, next(fitting, ()))
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
@@ -181,7 +207,7 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
             for layer, mode in modes:
                 layer.training = mode
             batch = move_data_to_device(prepare_batch(trainer, module, batch), module.device)
-            losses = ClassLosses(batch)
+            losses, containers = ClassLosses(batch), map_leaves(lambda leaf: leaf, batch)  # the step may change both
             with _watched(module, calls, outputs, outermost, losses), losses.following():
                 loss = loss_in(run_prepared(trainer, module, "training_step", batch, 0))
             if loss is None:
@@ -189,7 +215,7 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
             nodes = _training_nodes(loss.grad_fn, optimized_parameters(trainer) or set(map(id, module.parameters())))
     trained = [name for name, made in outputs.items() if any(node in nodes for node in made)]
     class_losses = [class_loss for class_loss in losses.find_losses(loss) if class_loss.layer in trained]
-    return TrainingTrace(calls, tuple(outermost), trained, losses.batch, class_losses)
+    return TrainingTrace(calls, tuple(outermost), trained, containers, class_losses)
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[int], Any]]:
@@ -226,23 +252,44 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
     if len(voids) > 1:
         raise _Unproven(f"its losses leave out different labels, {sorted(voids)}")
     paths = frozenset[BatchPath]().union(*(loss.labels for loss in losses))
-    is_known = len(paths) == 1 and all(loss.has_labels and loss.kind != "multilabel" for loss in losses)
-    (*_, path) = paths or [()]
-    return ClassTask(layers[0], losses[0].num_classes, next(iter(voids), None), _reader(path) if is_known else None)
+    has_labels = all(loss.has_labels for loss in losses)
+    target = _reader(next(iter(paths)), trace.batch) if has_labels and len(paths) == 1 else None
+    is_multilabel = any(loss.kind == "multilabel" for loss in losses)
+    return ClassTask(layers[0], losses[0].num_classes, next(iter(voids), None), target, is_multilabel)
 
 
-def _reader(path: BatchPath) -> Callable[[Any], Tensor]:
+def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
+    """Returns a function from a batch to the labels; refuses batches with another structure than the traced batch."""
+    expected = _structure(traced, path)
+
     def read(batch: Any) -> Tensor:
-        for key in path:
-            batch = batch[key] if isinstance(batch, Mapping | list | tuple) else getattr(batch, key)
-        return batch  # type: ignore[no-any-return]
+        found = _structure(batch, path)
+        if found is None or expected is None or found[1:] != expected[1:]:
+            place = "".join(f"[{key!r}]" for key in path)
+            raise MisconfigurationException(
+                f"Expected the labels in `batch{place}`, like in the batch of the traced training step, but got a"
+                f" {type(batch).__name__} with another structure: select the labels with `target`."
+            )
+        return found[0]
 
     return read
 
 
+def _structure(batch: Any, path: BatchPath) -> tuple[Tensor, int, bool, list[int]] | None:
+    """Returns the tensor at a path, the number of axes, whether the numbers are floats, and the sequences' lengths."""
+    lengths: list[int] = []
+    try:
+        for key in path:
+            lengths.append(len(batch) if isinstance(batch, list | tuple) else -1)
+            batch = batch[key] if isinstance(batch, Mapping | list | tuple) else getattr(batch, key)
+        return batch, batch.ndim, batch.is_floating_point(), lengths
+    except (LookupError, TypeError, AttributeError):
+        return None
+
+
 def _guess(module: nn.Module, optimized: Collection[int]) -> ClassTask | None:
     name, count = find_classifier(module, optimized), count_classes(module, optimized)
-    return None if name is None or count is None else ClassTask(name, count, target=find_target)
+    return None if name is None or count is None else ClassTask(name, count)
 
 
 def optimized_parameters(trainer: L.Trainer) -> set[int]:

@@ -21,10 +21,10 @@ def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
 
-def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
+def find_target(batch: Any, target: BatchKey = None) -> Tensor:
     """Finds the labels in a batch: by index, key or function, else the second element or a usual key."""
     second = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
-    return _find(batch, target, keys, second, "target")
+    return _find(batch, target, TARGET_KEYS, second, "target")
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:

@@ -262,7 +262,7 @@ BINARY = {
 def test_masks_of_zeros_and_ones(federated_trainer, name, kind):
     task = task_of(federated_trainer, segmentation(BINARY[name], 1, tiny), images(), masks(classes=2).to(kind))
     assert (task.layer, task.num_classes, task.ignore_index) == ("net.2", 2, None)
-    batch = [object(), masks()]
+    batch = [object(), masks().to(kind)]
     assert task.target(batch) is batch[1]
 
 
@@ -373,7 +373,8 @@ def test_labels_by_name(federated_trainer):
     federated_trainer(max_rounds=1, partition=IID(2), callbacks=[Finder()]).fit(
         Base(step, net=models.mlp()), DataLoader(rows, batch_size=4)
     )
-    assert found[0].target({"meta": {"kind": 5}}) == 5
+    batch = {"meta": {"kind": labels()}}
+    assert found[0].target(batch) is batch["meta"]["kind"]
 
 
 # --- Changed labels ---------------------------------------------------------------------------------------------------

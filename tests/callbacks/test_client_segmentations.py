@@ -210,7 +210,7 @@ def test_a_binary_task_is_scored_by_its_class(names, name, federated_trainer, tm
     clients["b"][1].clamp_(max=0)
     clients["b"][0].mul_(0)
     clients["a"][1][(clients["a"][1] == 2)] = 1
-    callback = ClientSegmentations(1, tmp_path, names)
+    callback = ClientSegmentations(1, tmp_path, names, target=1)
     network = nn.Conv2d(3, 1, 1)
     nn.init.ones_(network.weight)
     nn.init.constant_(network.bias, -0.5)
@@ -231,7 +231,7 @@ def test_a_task_of_several_labels_is_scored_and_not_drawn(federated_trainer, tmp
     masks = torch.randint(3, (5, 2, *images.shape[2:]), generator=torch.Generator().manual_seed(1))
     masks[masks == 2] = 255
     clients = {"a": TensorDataset(images, masks)}
-    callback = ClientSegmentations(1, tmp_path, ["left", "right"])
+    callback = ClientSegmentations(1, tmp_path, ["left", "right"], target=1)
     torch.manual_seed(0)
     network = nn.Conv2d(3, 2, 1)
     trained = models.Module(network, models.adam, loss=lambda logits, mask: logits.sum() * 0)
@@ -320,7 +320,7 @@ def test_the_loss_says_which_label_is_void(void, federated_trainer, tmp_path):
         rows.append(callback.rows)
     assert rows[0] == rows[1]
     trained = models.Module(net(), models.adam, loss=lambda logits, mask: logits.square().mean())
-    trainer = federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path)])
+    trainer = federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path, target=1)])
     with pytest.raises(MisconfigurationException, match=rf"but got the label {void}: .* set `ignore_index`"):
         trainer.fit(trained, datamodule=FederatedDataModule(data, data, batch_size=3))
 
@@ -332,3 +332,72 @@ def test_the_datamodule_names_the_classes(federated_trainer, tmp_path):
     callback = ClientSegmentations(1, tmp_path)
     federated_trainer(max_rounds=1, callbacks=[callback]).fit(module(), datamodule=datamodule)
     assert {row[2] for row in callback.rows} == {*NAMES}
+
+
+class ThirdTensor(models.Module):
+    """Trains on the third of three tensors; the second has wrong masks."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch[0]), batch[2])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Named(ThirdTensor):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch["image"], batch["mask"], batch["truth"]], batch_idx)
+
+
+class AsDictionary(TensorDataset):
+    def __getitem__(self, index):
+        return dict(zip(("image", "mask", "truth"), super().__getitem__(index), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "form"), [(ThirdTensor, TensorDataset), (Named, AsDictionary)])
+def test_the_scores_are_for_the_labels_in_the_loss(kind, form, federated_trainer, tmp_path):
+    """Equal to a usual batch; validation batches with another structure need a `target`."""
+    pairs = with_void(11)
+    triples = {name: form(x, torch.zeros_like(y), y) for name, (x, y) in pairs.items()}
+    loss, rows = partial(F.cross_entropy, ignore_index=11), []
+    for used, data in ((models.Module, models.as_datasets(pairs)), (kind, triples)):
+        callback = ClientSegmentations(1, tmp_path)
+        trainer = federated_trainer(max_rounds=1, callbacks=[callback], seed=1)
+        trainer.fit(used(net(), models.adam, loss=loss), datamodule=FederatedDataModule(data, data, batch_size=3))
+        rows.append(callback.rows)
+    assert rows[0] == rows[1]
+    assert rows[0]
+    other = FederatedDataModule(triples, models.as_datasets(pairs), batch_size=3)
+    with pytest.raises(MisconfigurationException, match="with another structure: select the labels with `target`"):
+        federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path)], seed=1).fit(
+            kind(net(), models.adam, loss=loss), datamodule=other
+        )
+    callback = ClientSegmentations(1, tmp_path, target=1)
+    trainer = federated_trainer(max_rounds=1, callbacks=[callback], seed=1)
+    trainer.fit(kind(net(), models.adam, loss=loss), datamodule=other)
+    assert callback.rows == rows[0]
+
+
+def test_masks_of_several_labels_are_found(federated_trainer, tmp_path):
+    images = validation()["a"][0]
+    masks = torch.randint(2, (5, 2, *images.shape[2:]), generator=torch.Generator().manual_seed(1))
+    data = {"a": TensorDataset(images, masks)}
+    rows = []
+    for options in ({}, {"target": 1}):
+        callback = ClientSegmentations(1, tmp_path, **options)
+        torch.manual_seed(0)
+        loss = lambda logits, mask: F.binary_cross_entropy_with_logits(logits, mask.float())  # noqa: E731
+        trained = models.Module(nn.Conv2d(3, 2, 1), models.adam, loss=loss)
+        datamodule = FederatedDataModule(data, data, batch_size=2)
+        federated_trainer(max_rounds=1, callbacks=[callback]).fit(trained, datamodule=datamodule)
+        rows.append(callback.rows)
+    assert rows[0] == rows[1] != []
+
+
+def test_changed_masks_need_a_target(federated_trainer, tmp_path):
+    data = models.as_datasets(with_void(11))
+    trained = models.Module(net(), loss=lambda logits, mask: F.cross_entropy(logits, (mask + 1).clamp(max=2)))
+    with pytest.raises(MisconfigurationException, match="give `ClientSegmentations` a `target`"):
+        federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path)]).fit(
+            trained, datamodule=FederatedDataModule(data, data, batch_size=3)
+        )

@@ -160,7 +160,9 @@ def test_the_event_file_holds_the_entropies(tmp_path, layer, activation):
     module, logger = Known(), TensorBoardLogger(tmp_path)
     with torch.no_grad():
         module.head.weight.mul_(6)  # from certain to uncertain
-    callback = SegmentationImages(num_images=3, class_colors=COLORS, maps=MAPS, layer=layer, activation=activation)
+    callback = SegmentationImages(
+        target=1, num_images=3, class_colors=COLORS, maps=MAPS, layer=layer, activation=activation
+    )
     loader = DataLoader(dataset(seed=1), batch_size=2)
     make_trainer(logger, [callback]).validate(module, loader, verbose=False)
     ((step, picture),) = logged(logger, TAG)
@@ -185,7 +187,7 @@ def test_columns_come_in_the_order_asked_for(tmp_path, maps):
     pictures = {}
     for wanted in (MAPS, maps):
         logger = TensorBoardLogger(tmp_path, name="_".join(wanted))
-        callback = SegmentationImages(maps=wanted, layer="body")
+        callback = SegmentationImages(target=1, maps=wanted, layer="body")
         make_trainer(logger, [callback]).validate(module, loader, verbose=False)
         ((_, pictures[wanted]),) = logged(logger, "segmentation/input_truth_prediction_" + "_".join(wanted))
     offsets = {"softmax_entropy": 32, "feature_entropy": 42}
@@ -203,7 +205,7 @@ def test_one_logit_is_two_classes(tmp_path):
             return torch.where(x[:, :1] > 0.5, 0.0, torch.where(x[:, 1:2] > 0.5, -20.0, 1.0))
 
     logger = TensorBoardLogger(tmp_path)
-    callback = SegmentationImages(num_images=2, class_colors=COLORS, maps=["softmax_entropy"])
+    callback = SegmentationImages(target=1, num_images=2, class_colors=COLORS, maps=["softmax_entropy"])
     make_trainer(logger, [callback]).validate(Binary(), DataLoader(dataset(seed=1), batch_size=2), verbose=False)
     ((_, picture),) = logged(logger, callback.tag)
     x = dataset(seed=1)[0][0]
@@ -245,7 +247,7 @@ def test_features_of_an_smp_model_in_a_federation(tmp_path, caplog):
 
 
 def test_a_layer_that_is_not_there_is_named_before_training(tmp_path):
-    callback, module = SegmentationImages(maps=MAPS, layer="neck"), Segmenter()
+    callback, module = SegmentationImages(target=1, maps=MAPS, layer="neck"), Segmenter()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(ValueError, match=r"the name of a layer in Segmenter, but got 'neck'"):
         fit(module, TensorBoardLogger(tmp_path), [callback], max_epochs=1, num_sanity_val_steps=0)
@@ -261,7 +263,7 @@ def test_a_layer_that_is_not_run_is_named(tmp_path):
         def forward(self, x):
             return self.head(F.pad(x, (0, 0, 0, 0, 0, 1)))
 
-    trainer = make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages(maps=MAPS, layer="body")])
+    trainer = make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages(target=1, maps=MAPS, layer="body")])
     module = Skips()
     with pytest.raises(ValueError, match="but the output of 'body' was not run"):
         trainer.validate(module, DataLoader(dataset(), 2), verbose=False)
@@ -299,7 +301,7 @@ def test_features_are_those_of_the_first_pass_as_the_layer_makes_them(tmp_path, 
         module, logger = which(), TensorBoardLogger(tmp_path, name=which.__name__)
         with torch.no_grad():
             module.eval()(torch.zeros(1, 3, 8, 8))  # compiled before features are tapped
-        callback = SegmentationImages(maps=["feature_entropy"], layer="body", activation="abs")
+        callback = SegmentationImages(target=1, maps=["feature_entropy"], layer="body", activation="abs")
         trainer = make_trainer(logger, [callback], inference_mode=False)  # inference mode would compile again
         trainer.validate(module, DataLoader(dataset(), 2), verbose=False)
         ((_, picture),) = logged(logger, callback.tag)
@@ -308,7 +310,7 @@ def test_features_are_those_of_the_first_pass_as_the_layer_makes_them(tmp_path, 
 
 
 def test_one_callback_object_finds_the_layer_of_every_module(tmp_path):
-    callback = SegmentationImages(maps=["feature_entropy"], num_images=1)
+    callback = SegmentationImages(target=1, maps=["feature_entropy"], num_images=1)
     unnamed = Known()
     unnamed.last, unnamed.head = unnamed.head, nn.Identity()
     nn.Module.__setattr__(unnamed, "forward", lambda x: unnamed.last(unnamed.grow(unnamed.body(x))))

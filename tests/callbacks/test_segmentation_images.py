@@ -8,6 +8,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -406,13 +407,16 @@ def test_only_the_first_batches_are_touched(tmp_path):
     options = {"max_epochs": 1, "num_sanity_val_steps": 0}
     fit(Ignores(), logger, [SegmentationImages(num_images=2)], loader([good, odd]), **options)
     assert steps(logger) == [0]
-    with pytest.raises(ValueError, match="a batch with labels, but got NoneType: select the labels with `target`"):
+    with pytest.raises(MisconfigurationException, match=r"`batch\[1\]`.* another structure: select .* with `target`"):
         fit(Ignores(), logger, [SegmentationImages(num_images=3)], loader([good, odd]), **options)
 
 
 FORMS = {  # a batch, and the positions of images and masks
-    "more elements": (lambda x, y: (x, y, x.mean((1, 2, 3))), {}),
-    "a label of every image too": (lambda x, y: {"label": x.mean((1, 2, 3)), "image": x, "mask": y}, {}),
+    "more elements": (lambda x, y: (x, y, x.mean((1, 2, 3))), {"target": 1}),
+    "a label of every image too": (
+        lambda x, y: {"label": x.mean((1, 2, 3)), "image": x, "mask": y},
+        {"target": "mask"},
+    ),
     "other places": (lambda x, y: (x.mean((1, 2, 3)), y, x), {"inputs": 2, "target": 1}),
     "other keys": (lambda x, y: {"left": x, "right": x + 1, "truth": y}, {"inputs": "left", "target": "truth"}),
     "functions": (
@@ -441,7 +445,7 @@ def test_where_images_and_masks_are(tmp_path, form):
         return picture
 
     make, options = FORMS[form]
-    assert np.array_equal(fitted(make, options, "form"), fitted(lambda x, y: (x, y), {}, "pair"))
+    assert np.array_equal(fitted(make, options, "form"), fitted(lambda x, y: (x, y), {"target": 1}, "pair"))
 
 
 def test_a_resumed_run_logs_what_the_uninterrupted_one_logs(tmp_path):
@@ -518,7 +522,7 @@ def test_other_outputs(tmp_path, kind):
 
     pairs = [(x, (x[:1] > 0.5).float()) for x, _ in dataset(3)]  # masks of shape (1, H, W), as for binary losses
     logger = TensorBoardLogger(tmp_path)
-    callback = SegmentationImages(class_colors=COLORS[:2])
+    callback = SegmentationImages(class_colors=COLORS[:2], target=1)
     make_trainer(logger, [callback]).validate(Fixed(), DataLoader(pairs, batch_size=2), verbose=False)
     ((_, picture),) = logged(logger)
     assert np.array_equal(picture[:, :, 10:20], picture[:, :, 20:30])  # the prediction equals the truth
@@ -535,6 +539,94 @@ def test_a_module_without_logits_per_pixel_is_refused(tmp_path):
         def validation_step(self, batch, batch_idx):
             pass
 
-    trainer = make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages()])
+    trainer = make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages(target=1)])
     with pytest.raises(TypeError, match=r"logits of shape \(N, num_classes, H, W\).* but got shape \(1, 3\)"):
         trainer.validate(Classifier(), DataLoader(dataset(), batch_size=2), verbose=False)
+
+
+class ThirdTensor(Segmenter):
+    """Trains on the third of three tensors; the second has wrong masks."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[2], ignore_index=11)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Named(Segmenter):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch["image"]), batch["truth"], ignore_index=11)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def triples(seed=1):
+    return [(x, torch.zeros_like(y), y.where(y != IGNORED, 11)) for x, y in dataset(seed=seed)]
+
+
+def dictionaries(seed=1):
+    return [{"image": x, "mask": wrong, "truth": y} for x, wrong, y in triples(seed)]
+
+
+@pytest.mark.parametrize(("kind", "make"), [(ThirdTensor, triples), (Named, dictionaries)])
+def test_the_truth_is_the_labels_in_the_loss(tmp_path, kind, make):
+    logger, callback = TensorBoardLogger(tmp_path), SegmentationImages(num_images=3, class_colors=COLORS)
+    loaders = [DataLoader(make(seed), batch_size=2) for seed in (0, 1)]
+    make_trainer(logger, [callback], max_epochs=1).fit(kind(), *loaders)
+    ((_, picture),) = logged(logger)
+    x, _, y = (torch.stack(parts) for parts in zip(*triples()[:3], strict=True))
+    expected = segmentation_grid(x, y, y, COLORS, ignore_index=11).numpy()
+    assert np.array_equal(picture[:, :, :20], expected[:, :, :20])
+
+
+CHANGED_MASKS = {
+    "shifted": lambda z, y: F.cross_entropy(z, (y + 1) % 3),
+    "flipped": lambda z, y: F.cross_entropy(z, y.flip(2)),
+    "inverted": lambda z, y: F.binary_cross_entropy_with_logits(z[:, 0], 1.0 - y.clamp(max=1)),
+    "no labels": lambda z, y: z.square().mean(),
+}
+
+
+@pytest.mark.parametrize("loss", CHANGED_MASKS)
+def test_changed_masks_need_a_target(tmp_path, loss):
+    class Changed(ThirdTensor):
+        def training_step(self, batch, batch_idx):
+            return CHANGED_MASKS[loss](self(batch[0]), batch[2].where(batch[2] != 11, 0))
+
+    module = Changed()
+    start = copy.deepcopy(module.state_dict())
+    loader = DataLoader(triples(), batch_size=2)
+    with pytest.raises(MisconfigurationException, match="give `SegmentationImages` a `target`"):
+        make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages()], max_epochs=1).fit(module, loader, loader)
+    assert all(torch.equal(value, start[name]) for name, value in module.state_dict().items())
+    logger = TensorBoardLogger(tmp_path, name="with a target")
+    make_trainer(logger, [SegmentationImages(target=2, ignore_index=11)], max_epochs=1).fit(module, loader, loader)
+    assert steps(logger) == [0]
+
+
+OTHER_VALIDATION = {
+    "two tensors": lambda x, wrong, y: (x, y),
+    "another order": lambda x, wrong, y: (x, y, x),
+    "four tensors": lambda x, wrong, y: (x, x, y, y),
+    "names": lambda x, wrong, y: {"image": x, "mask": y},
+}
+
+
+@pytest.mark.parametrize("form", OTHER_VALIDATION)
+def test_validation_batches_with_another_structure_need_a_target(tmp_path, form):
+    val = DataLoader([OTHER_VALIDATION[form](*row) for row in triples()], batch_size=2)
+    trainer = make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages()], max_epochs=1)
+    with pytest.raises(MisconfigurationException, match=r"`batch\[2\]`.* with another structure: select .* `target`"):
+        trainer.fit(ThirdTensor(), DataLoader(triples(0), batch_size=2), val)
+
+
+def test_without_a_fit_a_line_asks_for_a_target(tmp_path, caplog):
+    logger = TensorBoardLogger(tmp_path)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        make_trainer(logger, [SegmentationImages()]).validate(ThirdTensor(), DataLoader(triples()), verbose=False)
+    assert steps(logger) == []
+    assert [message for message in caplog.messages if "give `SegmentationImages` a `target`" in message] == [
+        "SegmentationImages draws nothing without a fit: give `SegmentationImages` a `target`."
+    ]

@@ -30,7 +30,6 @@ def test_where_they_are(batch, inputs, target):
 
 
 def test_other_usual_keys():
-    assert find_target({"label": Z, "mask": Y}, keys=("mask", "label")) is Y
     assert find_inputs(X) is X
 
 

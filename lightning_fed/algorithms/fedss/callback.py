@@ -17,13 +17,14 @@ from lightning_fed.algorithms.fedss.losses import Objective, sample_negatives
 from lightning_fed.algorithms.fedss.sampled_classes import ForeignLabelError, SampledClasses
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.training_trace import find_class_task, has_same_parameters
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.lightning.isolated_pass import until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
-from lightning_fed.model.batches import find_target
+from lightning_fed.model.batches import BatchKey, find_target
 from lightning_fed.model.entries import layer_entries
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
@@ -52,15 +53,16 @@ class SampledSoftmax(FederatedCallback):
             ``"full"``, the softmax over all classes, with the whole layer in each message.
         resample: Draw negatives once per ``"round"``, or per ``"batch"``.
         head: Name of the head; ``"auto"`` for a model with one head.
-        target: Labels in a batch: an index, a key, or a function; by default the second element, or
-            ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Whole numbers; negative numbers are ignored.
+        target: Labels in a batch: an index, a key, or a function; by default the labels in the loss, found by one
+            traced step. Whole numbers; negative numbers are ignored.
         classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over the data.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or a
             loader may skip examples and ``classes`` is ``None``.
         MisconfigurationException: In ``fit``, if an option does not support sliced entries (``optimizer_state="keep"``,
-            recalibrated BatchNorm, a rule for whole entries), the head shares its weight, or is in evaluation mode.
+            recalibrated BatchNorm, a rule for whole entries), the head shares its weight, or is in evaluation mode, no
+            labels are found in the loss, or the loss ignores a label from 0 on.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -85,6 +87,7 @@ class SampledSoftmax(FederatedCallback):
         self.resample = resample
         self.head = head
         self.target = target
+        self._labels_of: BatchKey = target
         self.classes = classes
         self._client_classes: dict[Client, Tensor] = {}
         self._head_name: str | None = None
@@ -98,6 +101,11 @@ class SampledSoftmax(FederatedCallback):
             if sum(isinstance(callback, SampledSoftmax) for callback in callbacks_of(trainer)) > 1:
                 raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has more.")
             self._client_classes, self._head_name, self._held = {}, None, None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation, self._labels_of = find_federation(trainer), self.target
+        if self.target is None and self.objective != "full" and not (federation.is_remote and federation.has_server):
+            self._labels_of = self._trace_labels(trainer, pl_module)
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
         return [] if self.objective == "full" else self._entries(module)
@@ -143,7 +151,7 @@ class SampledSoftmax(FederatedCallback):
                 "The head is in evaluation mode while the module trains, so the head would not compute the sampled"
                 " softmax's logits. Keep the head in training mode."
             )
-        target = find_target(batch, self.target)
+        target = find_target(batch, self._labels_of)
         labels = self._classes_of(target)
         columns = self._columns[max(0, self._batch)] if self._columns else None
         try:
@@ -175,6 +183,22 @@ class SampledSoftmax(FederatedCallback):
                 f"Expected `head` to name a SampledSoftmaxHead, but {self.head!r} is a {type(head).__name__}."
             )
         return head
+
+    def _trace_labels(self, trainer: L.Trainer, module: L.LightningModule) -> BatchKey:
+        remedy, head = "give `SampledSoftmax` a `target`", self._head(module)
+        margin, head.margin = head.margin, 0.0  # with a margin the head needs the labels
+        try:
+            task = find_class_task(trainer, module, remedy, needs_target=True)
+        finally:
+            head.margin = margin
+        void = task.ignore_index
+        if not has_same_parameters(module, task.layer, str(self._head_name)) or (void is not None and void >= 0):
+            raise MisconfigurationException(
+                f"Expected a loss between the outputs of {self._head_name!r} and labels that ignores negative labels"
+                f" only, because a client's labels are logit columns, but got {task.layer!r} and `ignore_index` {void}:"
+                f" replace the ignored label by -100 in the data, or {remedy}."
+            )
+        return task.target
 
     def _entries(self, module: L.LightningModule) -> list[str]:
         head = self._head(module)
@@ -220,7 +244,7 @@ class SampledSoftmax(FederatedCallback):
         faults, labels_of_batches = list[Exception](), [torch.zeros(0, dtype=torch.int64)]
         with seeded_generators():
             for batch in until_fault(population.one_pass(planned.visit, isolated=True), faults):
-                labels = torch.unique(self._classes_of(find_target(batch, self.target))).cpu()
+                labels = torch.unique(self._classes_of(find_target(batch, self._labels_of))).cpu()
                 labels_of_batches.append(labels[labels >= 0])
         if faults:
             raise ClientFault(f"its data raised {describe(faults[0])}") from faults[0]

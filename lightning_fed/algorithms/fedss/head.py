@@ -179,10 +179,12 @@ class SampledSoftmaxHead(LogitsLayer):
         """
         check_option("reduction", reduction, Reduction)
         labels = target.reshape(-1)
-        if self._batch is None or not self.training:
-            logits = self._logits(features, self.weight, self.bias, labels if self.training else None)
-        else:
+        if self._batch is not None and self.training:
             logits = self._sampled(features, self._batch._replace(target=labels))
+        elif self.margin and self.training:
+            logits = self._logits(features, self.weight, self.bias, labels)
+        else:
+            logits = self(features)
         value = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, reduction=reduction)
         return value.reshape(target.shape) if reduction == "none" else value
 

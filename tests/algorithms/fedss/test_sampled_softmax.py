@@ -210,6 +210,8 @@ def test_negatives_of_every_batch(federated_trainer):
     class Own(models.Module):
         def training_step(self, batch, batch_idx):
             logits = self(batch[0])
+            if self.net[1].held is None:  # the trial step
+                return F.cross_entropy(logits, batch[1])
             shapes.append(tuple(logits.shape[1:]))
             self.columns.append(tuple(self.net[1].relabel(torch.tensor([-1])).shape))
             return F.cross_entropy(logits, batch[1])
@@ -277,7 +279,8 @@ class Counting(Dataset):
 
 def test_labels_are_looked_for_once(federated_trainer):
     data = {client: Counting(dataset) for client, dataset in clients().items()}
-    federated_trainer(max_rounds=3, callbacks=[SampledSoftmax(5)]).fit(models.Module(net(), plain_sgd), data)
+    callback = SampledSoftmax(5, target=1)  # without a trial step
+    federated_trainer(max_rounds=3, callbacks=[callback]).fit(models.Module(net(), plain_sgd), data)
     assert {dataset.reads / len(dataset) for dataset in data.values()} == {4.0}
 
 
@@ -342,7 +345,7 @@ def test_loaders_that_leave_examples_out(federated_trainer):
     """A pass over the loader does not show all examples, so classes must be given."""
     data = clients()
     loaders = {client: DataLoader(dataset, batch_size=5, drop_last=True) for client, dataset in data.items()}
-    with pytest.raises(ValueError, match="The loader of client 'c0' may leave examples out of a pass"):
+    with pytest.raises(ValueError, match="The loader of client 'c0' may skip examples in a pass"):
         federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(models.Module(net(), plain_sgd), loaders)
     drawn = {
         client: DataLoader(dataset, sampler=WeightedRandomSampler(torch.ones(len(dataset)), 9), batch_size=4)
@@ -401,7 +404,9 @@ def test_numbers_that_are_floats_are_labels(federated_trainer):
 def test_soft_labels(soft, federated_trainer):
     data = {"a": TensorDataset(torch.randn(4, SIZE), soft)}
     with pytest.raises(ValueError, match=r"Expected labels to be class numbers, but got torch\.float32 of shape"):
-        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(models.Module(net(), plain_sgd), data)
+        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5, target=1)]).fit(
+            models.Module(net(), plain_sgd), data
+        )
 
 
 def test_a_weight_that_is_shared(federated_trainer):
@@ -482,8 +487,10 @@ def test_all_classes_are_validated(federated_trainer):
 def test_an_exception_gives_the_head_back(federated_trainer):
     class Failing(models.Module):
         def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            raise RuntimeError("no more")
+            loss = super().training_step(batch, batch_idx)
+            if self.net[1].held is not None:
+                raise RuntimeError("no more")
+            return loss
 
     module = Failing(net(), plain_sgd)
     before = state_of(module)
@@ -533,7 +540,7 @@ def test_where_the_labels_are(kind, federated_trainer):
 
     class Own(models.Module):
         def training_step(self, batch, batch_idx):
-            assert not torch.equal(batch["place"], batch["label"])
+            assert self.net[1].held is None or not torch.equal(batch["place"], batch["label"])
             return F.cross_entropy(self(batch["x"]), batch["label"])
 
     target = None if kind == "dictionary" else lambda batch: batch["label"]
@@ -543,6 +550,53 @@ def test_where_the_labels_are(kind, federated_trainer):
     federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5, target=target)]).fit(module, named)
     federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(plain, data)
     assert_same(state_of(module), state_of(plain))
+
+
+class ThirdTensor(models.Module):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[2])
+
+
+class LossOfHead(models.Module):
+    def training_step(self, batch, batch_idx):
+        return self.net[1].loss(self.net[0](batch[0]), batch[2])
+
+
+@pytest.mark.parametrize("kind", [ThirdTensor, LossOfHead])
+@pytest.mark.parametrize("margin", [0.0, 0.3])
+def test_labels_are_those_in_the_loss(kind, margin, federated_trainer):
+    """The second tensor is a copy of the labels in the first batches, and other numbers later."""
+
+    def trained(used, data):
+        torch.manual_seed(2)
+        network = nn.Sequential(nn.Linear(SIZE, WIDTH), SampledSoftmaxHead(WIDTH, CLASSES, margin=margin))
+        module = used(network, plain_sgd)
+        federated_trainer(max_rounds=2, callbacks=[SampledSoftmax(5)]).fit(
+            module, FederatedDataModule(data, batch_size=4)
+        )
+        assert network[1].margin == margin
+        return state_of(module)
+
+    data = {client: dataset.tensors for client, dataset in clients().items()}
+    triples = {client: TensorDataset(x, y if client == "c0" else -y - 1, y) for client, (x, y) in data.items()}
+    assert_same(trained(kind, triples), trained(models.Module, clients()))
+
+
+CHANGED_LABELS = {
+    "shifted": (lambda z, y: F.cross_entropy(z, (y + 1) % CLASSES), r"labels in the loss .* a `target`"),
+    "reversed": (lambda z, y: F.cross_entropy(z, CLASSES - 1 - y), r"labels in the loss .* a `target`"),
+    "void": (lambda z, y: F.cross_entropy(z, y, ignore_index=11), r"negative labels only, .* `ignore_index` 11"),
+    "no labels": (lambda z, y: z.square().mean(), "give `SampledSoftmax` a `target`"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_LABELS)
+def test_labels_that_are_not_logit_columns(name, federated_trainer):
+    loss, message = CHANGED_LABELS[name]
+    with pytest.raises(MisconfigurationException, match=message):
+        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(
+            models.Module(net(), plain_sgd, loss=loss), clients()
+        )
 
 
 def test_clients_with_loaders(federated_trainer):

@@ -89,7 +89,7 @@ def test_a_visit_is_a_plain_fit(name, federated_trainer, plain_trainer):
     }
     recorder, rows = Recorder(), Rows()
     trainer = federated_trainer(
-        max_rounds=1, seed=SEED, callbacks=[SampledSoftmax(NEGATIVES), recorder, rows], batch_norm="average",
+        max_rounds=1, seed=SEED, callbacks=[SampledSoftmax(NEGATIVES, target=1), recorder, rows], batch_norm="average",
         **options, **trainer_options,
     )  # fmt: skip
     data = FederatedDataModule(models.as_datasets(clients), batch_size=8, **loading)
