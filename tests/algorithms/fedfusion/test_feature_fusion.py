@@ -816,7 +816,7 @@ def test_fits_one_after_another(federated_trainer, plain_trainer, tmp_path):
 
 def test_another_fusion_is_refused(federated_trainer):
     module = fit(federated_trainer, make("multi"), rounds=1)
-    with pytest.raises(MisconfigurationException, match=r"but it has 'multi' at the output of 'net.features': take"):
+    with pytest.raises(MisconfigurationException, match=r"but it has 'multi' at the output of 'net.features': remove"):
         fit(federated_trainer, make("conv"), module, rounds=1)
     with pytest.raises(MisconfigurationException, match=r"with 'multi' at 'net.features.0', but it has"):
         fit(federated_trainer, make("multi", at="net.features.0"), module, rounds=1)
