@@ -2,7 +2,7 @@
 
 The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
 :class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with names of known parts
-of the model. Only requested rows travel, in both directions. Bytes are counted, not estimated.
+of the model. Only requested rows are sent, in both directions. Bytes are counted, not estimated.
 
 Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver has the values:
 ``unsent`` holds the names, and the receiver fills in the values.
@@ -89,7 +89,7 @@ class Request:
     Args:
         client: The client's key.
         rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so the order tells nothing about
-            the client. Equal rows for several entries, such as a head's weight and bias, travel once.
+            the client. Equal rows for several entries, such as a head's weight and bias, are sent once.
         extras: Further tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
     """
 

@@ -145,7 +145,7 @@ class AdaptiveAggregation(FederatedCallback):
 
 
 class _Mixture(NamedTuple):
-    """A parameter with a mixture of the last and the global model."""
+    """A parameter that mixes the values from the client's last model and the global model."""
 
     name: str
     parameter: nn.Parameter

@@ -42,11 +42,11 @@ class FedNova(ChannelRule):
     dampening), and the strength :math:`\mu` from the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a
     constant rate the length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) /
     (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` cancels in the average.
-    The server excludes a client if both the length and the length per example differ from the round's median by more
-    than a factor 128. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
+    The server excludes a client if both the length and the length per example differ from the round's median by a
+    factor of more than 128. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
 
-    With equal numbers of steps the weights equal FedAvg's bit for bit. Buffers are averaged by examples. The paper's
-    server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
+    With equal numbers of steps the weights equal FedAvg's bit for bit. Buffers are averaged, weighted by examples. The
+    paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
     - Sends: 1 model down, 1 up (and a number per entry).
     - Keeps: nothing.

@@ -38,12 +38,12 @@ class QFFL(ChannelRule):
 
     :math:`F_k(x)` is the broadcast model's loss: the mean ``training_step`` loss in an additional pass over the
     client's data, in evaluation mode. The pass does not change the training's random numbers. The server excludes a
-    client with a loss or a constant :math:`L` more than a factor 128 above the round's median. Reference: Li et al.,
-    ICLR 2020, Algorithm 2.
+    client with a loss above 128 times the round's median, or a constant :math:`L` farther than a factor of 128 from the
+    median. Reference: Li et al., ICLR 2020, Algorithm 2.
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
     Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
-    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. Buffers are averaged by :math:`p_k F_k^q`.
+    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
 
     - Sends: 1 model down, 1 up (and two numbers).
     - Keeps: nothing.

@@ -69,7 +69,7 @@ class OwnClassConfusion(PeriodicPictures):
         class_names: Class names from class 0 on; further classes are shown by index.
         target: Labels in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found
             by one traced step. Negative and ignored labels do not count.
-        inputs: Inputs in a batch: an index, a key, or a function of the batch; by default the usual place.
+        inputs: Inputs in a batch: an index, a key, or a function; by default the first element, or ``batch["image"]``.
 
     Attributes:
         latest: Matrix by client after the last evaluated round, also without a logger.

@@ -116,7 +116,7 @@ class LoggedValues:
 
     Attributes:
         batch: The current batch; ``None`` between batches.
-        suffix: Suffix for names, with several loaders.
+        suffix: Suffix for the names of logged values, with several loaders.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
         directions: Whether high values are good, by name, for metrics with a declared direction.

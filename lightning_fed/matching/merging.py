@@ -81,7 +81,7 @@ class MatchedAverage:
         passes: Maximum number of matching passes over the networks per group.
         sweeps: Maximum alignment sweeps over all networks and groups; with ``"grow"`` before the matching.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average.
-        inputs: Index, key or function for the inputs in a batch; ``None`` for the usual inputs.
+        inputs: Index, key or function for the inputs; ``None`` for the first element or a key such as ``"image"``.
         seed: Seed for the network order.
 
     Raises:

@@ -11,9 +11,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PooledSamples(Metric):
-    """Metric over all added vectors (with a common length) and labels, in the metric's type, gathered over processes.
+    """Base class: stores all vectors (of equal length) and labels in the metric's dtype, and gathers all processes'.
 
-    States are flat, and labels are floats, so a process without data has an empty state with the same type.
+    States are one-dimensional and labels are floats, so the empty state of a process without data has the same dtype.
     """
 
     is_differentiable = False

@@ -240,7 +240,7 @@ def recalibrate_batch_norm(
     Args:
         module: Module, changed in place. Called with the inputs of each batch.
         batches: Batches, such as a ``DataLoader``. Moved to the module's device.
-        inputs: Index, key or function for the inputs; ``None`` for the usual inputs.
+        inputs: Index, key or function for the inputs; ``None`` for the first element or a key such as ``"image"``.
         run: Runs the module on a batch; ``None`` for ``forward`` with the inputs.
 
     Raises:

@@ -32,7 +32,7 @@ def absent_class_loss(
 
     Args:
         logits: Shape ``(N, num_classes, *size)``.
-        target: Classes from 0 on, or ``unlabelled``; integers, shape ``(N, *size)``.
+        target: Class indices, or ``unlabelled``; integers, shape ``(N, *size)``.
         unlabelled: Target for unlabelled pixels.
         classes: :math:`C`; ``None`` for the classes in ``target``, as in the authors' program.
 

@@ -345,7 +345,7 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
     Args:
         module: Any module with BatchNorm layers.
         batches: The data, such as a ``DataLoader``.
-        inputs: The inputs in a batch: an index, a key, or a function of the batch; ``None`` for the usual position.
+        inputs: The inputs in a batch: an index, a key, or a function of the batch; ``None``: the first.
 
     Returns:
         The copy, in evaluation mode.

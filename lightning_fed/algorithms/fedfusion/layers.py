@@ -29,15 +29,16 @@ Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 class FusionLayer(nn.Module):
     """The fusion operators for a network, and the global model's frozen extractor.
 
-    Hooks on the network run the frozen extractor on the network's inputs, and fuse the features at the layer. No layer
-    in the network moves or changes names, and this layer is never called.
+    Hooks on the network run the frozen extractor on the network's inputs, and fuse the features at the layer. All
+    layers in the network keep place and name, and this layer is never called.
 
     Args:
         network: The module called with the data.
         layer: Input or output of a layer in the network; ``""`` for the network's output.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network up to the layer.
-        levels: Fused features, for an extractor with several: positions or keys; ``"all"`` skips the input data.
+        levels: Positions or keys of the features to fuse, if the extractor returns several; ``"all"`` skips the input
+            data.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Add a bias to "conv".
         channel_axis: Channel axis; ``None`` infers the axis.

@@ -26,7 +26,7 @@ class FedFusion(Method):
     Args:
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
         at: Name of the layer with the features as output, or ``"auto"``.
-        levels: Fused features, for an extractor with several (an encoder's maps).
+        levels: Features to fuse, if the extractor returns several (as an encoder does).
         ema: Share of the previous weights in the moving average for "multi" and "single".
         eval_reference: Features for the evaluation of the global model: from the previous global model or from itself.
         cache_global_features: Cache the global features for a client's examples during the visit.

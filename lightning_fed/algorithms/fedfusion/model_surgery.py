@@ -35,9 +35,9 @@ def fuse(
 ) -> FusionLayer:
     """Adds feature fusion to a model, in place; returns the layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters. No other module moves or changes names. The model can load a
-    checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer`, features are fused
-    with themselves.
+    The new submodule contains the operators' parameters. All other modules keep their places and names. The model can
+    load a checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer`, features are
+    fused with themselves.
 
     Args:
         module: The model.
@@ -45,7 +45,7 @@ def fuse(
         at: Layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
         channels: Number of channels, or a list; ``"infer"`` runs the network on the module's ``example_input_array``,
             else on ``example``, or on a guess.
-        levels: Fused features, for an extractor with several, see :class:`~lightning_fed.modules.FusionLayer`.
+        levels: Features to fuse, if the extractor returns several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
