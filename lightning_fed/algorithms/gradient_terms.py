@@ -68,7 +68,7 @@ def add_to_gradients(
 def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
     """Adds ``scale * term`` to a gradient, in place. A sparse gradient only gets the nonzero rows.
 
-    The term is dense, and the real view (``view_as_real``) for a complex gradient.
+    The term is a dense tensor. For a complex gradient, the term has the shape of the real view (``view_as_real``).
 
     Example:
         >>> gradient = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 0.0]]).to_sparse(1)

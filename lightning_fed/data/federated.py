@@ -78,7 +78,7 @@ class EvaluationData(L.LightningDataModule):
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
-        """Returns the validation data; a mapping by client is chained."""
+        """Returns the validation loaders; chains the clients' loaders if the data are a mapping by client."""
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:

@@ -222,7 +222,7 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Marks the currently fetched batch as the epoch's last one, by the length in Lightning's data fetcher."""
+    """Marks the currently fetched batch as the epoch's last one, by changing the data fetcher's length."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1

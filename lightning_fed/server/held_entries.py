@@ -44,7 +44,7 @@ class HeldEntries:
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Restores the values missing in a checkpoint from a resumed fit's model."""
+        """Completes the values after loading a checkpoint: takes missing values from ``entries``, the fit's model."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
