@@ -115,6 +115,7 @@ class LayerwiseTraining(FederatedCallback):
         self._counts: Tensor | None = None
         self._batches_left = 0
         self._labels: BatchKey = None
+        self._ignored: int | None = None  # label without an effect on the loss
         self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
         self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
 
@@ -191,7 +192,7 @@ class LayerwiseTraining(FederatedCallback):
         )
         self._stages = [frozenset(stage.entries) for stage in stages]
         rule.prepare(groups, stages, shared)
-        self._labels = self.target
+        self._labels, self._ignored = self.target, None
         is_server_alone = federation.is_remote and federation.has_server
         if rule.last_layer != "class" or rule.num_classes < 2 or is_server_alone:
             self._labels = None
@@ -244,7 +245,8 @@ class LayerwiseTraining(FederatedCallback):
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
             labels = as_classes(find_target(batch, self._labels), 2)
-            class_labels = labels[(labels >= 0) & (labels < len(self._counts))]  # excludes ignored labels
+            is_class = (labels >= 0) & (labels < len(self._counts))
+            class_labels = labels[is_class if self._ignored is None else is_class & (labels != self._ignored)]
             self._counts += torch.bincount(class_labels.flatten().long().cpu(), minlength=len(self._counts))
         return batch
 
@@ -340,6 +342,7 @@ class LayerwiseTraining(FederatedCallback):
             task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`", needs_target=True)
             outputs = set(layer_entries(module, module.get_submodule(task.layer)))
             if task.num_classes == rule.num_classes and not outputs.isdisjoint(rule.outputs):
+                self._ignored = task.ignore_index
                 return task.target
             reason = f"the loss compares labels with the outputs of {task.layer!r}, and not of {rule.outputs[0]!r}"
         except MisconfigurationException as fault:

@@ -295,6 +295,21 @@ class TwoTargets(models.Module):
         return F.cross_entropy(self(batch[0]), self.change(batch[2]))
 
 
+def test_a_class_that_the_loss_ignores_is_not_counted(federated_trainer):
+    counts = {}
+
+    class Watch(FederatedCallback):
+        def on_server_receive(self, trainer, module, update):
+            if "fedma:counts" in update.extras:
+                counts[update.client] = update.extras["fedma:counts"].tolist()
+
+    trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[Watch()])
+    module = models.Module(mlp(), momentum, loss=lambda x, y: F.cross_entropy(x, y, ignore_index=0))
+    fit(trainer, module, data_of(parts()))
+    assert counts == {client: [0, *torch.bincount(y, minlength=3)[1:].tolist()] for client, (_, y) in parts().items()}
+    assert not trainer.federation.server.report.failed
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_classes_are_counted_by_the_labels_in_the_loss(is_known, federated_trainer):
     """The usual second tensor has other classes."""
