@@ -57,7 +57,7 @@ class SecureSum(UpdateStep):
     Args:
         clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
         threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
-            round fails. To recover a single update, the server would need the help of all but one of these clients.
+            round fails. To recover one update, the server would need the help of all other clients in the smallest sum.
 
     Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
