@@ -35,7 +35,7 @@ def test_what_is_no_partitioner():
 
 
 def test_a_partitioner_with_a_data_set():
-    with pytest.raises(OptionError, match=r"partitioner without a data set, .* Refusing has one"):
+    with pytest.raises(OptionError, match=r"partitioner without a data set, .* Refusing already has one"):
         FlowerPartition(Refusing()).split([1, 2], 0)
 
 

@@ -381,7 +381,7 @@ def test_labels_per_client_with_sizes_as_in_the_published_program():
 
 
 def test_labels_per_client_has_too_few_of_a_label():
-    with pytest.raises(ValueError, match=r"`min_per_label` \(6\) samples .* one has 20 samples for 4 owners"):
+    with pytest.raises(ValueError, match=r"`min_per_label` \(6\) samples .* one label has 20 samples for 4 clients"):
         labels_per_client(np.repeat([0, 1], [20, 50]), 4, 2, 0, min_per_label=6)
     assert [part.size for part in labels_per_client(np.repeat([0, 1], [20, 50]), 4, 2, 0, min_per_label=5)] == [
         18, 18, 17, 17,
