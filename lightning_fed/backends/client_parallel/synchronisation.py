@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -51,6 +52,13 @@ class _Share:
     logged: dict[str, Any]
     stored: Any
     noted: list[Any]
+
+
+def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
+    """Sends all processes' values to a ``share_round`` generator; a second yield is an error."""
+    with suppress(StopIteration):
+        flow.send(values)
+        raise RuntimeError("Expected one `yield` in `share_round`, but got a second: yield all values together.")
 
 
 class ProcessSynchronisation(RoundSynchronisation):
@@ -138,9 +146,8 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._log.log_all(share.logged for share in shares)
         optimizers.finals = {position: final for share in shares for position, final in share.finals.items()}
         for index, flow in enumerate(flows):
-            with suppress(StopIteration):
-                if flow is not None:
-                    flow.send([share.noted[index] for share in shares])
+            if flow is not None:
+                deliver_values(flow, [share.noted[index] for share in shares])
         seed_everything(self._schedule.start_seed(number))  # the chain restarts the round below
         self._merge(state)
 

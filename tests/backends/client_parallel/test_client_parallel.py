@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_fed import ClientParallelStrategy, FederatedDataModule
+from lightning_fed.backends.client_parallel.synchronisation import deliver_values
 from lightning_fed.data.dataset_clients import count_batches
 from tests import warm_process
 from tests.backends.client_parallel.parallel_script import JOBS, SECONDS, SIZES, Net, clients, serve, train
@@ -183,6 +184,19 @@ def test_values_of_callbacks_with_values_in_some_processes_do_not_mix(two):
     first, second = (found["shared"] for found in two.found("stopped"))
     assert first == [None, [0, None], [0, 1]]
     assert second == [[None, 1], None, [0, 1]]
+
+
+def test_a_second_yield_in_share_round_is_refused():
+    def flow():
+        received.append((yield 1))
+        yield 2
+
+    received = []
+    running = flow()
+    next(running)
+    with pytest.raises(RuntimeError, match="one `yield` in `share_round`"):
+        deliver_values(running, [1, 5])
+    assert received == [[1, 5]]
 
 
 def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two):
