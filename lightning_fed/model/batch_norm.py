@@ -22,7 +22,7 @@ from lightning_fed.numerics.trees import move_tensors
 
 _MOST_POSITIONS = 2.0**53  # all smaller whole numbers are exact in float64
 _WIDE_RANGE = 1e30
-_TAILS = 64.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values; 2 for a normal distribution
+_TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values; 2 for a normal distribution
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
@@ -176,7 +176,7 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
     The second share excludes sampling noise: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with
-    kurtosis :math:`\kappa`, assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client
+    kurtosis :math:`\kappa`, assuming :math:`\kappa - 1 = 149`. Hence only layers with many hundred positions per client
     show a difference in variance. With f malicious clients counts are ignored, and each channel excludes the f smallest
     and f largest means and variances; at least half of the values remain.
     """

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from statistics import median, mode
 from typing import Any, TypeVar
 
 import lightning as L
@@ -52,8 +53,11 @@ _SERVES = {
     "pooled": "pooled BatchNorm statistics serve",
 }
 
-LARGE_SHIFT = 0.2
-"""Shift of a BatchNorm layer's inputs above which clients have their own statistics with ``batch_norm="auto"``."""
+LARGE_SHIFT = 0.05
+"""Shift of the first BatchNorm layer's inputs, above chance, from which ``batch_norm="auto"`` keeps own statistics.
+
+Different image appearance changes the first layer. Different labels change later layers, where own statistics hurt.
+"""
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
@@ -221,17 +225,13 @@ def _group_by_model(
     return sorted(groups.values(), key=lambda group: group[0] is not None)
 
 
-def _find_shift(
-    rule: Aggregator, measured: Sequence[tuple[Client, State]], layers: Iterable[str]
-) -> tuple[str, float | None]:
+def _find_shifts(rule: Aggregator, measured: Sequence[tuple[Client, State]], layers: Iterable[str]) -> dict[str, float]:
     # Only clients with the same model are comparable.
     groups = [reports for _, reports in _group_by_model(rule, measured)]
     by_layer = {
         name: [shift_between(reports, name, rule.tolerated(len(reports))) for reports in groups] for name in layers
     }
-    shifts = {name: max(known) for name, row in by_layer.items() if (known := [x for x in row if x is not None])}
-    largest = max(shifts, key=lambda name: shifts[name], default="")
-    return largest, shifts.get(largest)
+    return {name: max(known) for name, row in by_layer.items() if (known := [x for x in row if x is not None])}
 
 
 def _record_shift(
@@ -239,28 +239,40 @@ def _record_shift(
 ) -> dict[str, float]:
     """Finds the shift between the clients' reports; with ``"auto"``, also decides. Returns the values for the log."""
     rule = fit.server.rule
-    largest, shift = _find_shift(rule, measured, layers)
+    shifts = _find_shifts(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
-        if shift is None and not rule.resizes:  # layers with different widths are not comparable
+        if not shifts and not rule.resizes:  # layers with different widths are not comparable
             fit.reports |= dict(measured)
             measured = list(fit.reports.items())
-            largest, shift = _find_shift(rule, measured, layers)
-        decide_statistics(fit, largest, shift, len(measured))
-    if shift is None:
+            shifts = _find_shifts(rule, measured, layers)
+        decide_statistics(fit, measured, shifts)
+    if not shifts:
         return {}
-    if fit.batch_norm == "recalibrate" and shift > LARGE_SHIFT and fit.record_warning("shift"):
+    first, shift, excess = _find_first_shift(fit, measured, shifts)
+    if fit.batch_norm == "recalibrate" and excess > LARGE_SHIFT and fit.record_warning("shift"):
         _log.warning(
-            "The clients' data differ so much that pooled BatchNorm statistics may fit no client. In layer %r, %.0f %%"
-            " of the inputs' variance is between the clients, and the global model can score far worse than with"
-            " suitable statistics. batch_norm=LocalStatistics() gives every client separate statistics;"
+            "Pooled BatchNorm statistics may not fit the clients, because the clients' inputs differ: %.0f %% of the"
+            " variance in the inputs of the first BatchNorm layer, %r, is between the clients."
+            " batch_norm=LocalStatistics() gives every client separate statistics;"
             " `lightning_fed.modules.to_group_norm` (norm='group' in the ready tasks) needs no statistics.",
-            largest,
             100 * shift,
+            first,
         )
-    return {"fed/batch_norm_shift": shift}
+    return {"fed/batch_norm_shift": max(shifts.values())}
 
 
-def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_reports: int) -> None:
+def _find_first_shift(
+    fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]
+) -> tuple[str, float, float]:
+    # The first layer in the order of execution, with the shift, and the excess over chance. Chance has the largest
+    # share if an example has a single value per channel: (K - 1) / N for K clients with N examples together.
+    first = mode(next(iter(report)).removeprefix("batch_norm:").rpartition(":")[0] for _, report in measured if report)
+    size = median(fit.server.report.received.values())
+    shift = shifts.get(first, 0.0)
+    return first, shift, shift - (len(measured) - 1) / (len(measured) * size)
+
+
+def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
     """Decides, once in a fit, between own and pooled BatchNorm statistics.
 
     The first round with reports decides, or the second if less than half of the cohort has reported in the first. At
@@ -270,17 +282,18 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
     """
     cohort = fit.cohort
     is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
-    if shift is not None and num_reports >= fit.server.min_clients and not (is_first and 2 * num_reports < size):
-        decision = "own" if shift > LARGE_SHIFT else "pooled"
+    if shifts and len(measured) >= fit.server.min_clients and not (is_first and 2 * len(measured) < size):
+        first, shift, excess = _find_first_shift(fit, measured, shifts)
+        decision = "own" if excess > LARGE_SHIFT else "pooled"
         text = (
             "each client has its own statistics, and the statistics of the batch serve data without a client"
             if decision == "own"
             else "the clients share pooled statistics"
         )
         _log.info(
-            "BatchNorm: %.0f %% of the variance in the inputs of layer %r is between the clients: %s.",
+            "BatchNorm: %.0f %% of the variance in the inputs of the first layer, %r, is between the clients: %s.",
             100 * shift,
-            layer,
+            first,
             text,
         )
         fit.decision, fit.reports = decision, {}
@@ -288,7 +301,7 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
         _log.info(
             "The choice between own and pooled BatchNorm statistics is open after %d reports: a decision needs reports"
             " of %d clients, in the first round of half the clients. Until then the latest reports serve all clients.",
-            num_reports,
+            len(measured),
             max(2, fit.server.min_clients),
         )
     fit.num_measured += 1

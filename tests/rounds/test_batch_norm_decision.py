@@ -250,6 +250,48 @@ def test_a_skew_of_labels_is_no_shift_of_looks(is_bright, federated_trainer):
     assert trainer.federation.batch_norm_decision == ("own" if is_bright else "pooled")
 
 
+def gaussian_clients(count, size):
+    """Equal clients."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.arange(size) % models.CLASSES
+    return {f"{place}": (torch.randn(size, 6, generator=generator), targets) for place in range(count)}
+
+
+class Product(nn.Module):
+    """The second BatchNorm layer, registered first, sees the product of two normalised inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, models.CLASSES))
+        self.body = nn.BatchNorm1d(2)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs[:, :2]).prod(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("offset", "sign", "decision"), [(0.0, -1.0, "pooled"), (0.7, 1.0, "own")])
+def test_the_first_layer_in_the_order_of_execution_decides(offset, sign, decision, federated_trainer):
+    """The other layer differs too: by far more in the first case, in which each input has equal moments."""
+    clients = gaussian_clients(4, 80)
+    for name in ("1", "3"):
+        inputs, targets = clients[name]
+        clients[name] = torch.cat([inputs[:, :1] + offset, sign * inputs[:, :1] + offset], dim=1), targets
+    for name in ("0", "2"):
+        inputs, targets = clients[name]
+        clients[name] = inputs[:, :1].repeat(1, 2), targets
+    trainer, _, recorder = fit(federated_trainer, clients, module=models.Module(Product()))
+    assert (recorder.logged[0]["fed/batch_norm_shift"] > 0.2) == (decision == "pooled")
+    assert trainer.federation.batch_norm_decision == decision
+
+
+def test_few_examples_per_client_are_no_shift(federated_trainer):
+    """Eight equal clients with four examples each differ by chance, by more than the limit without examples."""
+    clients = gaussian_clients(8, 4)
+    trainer, _, recorder = fit(federated_trainer, clients, max_rounds=1)
+    assert recorder.logged[0]["fed/batch_norm_shift"] > 2 * batch_norm.LARGE_SHIFT
+    assert trainer.federation.batch_norm_decision == "pooled"
+
+
 def secure_sum():
     return [UniformWeights(), SecureSum(10.0)]
 

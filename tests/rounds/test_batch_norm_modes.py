@@ -276,7 +276,7 @@ def report_of(*values):
     [
         ([(0, 2), (4, 6, 8)], 0, (2 * 9 + 3 * 4) / (5 * 8)),
         # Variances 1 and 9, without the noise of a variance from 1,000 values.
-        ([(-1, 1) * 500, (-3, 3) * 500], 0, (4**2 + 4**2) / (1 + 81) - 64 / 2 / 1000),
+        ([(-1, 1) * 500, (-3, 3) * 500], 0, (4**2 + 4**2) / (1 + 81) - 149 / 2 / 1000),
         ([(0, 2), (0, 2)], 0, 0.0),
         ([(0, 2), (0, 2), (0, 2), (100, 300)], 1, 0.0),
     ],
@@ -308,7 +308,8 @@ def test_equal_clients_with_rare_large_values_have_a_small_shift(size):
         with statistics.watching():
             net(part)
         reports.append(statistics.as_extras())
-    assert shift_between(reports, "0") < LARGE_SHIFT
+    chance = (6 - 1) / (6 * size)
+    assert shift_between(reports, "0") < chance + LARGE_SHIFT
 
 
 @pytest.mark.parametrize(("count", "num_remaining"), [(2, 2), (3, 3), (4, 2), (5, 3), (8, 4)])
@@ -333,12 +334,12 @@ def test_the_log_says_once_where_pooled_statistics_fit_nobody(offset, federated_
     with caplog.at_level(logging.WARNING):
         trainer.fit(models.Module(models.norm_mlp(), models.sgd), models.as_datasets(clients))
     shift = recorder.logged[-1]["fed/batch_norm_shift"]
-    warned = [message for message in caplog.messages if "variance is between the clients" in message]
+    warned = [message for message in caplog.messages if "Pooled BatchNorm statistics may not fit" in message]
     assert len(warned) == (offset > 0)
     assert (shift > 0.5) == (offset > 0)
     assert 0 < shift < 1
     if offset:
-        assert "'net.1'" in warned[0] or "'net.5'" in warned[0]
+        assert "first BatchNorm layer, 'net.1', is" in warned[0]
         assert "batch_norm=LocalStatistics() gives" in warned[0]
 
 
