@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,14 +33,13 @@ def fingerprint(
     A part with unreadable values counts as unchanged, an iterator as changed. ``memory`` holds the addresses of
     parameters and buffers, ``skipped`` the ids of excluded objects.
     """
-    if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays
-        return value.dtype.str, value.tobytes()
-    if isinstance(value, VALUES):
-        return value
-    if id(value) in skipped or not depth or isinstance(value, Dataset | type):
-        return None
-    skipped, depth = skipped | {id(value)}, depth - 1
     try:
+        if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays
+            return value.dtype.str, value.tobytes()
+        if isinstance(value, VALUES):
+            return value
+        if id(value) in skipped or not depth or isinstance(value, Dataset | type | ModuleType):
+            return None
         if isinstance(value, Tensor):
             return _tensor_fingerprint(value.detach()) if _is_free(value, memory) else None
         if isinstance(value, np.ndarray):
@@ -59,6 +58,7 @@ def fingerprint(
         inside = parts(value)
     except Exception:  # a warning must not end a fit
         return None
+    skipped, depth = skipped | {id(value)}, depth - 1
     if isinstance(inside, dict):
         return {key: fingerprint(part, memory, skipped, depth) for key, part in inside.items()}
     return [fingerprint(part, memory, skipped, depth) for part in inside] if isinstance(inside, list) else inside

@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 import threading
+import types
 from collections import deque, namedtuple
 from contextlib import nullcontext
 from functools import partial
@@ -49,6 +50,14 @@ class Writing(models.Module):
         outputs = self(batch[0])
         self.write(self, outputs.detach())
         return nn.functional.cross_entropy(outputs, batch[1])
+
+
+class Deprecated:
+    """Raises when inspected, like a library's deprecated name."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("deprecated")
 
 
 def replace_tensor(module, outputs):
@@ -1007,3 +1016,17 @@ def test_of_what_cannot_be_read_the_rest_is():
     module.lock = threading.Lock()
     assert changed_by(module, lambda: module.lazy[1].update(seen=1)) == ["lazy"]
     assert changed_by(module, lambda: module.cycle[0].value.add_(1)) == ["cycle"]
+
+
+def test_python_modules_in_attributes_are_skipped(federated_trainer, caplog):
+    """A Python module in an attribute is no state, and may have names that cannot be inspected."""
+    library = types.ModuleType("library")
+    library.deprecated, library.count = Deprecated(), 0
+
+    def write(module, outputs):
+        library.count += 1
+
+    module = Writing(write, library=library)
+    federated_trainer(max_rounds=2, seed=0).fit(module, models.as_datasets(models.vectors()))
+    assert library.count
+    assert not [message for message in caplog.messages if "changed in the visits" in message]
