@@ -5,8 +5,9 @@ CamVid by drive, and scenes with few classes per client. Networks: DeepLabV3+ wi
 with an ImageNet-pretrained EfficientNet-Lite0 encoder (``--weights``).
 
 The treatments `average`, `recalibrate` and `silobn` train equal weights; only the running statistics differ. The
-weights of `silobn` are scored with four statistics: from each client's last visit (`own`), measured for each client
-after the last aggregation (`measured`), pooled, and from each batch.
+weights of `silobn` are scored with several statistics: from each client's last visit (`own`), measured for each client
+after the last aggregation (`measured`), and pooled; for data without a client, from each batch (`batch`) or from the
+test images of one loader (`data`), with one loader per client or a single loader for all clients (`mixed`).
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from lightning_fed.modules import UnseenStatistics, recalibrate_batch_norm
 from lightning_fed.tasks import SegmentationTask
 
 EPOCHS, BATCH, CLIENTS = 2, 8, 6
-ROUNDS = {"scratch": 20, "pretrained": 10}
+ROUNDS = {"scratch": 20, "pretrained": 10, "untrained": 10}  # `untrained`: the pretrained network without weights
 SHAPES_MEAN, SHAPES_STD = 0.47, 0.22
 LOOKS: dict[str, dict[str, float]] = {
     "mild": {"contrast": 0.3, "colour": 0.2, "noise": 0.03},
+    "weak": {"contrast": 0.6, "colour": 0.4, "blur": 0.3, "noise": 0.05},
+    "medium": {"contrast": 1.0, "colour": 0.7, "blur": 0.6, "noise": 0.07},
     "strong": {"contrast": 1.5, "colour": 1.0, "blur": 1.0, "noise": 0.1},
     "polarity": {"contrast": 0.3, "colour": 0.2, "noise": 0.03, "polarity": 0.5},
 }
@@ -135,11 +138,15 @@ def task_of(classes: int, norm: str, seed: int, start: str, arguments: argparse.
         return SegmentationTask("Unet", classes, encoder_name="resnet18", model_kwargs=small, **optimizer)
     if start == "scratch":
         return SegmentationTask("DeepLabV3Plus", classes, encoder_name="resnet18", **optimizer)
-    encoder = "tu-tf_efficientnet_lite0"
-    return SegmentationTask("Unet", classes, encoder_name=encoder, encoder_weights=str(arguments.weights), **optimizer)
+    weights = str(arguments.weights) if start == "pretrained" else None
+    return SegmentationTask(
+        "Unet", classes, encoder_name="tu-tf_efficientnet_lite0", encoder_weights=weights, **optimizer
+    )
 
 
-def scores_of(task: Any, states: Mapping[Any, Mapping[str, Any]], data: Any, serve: Any = None) -> dict[str, Any]:
+def scores_of(
+    task: Any, states: Mapping[Any, Mapping[str, Any]], data: Any, serve: Any = None, is_mixed: bool = False
+) -> dict[str, Any]:
     """Mean IoU for each client's test data with the client's state, and over all clients.
 
     Args:
@@ -148,27 +155,37 @@ def scores_of(task: Any, states: Mapping[Any, Mapping[str, Any]], data: Any, ser
         data: The clients' test data.
         serve: States of known clients, for :class:`NearestStatistics`; ``"batch"`` for :class:`UnseenStatistics`;
             ``None`` for running statistics.
+        is_mixed: Whether all clients' images share batches. Then all clients have the same state.
     """
-    whole, clients, dice = SegmentationScores(task.num_classes), {}, {}
+    whole = SegmentationScores(task.num_classes)
+    own = {str(client): SegmentationScores(task.num_classes) for client in data.test}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     task.to(device).eval()
     adapter = None
     if serve is not None:
         adapter = UnseenStatistics(task) if serve == "batch" else NearestStatistics(task, serve)
-    for client, dataset in data.test.items():
+    parts = {client: [(str(client), *sample) for sample in dataset] for client, dataset in data.test.items()}
+    if is_mixed:
+        samples = list(itertools.chain(*parts.values()))
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+        parts = {next(iter(parts)): [samples[place] for place in order]}
+    for client, samples in parts.items():
         task.load_state_dict(states[client])
-        own = SegmentationScores(task.num_classes)
-        with torch.no_grad():
-            for images, masks in DataLoader(dataset, BATCH):
+        for names, images, masks in DataLoader(samples, BATCH):
+            with torch.no_grad():
                 logits = task(images.to(device)).cpu()
-                own.update(logits, masks)
-                whole.update(logits, masks)
-        values = own.compute()
-        clients[str(client)], dice[str(client)] = float(values["miou"]), float(values.get("dice/1", 0.0))
+            whole.update(logits, masks)
+            for place, name in enumerate(names):
+                own[name].update(logits[place : place + 1], masks[place : place + 1])
     if adapter is not None:
         adapter.remove()
     task.cpu()
-    return {"all": float(whole.compute()["miou"]), "clients": clients, "dice": dice}
+    values = {name: score.compute() for name, score in own.items()}
+    return {
+        "all": float(whole.compute()["miou"]),
+        "clients": {name: float(value["miou"]) for name, value in values.items()},
+        "dice": {name: float(value.get("dice/1", 0.0)) for name, value in values.items()},
+    }
 
 
 def run(name: str, setting: str, start: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -225,7 +242,9 @@ def train(
         if name == "silobn":
             for way, states in measured_states(task, shared, data).items():
                 result["scores"][way] = scores_of(task, states, data)
-            result["scores"]["batch"] = scores_of(task, dict.fromkeys(clients, shared), data, "batch")
+            everywhere = dict.fromkeys(clients, shared)
+            result["scores"]["batch"] = scores_of(task, everywhere, data, "batch")
+            result["scores"]["batch, mixed"] = scores_of(task, everywhere, data, "batch", is_mixed=True)
             others = {}  # excludes the evaluated client: simulates an unseen client
             for client in clients:
                 known = [state for key, state in own_states.items() if key != client]
@@ -237,19 +256,21 @@ def train(
 
 
 def measured_states(task: Any, weights: Mapping[str, Tensor], data: Any) -> dict[str, dict[Any, dict[str, Tensor]]]:
-    """States with running statistics measured with the final weights: by client, and over all clients."""
+    """States with running statistics measured with the final weights, on training or test images."""
 
-    def measure(names: Sequence[Any]) -> dict[str, Tensor]:
+    def measure(*datasets: Any) -> dict[str, Tensor]:
         task.load_state_dict(weights)
-        loaders = [
-            DataLoader(data.clients[name], BATCH, drop_last=len(data.clients[name]) % BATCH == 1) for name in names
-        ]
+        loaders = [DataLoader(dataset, BATCH, drop_last=len(dataset) % BATCH == 1) for dataset in datasets]
         recalibrate_batch_norm(task, itertools.chain(*loaders))
         return {key: value.clone() for key, value in task.state_dict().items()}
 
     clients = list(data.test)
-    pooled = measure(clients)
-    return {"measured": {client: measure([client]) for client in clients}, "pooled": dict.fromkeys(clients, pooled)}
+    return {
+        "measured": {client: measure(data.clients[client]) for client in clients},
+        "pooled": dict.fromkeys(clients, measure(*(data.clients[client] for client in clients))),
+        "data": {client: measure(data.test[client]) for client in clients},
+        "data, mixed": dict.fromkeys(clients, measure(*data.test.values())),
+    }
 
 
 def _only(data: Any, client: Any) -> Any:

@@ -1,8 +1,8 @@
 """Own or pooled BatchNorm statistics: the shift by setting, and one decision per model against one per layer.
 
 All ways have the same weights. `pooled` and `own` treat the whole model, `by layer` has own statistics only
-in layers with a shift above the threshold, and `by model` follows the default's decision. Settings and networks come
-from `appearance.py`, the retina from `hospitals.py`.
+in layers with a shift above the threshold. Settings and networks come from `appearance.py`, the retina from
+`hospitals.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from common import QUIET, Curve, machine, parser, prepare, run_all, spread, table, write_section
 from torch import Tensor
 
-from lightning_fed import FederatedTrainer, LocalStatistics
+from lightning_fed import FederatedTrainer
 from lightning_fed.model.batch_norm import shift_between
 from lightning_fed.rounds.batch_norm import LARGE_SHIFT
 
-SETTINGS = ("alike", "mild", "strong", "drives", "retina", "classes 0.1")
-WAYS = ("pooled", "own", "by layer", "by model")
+SETTINGS = ("alike", "mild", "weak", "medium", "strong", "drives", "retina", "classes 0.1")
+WAYS = ("pooled", "own", "by layer")
 
 
 def shifts_of(states: Mapping[Any, Mapping[str, Tensor]], sizes: Mapping[Any, int]) -> dict[str, float]:
@@ -49,26 +49,25 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         data, classes = appearance.data_of(name, seed, arguments)
     task = appearance.task_of(classes, "batch", seed, "scratch", arguments)
-    curve, clients = Curve(f"{name} {seed}:"), list(data.test)
+    curve = Curve(f"{name} {seed}:")
     trainer = FederatedTrainer(
         max_rounds=arguments.rounds or appearance.ROUNDS["scratch"], seed=seed, local_epochs=appearance.EPOCHS,
-        batch_norm=LocalStatistics("pooled"), callbacks=[curve], limit_val_batches=0, **QUIET,
+        callbacks=[curve], limit_val_batches=0, **QUIET,
     )  # fmt: skip
     trainer.fit(task, datamodule=data)
-    pooled = {key: value.clone() for key, value in task.state_dict().items()}
-    own = {client: trainer.federation.client_state(client) for client in clients}
-    shifts = shifts_of(own, {client: len(data.clients[client]) for client in clients})
+    weights = {key: value.clone() for key, value in task.state_dict().items()}
+    measured = appearance.measured_states(task, weights, data)
+    own, shared = measured["measured"], measured["pooled"]
+    shifts = shifts_of(own, {client: len(data.clients[client]) for client in own})
     large = tuple(f"{layer}." for layer, shift in shifts.items() if shift > LARGE_SHIFT)
     by_layer = {
-        client: {key: value if key.startswith(large) else pooled[key] for key, value in state.items()}
+        client: {key: value if key.startswith(large) else shared[client][key] for key, value in state.items()}
         for client, state in own.items()
     }
-    logged = [values["fed/batch_norm_shift"] for values in curve.rounds]
-    shared = dict.fromkeys(clients, pooled)
     states = {"pooled": shared, "own": own, "by layer": by_layer}
-    states["by model"] = own if logged[0] > LARGE_SHIFT else shared
     return {
-        "shifts": logged,
+        "shifts": [values["fed/batch_norm_shift"] for values in curve.rounds if "fed/batch_norm_shift" in values],
+        "decision": trainer.federation.batch_norm_decision,
         "large": len(large),
         "layers": len(shifts),
         "scores": {way: appearance.scores_of(task, states[way], data) for way in WAYS},
@@ -96,17 +95,21 @@ def main() -> None:
         [
             name,
             spread([result["shifts"][0] for result in runs], 2),
-            spread([result["shifts"][-1] for result in runs], 2),
-            f"{max(result['large'] for result in runs)} of {runs[0]['layers']}",
-            *(spread([result["scores"][way]["all"] for result in runs]) for way in WAYS),
+            " ".join(dict.fromkeys(result.get("decision", "") for result in runs)),
+            f"{max(result['large'] for result in runs)} of {runs[0]['layers']}" if "large" in runs[0] else "",
+            *(spread([result["scores"][way]["all"] for result in runs if way in result["scores"]]) for way in WAYS),
+            spread([100 * (result["scores"]["own"]["all"] - result["scores"]["pooled"]["all"]) for result in runs], 1),
             str(len(runs)),
         ]
         for name, runs in results.items()
     ]
-    header = ["", "shift, round 1", "last round", "layers above", *WAYS, "seeds"]
+    header = ["", "shift", "decision", "layers above", *WAYS, "own to pooled", "seeds"]
+    flag, network = (" --small", "a small U-Net") if arguments.small else ("", "DeepLabV3+ with a ResNet-18")
     text = (
-        f"Mean IoU on the clients' test images together. A shift above {LARGE_SHIFT} counts as large. The network is"
-        f" {'a small U-Net' if arguments.small else 'DeepLabV3+ with a ResNet-18'} from scratch."
+        f"`python benchmarks/batch_norm_decision.py{flag} --data DATA`. {network}, from scratch. Mean IoU on all"
+        " clients' test images together. Shift: in the first round, largest among the layers. Layers above: with a shift"
+        f" above {LARGE_SHIFT} at the end; `by layer` has own statistics in these. Differences in points."
+        f" {'; '.join(dict.fromkeys(result['machine'] for runs in results.values() for result in runs))}."
     )
     write_section(arguments.out, study, f"{text}\n\n{table(header, rows)}")
 

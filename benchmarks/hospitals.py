@@ -104,18 +104,23 @@ def main() -> None:
     networks = made.add_mutually_exclusive_group()
     networks.add_argument("--deeplab", action="store_true", help="DeepLabV3+ in place of a small U-Net")
     networks.add_argument("--weights", type=Path, help="weights of EfficientNet-Lite0 on ImageNet: a U-Net with them")
+    networks.add_argument("--untrained", action="store_true", help="the same U-Net without the weights")
     made.add_argument("--section", default="", help="name of the written section, for a part of the table")
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
         arguments.rounds, arguments.seeds, arguments.names = 1, [0], ["central", "silobn"]
-    arguments.small = not arguments.deeplab and arguments.weights is None
-    start, network = ("scratch" if arguments.weights is None else "pretrained"), ""
+    arguments.small = not arguments.deeplab and not arguments.untrained and arguments.weights is None
+    start, network = "scratch", ""
     flag, words = "", "a small U-Net (three stages of ResNet-18), from scratch"
     if arguments.deeplab:
         network, flag, words = "-deeplab", " --deeplab", "DeepLabV3+ with ResNet-18, from scratch"
     if arguments.weights is not None:
-        network, flag, words = "-pretrained", " --weights WEIGHTS", "U-Net with EfficientNet-Lite0 from ImageNet"
+        start, network, flag = "pretrained", "-pretrained", " --weights WEIGHTS"
+        words = "U-Net with EfficientNet-Lite0 from ImageNet"
+    if arguments.untrained:
+        start, network, flag = "untrained", "-untrained", " --untrained"
+        words = "U-Net with EfficientNet-Lite0, from scratch"
     retina = Retina(arguments.data)
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in arguments.seeds:
