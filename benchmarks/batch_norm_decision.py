@@ -107,7 +107,7 @@ def main() -> None:
     flag, network = (" --small", "a small U-Net") if arguments.small else ("", "DeepLabV3+ with a ResNet-18")
     text = (
         f"`python benchmarks/batch_norm_decision.py{flag} --data DATA`. {network}, from scratch. Mean IoU on all"
-        " clients' test images together. Shift: in the first round, largest among the layers. Layers above: with a shift"
+        " clients' test images together. Shift: in the first round, largest of the layers. Layers above: with a shift"
         f" above {LARGE_SHIFT} at the end; `by layer` has own statistics in these. Differences in points."
         f" {'; '.join(dict.fromkeys(result['machine'] for runs in results.values() for result in runs))}."
     )
