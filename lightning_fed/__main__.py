@@ -1,4 +1,4 @@
-"""``python -m lightning_fed`` is ``lightning-fed``."""
+"""``python -m lightning_fed`` runs the command ``lightning-fed``."""
 
 from lightning_fed.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Unifies the two distributions of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``."""
+"""Unifies the two packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def unite_names() -> None:
-    """Aliases both packages to the one imported first, by default ``lightning.pytorch``.
+    """Makes both package names refer to the package imported first, by default ``lightning.pytorch``.
 
     The packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
-    package. Nothing changes if both are already imported or have different versions.
+    package. The function changes nothing if both are already imported or have different versions.
     """
     if _version("lightning") != _version("pytorch-lightning"):
         return
@@ -49,7 +49,7 @@ def refuse_foreign(*objects: Any) -> None:
 
 @cache
 def warn_of_two() -> None:
-    """Warns once if both packages are imported: each Trainer rejects callbacks from the other package."""
+    """Warns once if both packages are imported, because each Trainer rejects callbacks from the other package."""
     if "pytorch_lightning" in sys.modules and not _is_one():
         _log.warning(
             "Both `lightning` and `pytorch_lightning` are imported: two packages with the same code. `Federation` needs"

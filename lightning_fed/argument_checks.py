@@ -1,4 +1,4 @@
-"""Checks for arguments, with uniform errors."""
+"""Checks of arguments, with uniform error messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import numbers
 from typing import Any, get_args
 
-_MOST_LISTED = 16  # names in an error with a hint
+_MOST_LISTED = 16  # maximum number of names listed in an error
 
 
 def check_option(name: str, value: object, allowed: Any) -> None:
-    """Refuses a value outside ``allowed``, a sequence or a ``Literal``."""
+    """Refuses a value that is not in ``allowed``, a sequence or a ``Literal``."""
     known = get_args(allowed) or allowed
     if value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
@@ -21,7 +21,7 @@ def check_option(name: str, value: object, allowed: Any) -> None:
 
 
 def check_count(name: str, value: object, lowest: int = 1) -> int:
-    """Checks and converts a whole number of at least ``lowest``; NumPy's numbers are accepted, a bool is not."""
+    """Checks and converts an integer of at least ``lowest``. NumPy integers are accepted; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"Expected `{name}` to be a whole number, but got {value!r}.")
     if value < lowest:
@@ -30,7 +30,7 @@ def check_count(name: str, value: object, lowest: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """Checks and converts a real number; NumPy's numbers are accepted, a bool is not."""
+    """Checks and converts a real number. NumPy numbers are accepted; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"Expected `{name}` to be a number, but got {value!r}.")
     return float(value)

@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """Yields a temporary path, and moves the file to ``path`` unless an exception was raised.
+    """Yields a temporary path, and moves the file to ``path`` afterwards unless an exception was raised.
 
-    Missing folders are created. Exceptions, such as a full disk, get a note with the unchanged file's name. Processes
-    that write the same file need different suffixes.
+    Missing folders are created. A note on an exception (for example, for a full disk) states that the file is
+    unchanged. Processes that write the same file need different suffixes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")
@@ -42,7 +42,7 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         error.add_note(f"Raised while writing {str(path)!r}: the file is unchanged.")
         raise
     finally:
-        with suppress(OSError):  # an error here, such as a read-only disk, would hide the cause
+        with suppress(OSError):  # an error here, for example on a read-only disk, would hide the original exception
             partial.unlink(missing_ok=True)
 
 
@@ -53,7 +53,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a new file, readable only for the current user. An existing file raises ``FileExistsError``."""
+    """Writes a new file that only the current user can read. An existing file raises ``FileExistsError``."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
@@ -73,7 +73,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     """Writes Lightning checkpoints atomically and loads checkpoints without pickle: a pickle can execute any code.
 
     Lightning first writes to the folder for temporary files. If that folder is on another file system, a full disk or a
-    kill during the copy replaces the last checkpoint by a partial file.
+    kill during the copy would replace the last checkpoint by a partial file.
     """
 
     def load_checkpoint(
@@ -94,14 +94,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Writes a checkpoint. Exceptions get a note with the unchanged file's name."""
+        """Writes a checkpoint. A note on an exception names the unchanged file."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         file = Path(path)
-        # The folder has a different name, because Lightning searches file names for `last`.
+        # The temporary folder has a different name, because Lightning searches file names for `last`.
         folder = file.with_name(f".{zlib.crc32(file.name.encode()):08x}.partial")
-        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
+        shutil.rmtree(folder, ignore_errors=True)  # temporary files of a killed process
         default_folder = tempfile.tempdir
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,12 +116,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 def describe_objects(path: str | Path) -> str:
-    """Names the pickled objects in a checkpoint and their classes, without executing code."""
+    """Names the pickled objects in a checkpoint with their classes, without executing code."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(_find_pickle(archive)) as file:
             classes = dict(_find_objects(_InertUnpickler(file).load(), ""))
         unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # a damaged or foreign file, with any content
+    except Exception:  # a damaged or foreign file may have any content
         return "other objects"
     named = [f"an object of {origin!r} in {name!r}" for name, origin in classes.items() if origin in unsafe]
     return " and ".join(named[:3]) or f"objects of {sorted(unsafe)[:3]}"
@@ -163,13 +163,13 @@ def _find_objects(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def protect_checkpoints(trainer: L.Trainer) -> None:
-    """Installs :class:`SafeCheckpointIO` in a Trainer, unless the user chose another ``CheckpointIO``."""
+    """Installs :class:`SafeCheckpointIO` in a Trainer, unless the user set another ``CheckpointIO``."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = SafeCheckpointIO()
 
 
 def folders_of(trainer: L.Trainer) -> list[str]:
-    """Folders for checkpoints, loggers and temporary files."""
+    """Lists the folders for checkpoints, loggers and temporary files."""
     logs = [f"{logger.log_dir or logger.save_dir} ({type(logger).__name__})" for logger in trainer.loggers]
     checkpoints = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
     folders = [trainer.default_root_dir, *checkpoints, *logs, f"{tempfile.gettempdir()} (temporary files)"]

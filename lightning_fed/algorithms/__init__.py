@@ -1,4 +1,4 @@
-"""All federated methods, named as in the papers. Importing a method here registers the method."""
+"""All federated methods, named as in the papers. Importing a method in this file registers the method."""
 
 from lightning_fed.algorithms.channels import Channel as Channel
 from lightning_fed.algorithms.channels import ChannelRule as ChannelRule

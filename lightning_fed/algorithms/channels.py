@@ -38,14 +38,15 @@ class Channel:
 
     Args:
         form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
-            (``"number"``). Numbers have float64 and are at least 0.
+            (``"number"``). Numbers are float64 and must be at least 0.
         up: Whether clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers.
         down: Whether the server sends the tensors with the broadcast.
         memory: Whether clients keep the tensors between visits.
         server: Whether the server keeps the tensors between rounds.
-        bounds: Limits for numbers used in a division, product or power: the rule excludes clients with a number more
-            than 128 times the round's median (``"above"``), or also less than a 128th (``"both"``).
-        is_per_example: Whether to accept also a number within the limits after division by the number of examples.
+        bounds: Limits for numbers used in a division, product or power. ``"above"`` excludes clients with a number more
+            than 128 times the round's median; ``"both"`` also excludes numbers less than 1/128 of the median.
+        is_per_example: Whether to also accept a number that is within the limits after division by the number of
+            examples.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -75,7 +76,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """A client's number of examples, and the single numbers sent by the client, by channel and entry."""
+    """A client's number of examples and the scalars that the client sent, by channel and entry."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -83,10 +84,10 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over clients that report numbers of a similar magnitude. Parts can be merged in any order.
+    """Sums over clients with scalars of similar magnitude. Parts can be merged in any order.
 
-    The rule excludes whole parts, because a single client cannot be removed from a sum. ``means`` has a mean for each
-    channel. ``sums`` has additional sums of the rule, by entry; each sum has a method ``merge``.
+    The rule excludes whole parts, because a single client cannot be removed from a sum. ``means`` maps each channel to
+    a mean. ``sums`` maps entries to additional sums of the rule; each sum has a method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -105,7 +106,7 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """A client's visit with the channels' tensors.
+    """A client's visit, with the tensors of all channels.
 
     ``parameters`` are the shared parameters, and ``start`` the broadcast's entries. ``down`` (received from the
     server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors by channel and entry.
@@ -127,7 +128,7 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule with :attr:`channels` by name, and optional hooks for the equations on clients and server.
+    """An averaging rule that declares :attr:`channels`, with optional hooks for client and server computations.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -152,22 +153,22 @@ class ChannelRule(AveragingAggregator):
         self.tensors: dict[str, State] = {title: {} for title, one in self.channels.items() if one.down or one.server}
         self.parts: dict[tuple[Any, ...], Part] = {}
 
-    # The client's equations
+    # Client side
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Raises before the fit if the Trainer or module is unsupported."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Begins a visit; returns a correction for each entry. In a stack of visits, corrections are stacked."""
+        """Begins a visit; returns a correction per entry. For vectorised visits, corrections are stacked."""
         return {}
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Follows an optimizer step, before the correction; returns the record for the next step.
+        """Records an optimizer step, before the correction; returns the record for the next step.
 
-        The first record is ``None``. The gradient is multiplied by ``scale``; ``group`` and ``state`` are the
-        optimizer's.
+        The first record is ``None``. The gradient is multiplied by ``scale``; ``group`` and ``state`` belong to the
+        optimizer.
         """
         return record
 
@@ -186,7 +187,7 @@ class ChannelRule(AveragingAggregator):
     def start(self, info: RoundInfo, state: State) -> None:
         super().start(info, state)
         self.parts = {}
-        # Round 0 starts a new run, perhaps with the same object.
+        # Round 0 starts a new run, and the rule object may come from an earlier run.
         self.tensors = {
             title: {} if info.round == 0 else move_beside(tensors, state) for title, tensors in self.tensors.items()
         }
@@ -228,7 +229,7 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges all parts; raises ``BadUpdates`` for clients with numbers outside the limits."""
+        """Merges all parts. Raises ``BadUpdates`` for clients with numbers outside the limits."""
         self._exclude()
         if len(self.parts) == 1:
             (joined,) = self.parts.values()
@@ -276,7 +277,7 @@ class ChannelRule(AveragingAggregator):
                     lowest = -_OCTAVES if channel.bounds == "both" else -math.inf
                     if not any(lowest <= offset <= _OCTAVES for offset in offsets):
                         value = reports[client].numbers[title][name]
-                        middle = f"the round's median of about {2.0 ** medians[0]:g}"
+                        middle = f"about {2.0 ** medians[0]:g}, the round's median"
                         reasons[client] = f"its {title!r} of {value:g} is far from {middle}"
         if reasons:
             self.parts = {key: part for key, part in self.parts.items() if not reasons.keys() & part.reports.keys()}
@@ -284,12 +285,12 @@ class ChannelRule(AveragingAggregator):
 
 
 def _octaves(value: float, num_samples: int) -> tuple[int, int]:
-    least = 5e-324  # instead of 0, which has no exponent
+    least = 5e-324  # instead of 0, because 0 has no exponent
     return math.frexp(value or least)[1], math.frexp(value / num_samples or least)[1]
 
 
 class ChannelCallback(FederatedCallback):
-    """The client's half for a :class:`ChannelRule`."""
+    """Client side of a :class:`ChannelRule`."""
 
     supports_vectorize = True
 
@@ -331,7 +332,7 @@ class ChannelCallback(FederatedCallback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Follows the step, and adds the rule's terms to the gradients."""
+        """Records the step and adds the rule's terms to the gradients."""
         visits = find_federation(trainer).current_visits
         if not visits or is_step_left_out(trainer, optimizer):
             return
@@ -355,7 +356,7 @@ class ChannelCallback(FederatedCallback):
         visit.records = self._records
         if len(visits) > 1:
             visit.row = next(row for row, one in enumerate(visits) if one is planned)
-        visit.steps = planned.num_batches // trainer.accumulate_grad_batches  # a stack may make more
+        visit.steps = planned.num_batches // trainer.accumulate_grad_batches  # vectorised visits may take more steps
         self.rule.end_visit(visit)
         for title, channel in self.rule.channels.items():
             if channel.up and channel.form == "entry":
@@ -374,7 +375,7 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """Returns a visit's correction; for simultaneous visits a stack, with 0 in place of missing corrections."""
+        """Returns a visit's correction; for vectorised visits a stack, with zeros for missing corrections."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

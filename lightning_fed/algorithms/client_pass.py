@@ -24,8 +24,8 @@ def pass_over_data(
 ) -> _Result | None:
     """Calls a function with the batches of a client's data, in an order derived from the visit's seed.
 
-    The pass does not change the training's random numbers. The function returns ``None`` if no batch gave a loss. If
-    the data raise, ``planned`` records the fault, and the result is ``None``.
+    The pass does not change the random numbers used in training. The function returns ``None`` if no batch gave a loss.
+    If loading data fails, ``planned`` records the error, and the result is ``None``.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:
@@ -61,10 +61,10 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses clients with only some rows of an entry, for a method that keeps whole models on the clients.
+    """Refuses clients that hold only some rows of an entry, because the method stores whole models on the clients.
 
     Raises:
-        MisconfigurationException: If the message contains rows.
+        MisconfigurationException: If the broadcast has entries with partial rows.
 
     Example:
         >>> import torch

@@ -39,10 +39,11 @@ class PersonalModel(GradientTerm):
     Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or the global model before the
     client's first visit. Reference: Li et al., ICML 2021, Algorithm 1.
 
-    With personal entries (``personal``) each model has separate values; the regulariser skips personal entries.
-    Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the first epochs. A straggler without
-    later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the client from the round,
-    and the client keeps the :math:`v_i` from the last good visit. ``train_loss`` covers both models.
+    With personal entries (``personal``), the two models have separate values for these entries, and the regulariser
+    skips them. Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) apply only in the first epochs. A straggler
+    that never reaches the later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the
+    client from the round, and the client restores :math:`v_i` from the last valid visit. ``train_loss`` covers both
+    models.
 
     Args:
         lam: Strength :math:`\lambda`, at least 0.
@@ -62,7 +63,7 @@ class PersonalModel(GradientTerm):
     """
 
     has_own_models = True
-    leaves_update = True  # `on_client_end` only trains a second model
+    leaves_update = True  # `on_client_end` only trains the personal model
 
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
         self.lam = check_nonnegative("lam", lam)
@@ -138,13 +139,13 @@ class Ditto(Method):
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
     - Costs: ``personal_epochs`` more epochs per visit; by default twice the training.
-    - For: heterogeneous clients with personal models, also with malicious clients.
+    - For: heterogeneous clients that need personal models; also if some clients are malicious.
 
     Args:
         lam: Strength :math:`\lambda`: 0 trains clients separately, a large value keeps personal models near the global
             model. The authors tune :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
-        local_epochs: Epochs per visit for the global model.
-        personal_epochs: Epochs per visit for the personal model; ``None`` for the same number.
+        local_epochs: Epochs per visit for training the global model.
+        personal_epochs: Epochs per visit for training the personal model; ``None`` for ``local_epochs``.
         aggregator: Method for the global model, by name or as an object.
 
     Raises:

@@ -19,7 +19,7 @@ class FairAvg(Method):
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation.
-    - For: equal influence of clients with different dataset sizes.
+    - For: federations that give all clients equal influence, independent of dataset sizes.
 
     Example:
         >>> type(FairAvg().steps[0]).__name__

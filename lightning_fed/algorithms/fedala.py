@@ -30,7 +30,7 @@ from lightning_fed.numerics.precision import as_real
 from lightning_fed.rule import Aggregator
 
 _PREFIX = "ala:"
-_WINDOW, _SPREAD = 10, 0.1  # passes in the convergence test, and the largest standard deviation
+_WINDOW, _SPREAD = 10, 0.1  # losses in the convergence test, and the largest standard deviation
 _MOST_EPOCHS = 100
 
 
@@ -39,22 +39,22 @@ class AdaptiveAggregation(FederatedCallback):
 
     .. math:: \hat\theta_i = \theta_i + W_i \odot (\theta - \theta_i)
 
-    The mixture applies to the last layers, with the client's last model :math:`\theta_i`, the global model
-    :math:`\theta`, and elementwise weights :math:`W_i` in [0, 1]. All other layers come from the global model. The
-    weights start at 1. Each visit trains the weights in one pass over a share of the client's data. The client's second
-    visit trains until convergence (standard deviation below 0.1 over 10 losses, as in the authors' program), in at most
-    100 passes. The first visit has no last model. Reference: Zhang et al., AAAI 2023, equations 4 to 6.
+    Only the last layers are mixed, from the client's last model :math:`\theta_i`, the global model :math:`\theta`, and
+    elementwise weights :math:`W_i` in [0, 1]. All other layers come from the global model. The weights start at 1. Each
+    visit trains the weights in one pass over a share of the client's data; the client's second visit repeats the pass
+    until convergence (standard deviation below 0.1 over 10 losses, as in the authors' program), in at most 100 passes.
+    The first visit has no last model. Reference: Zhang et al., AAAI 2023, equations 4 to 6.
 
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    Gradients come from ``training_step`` in evaluation mode, without effect on the training's random numbers.
+    Gradients come from ``training_step`` in evaluation mode and do not change the random numbers of training.
     Evaluation uses the client's last model (``fed/val_acc/mean``), or the global model before the first visit. A client
-    with failed data is excluded.
+    is excluded if loading its data fails.
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
-        share: Share of the client's batches for the weights, in (0, 1].
+        share: Share of the client's batches used to train the weights, in (0, 1].
         eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
@@ -116,7 +116,7 @@ class AdaptiveAggregation(FederatedCallback):
     def _learn(
         self, trainer: L.Trainer, module: L.LightningModule, mixtures: list[_Mixture], batches: Iterator[Any]
     ) -> float | None:
-        """Trains the weights in one pass; returns the last batch's loss."""
+        """Trains the mixing weights in one pass; returns the last batch's loss."""
         last_loss = None
         with isolated_pass(module, gradients=True):
             for mixture in mixtures:
@@ -145,7 +145,7 @@ class AdaptiveAggregation(FederatedCallback):
 
 
 class _Mixture(NamedTuple):
-    """A parameter that mixes the values from the client's last model and the global model."""
+    """A parameter that mixes values of the client's last model and the global model."""
 
     name: str
     parameter: nn.Parameter
@@ -159,7 +159,7 @@ class _Mixture(NamedTuple):
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns the trainable shared parameters (named in ``state``) of a model's last layers by entry name.
+    """Returns the trainable shared parameters of a model's last layers by entry name; ``state`` lists shared entries.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -168,7 +168,7 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
     """
     layers: dict[str, dict[str, nn.Parameter]] = {}
     names = parameter_entries(module)
-    for path, parameter in tensors_by_path(module).items():  # entries may have names without a layer
+    for path, parameter in tensors_by_path(module).items():  # entries may not belong to a layer
         if parameter.requires_grad and isinstance(parameter, nn.Parameter) and names.get(parameter) in state:
             layer = f".{path}".rpartition(".")[0].partition(".parametrizations.")[0]
             layers.setdefault(layer, {})[names[parameter]] = parameter
@@ -190,12 +190,12 @@ class FedALA(Method):
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.
     - Costs: 1 pass over a share of a client's data per visit, with gradients; up to 100 in the client's second visit.
-    - For: clients with different labels; automatic optimization only.
+    - For: clients with different label distributions; requires automatic optimization.
 
     Args:
         num_layers: Number of mixed layers, counted from the end.
-        share: Share of the client's batches for the weights, in (0, 1].
-        eta: Learning rate for the weights.
+        share: Share of the client's batches used to train the weights, in (0, 1].
+        eta: Learning rate for the mixing weights.
         aggregator: The base method, by name or as an object.
 
     Raises:

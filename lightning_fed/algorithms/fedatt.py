@@ -23,24 +23,24 @@ from lightning_fed.server.averaging import AveragingAggregator
 
 @register
 class FedAtt(AveragingAggregator):
-    r"""A step towards the clients' models, with layerwise softmax weights from the distances.
+    r"""A step towards the client models, with a softmax over distances as weights in each layer.
 
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
-    A layer is an entry (a weight or a bias); dataset sizes have no effect. The distance is the Euclidean norm of the
+    A layer is an entry (a weight or a bias). Dataset sizes have no effect. The distance is the Euclidean norm of the
     flattened difference; the authors' program uses the spectral norm for matrices. Integer entries and BatchNorm's
-    running statistics are averaged as in :class:`FedAvg`, because a step beyond the clients would give negative
-    variances. Reference: Ji et al., IJCNN 2019.
+    running statistics are averaged as in :class:`FedAvg`, because extrapolation beyond the client values could give
+    negative variances. Reference: Ji et al., IJCNN 2019.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation.
-    - For: larger influence of clients with larger changes.
+    - For: federations in which clients with larger changes should have more influence.
 
     Args:
-        step_size: Step :math:`\epsilon`, positive: 1 gives the weighted mean, larger values go beyond the mean. If all
-            clients send the same model, the aggregate equals this model only for 1.
+        step_size: Step :math:`\epsilon`, positive: 1 gives the weighted mean, larger values extrapolate beyond the
+            mean. With any other value than 1 the aggregate of equal client models differs from these models.
         noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise gives no privacy guarantee.
         seed: Seed for the noise, combined with the round.
 
@@ -95,7 +95,7 @@ class FedAtt(AveragingAggregator):
             if name in averaged:
                 new[name] = averaged[name]
                 continue
-            # In this form, a step of 1 gives the clients' mean bit for bit.
+            # In this form, a step of 1 gives exactly the clients' mean.
             value = (1 - self.step_size) * to_float64(old) + self.step_size * means[name]
             if self.noise:
                 value += self.noise * torch.randn(old.shape, generator=generator, dtype=torch.float64).to(value.device)
@@ -108,7 +108,7 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    """Running mean of states with a separate softmax over scores for each entry; a monoid with constant memory.
+    """Running mean of states, with a separate softmax over scores for each entry. Running means can be merged.
 
     Sums in float64 are relative to the largest score so far, and are rescaled for a larger score.
     """
@@ -120,7 +120,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
-        """Adds floating-point entries, each with a score in shape ``()``."""
+        """Adds floating-point entries, with one score per entry, shape ``()``."""
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)
             peak = to_float64(scores[name]).to(values.device)
@@ -135,7 +135,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
-        """Returns the mean in float64 (complex128)."""
+        """Returns the mean in float64 (complex entries: complex128)."""
         return {name: value / self._weights[name] for name, value in self._sums.items()}
 
     def _join(self, name: str, values: Tensor, weight: Tensor, peak: Tensor) -> None:

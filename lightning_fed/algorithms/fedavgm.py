@@ -16,7 +16,7 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedAvgM(Method):
-    r"""Server momentum: a velocity accumulates the clients' mean change and moves the global model.
+    r"""Server momentum: a velocity accumulates the mean client update and moves the global model.
 
     .. math:: v_{t+1} = \beta v_t + (w_t - \bar w), \qquad w_{t+1} = w_t - \alpha v_{t+1}, \qquad v_0 = 0
 
@@ -26,7 +26,7 @@ class FedAvgM(Method):
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (one vector in float64).
     - Costs: no additional computation.
-    - For: clients with different labels, and small cohorts.
+    - For: clients with different label distributions, and small cohorts.
 
     Args:
         lr: Server learning rate :math:`\alpha`.

@@ -21,24 +21,25 @@ from lightning_fed.steps.bounds import trained_entries
 
 @register
 class FedDyn(ChannelRule):
-    r"""Average over the clients' models with a correction for the clients' regularisers.
+    r"""Average of client models, with a correction for the clients' regularisers.
 
     .. math:: h \leftarrow h - \frac{\alpha}{N} \sum_{i \in S} (y_i - x), \qquad
         x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i - \frac{h}{\alpha}
 
-    :math:`S` are the round's clients, and :math:`N` is the number of all clients; :math:`h` starts at 0. Clients add
-    :math:`\alpha (y - x) - g_i` to the gradients of shared parameters. Each client keeps :math:`g_i`, initially 0:
+    :math:`S` is the set of clients in the round, and :math:`N` the number of all clients; :math:`h` starts at 0.
+    Clients add :math:`\alpha (y - x) - g_i` to the gradients of shared parameters. Each client stores :math:`g_i`,
+    initially 0:
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
     The logged loss excludes the term. Clients have equal weights. Buffers are averaged, so averaged BatchNorm
-    statistics match the clients' mean instead of :math:`x`; the default ``batch_norm="recalibrate"`` measures the
+    statistics fit the mean of client models instead of :math:`x`; the default ``batch_norm="recalibrate"`` measures the
     statistics with :math:`x`. Reference: Acar et al., ICLR 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
     - Costs: no additional computation.
-    - For: heterogeneous clients with frequent participation, because a regulariser dates from the client's last visit.
+    - For: heterogeneous clients that participate often, because :math:`g_i` dates from the client's last visit.
 
     Args:
         alpha: Strength :math:`\alpha`, positive; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.

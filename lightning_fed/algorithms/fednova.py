@@ -1,4 +1,4 @@
-"""FedNova: normalises the clients' changes by the numbers of local steps before the average.
+"""FedNova: divides client updates by the numbers of local steps before averaging.
 
 Wang, Liu, Liang, Joshi & Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
 NeurIPS 2020, equations 8 to 10 and section 4. https://arxiv.org/abs/2007.07481
@@ -26,14 +26,15 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @register(callbacks=lambda rule: [ChannelCallback(rule), *([ProximalTerm(rule.mu)] if rule.mu else [])])
 class FedNova(ChannelRule):
-    r"""Average over the clients' changes per step, times the mean number of steps.
+    r"""Mean client update per local step, times the mean number of steps.
 
     .. math:: x \leftarrow x - \tau \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    Here :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` the length of the client's steps. SGD turns a
-    visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is :math:`\sum_k \alpha_k`,
-    one number per shared parameter. The client simulates the optimizer's steps with gradient 1:
+    Here :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` is the accumulated step length of the client.
+    SGD turns a visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is
+    :math:`\sum_k \alpha_k`, one number per shared parameter. The client simulates the optimizer's steps with gradient
+    1:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
         \lVert a_i \rVert_1 = d_K
@@ -45,16 +46,16 @@ class FedNova(ChannelRule):
     The server excludes a client if both the length and the length per example differ from the round's median by a
     factor of more than 128. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
 
-    With equal numbers of steps the weights equal FedAvg's bit for bit. Buffers are averaged, weighted by examples. The
+    With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
 
-    - Sends: 1 model down, 1 up (and a number per entry).
+    - Sends: 1 model down, 1 up (and one number per entry).
     - Keeps: nothing.
     - Costs: no additional computation.
-    - For: clients with unequal numbers of steps, from dataset sizes or straggling; SGD only.
+    - For: clients with unequal numbers of steps, because of dataset sizes or stragglers; requires SGD.
 
     Args:
-        mu: Strength for a proximal term as in :class:`FedProx`; 0 disables the term.
+        mu: Strength of a proximal term as in :class:`FedProx`; 0 disables the term.
 
     Raises:
         MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or clients keep its momentum
@@ -77,7 +78,7 @@ class FedNova(ChannelRule):
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
         self.mu = check_nonnegative("mu", mu)
-        self._strength = 0.0  # sum over the Trainer's proximal terms
+        self._strength = 0.0  # strength, summed over the Trainer's proximal terms
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         keeps = find_federation(trainer).options.optimizer_state == "keep"
@@ -86,26 +87,26 @@ class FedNova(ChannelRule):
         for optimizer in trainer.optimizers:
             if not isinstance(optimizer, SGD):
                 raise MisconfigurationException(
-                    "FedNova divides a client's change by the length of its SGD steps. Expected `torch.optim.SGD` (with"
-                    f" or without momentum), but got {type(optimizer).__name__}: use 'fedavg' or 'scaffold' for other"
-                    " optimizers."
+                    "FedNova divides a client's update by the accumulated length of its SGD steps. Expected "
+                    f"`torch.optim.SGD` (with or without momentum), but got {type(optimizer).__name__}: use 'fedavg' "
+                    "or 'scaffold' for other optimizers."
                 )
             if keeps and any(group["momentum"] for group in optimizer.param_groups):
                 raise MisconfigurationException(
-                    "FedNova divides a client's change by the length of the visit's steps, but with"
-                    " optimizer_state='keep' momentum adds gradients from earlier visits to the change: use"
-                    " optimizer_state='reset', or SGD without momentum."
+                    "FedNova divides a client's update by the accumulated length of its SGD steps, but with "
+                    "optimizer_state='keep' momentum adds gradients from earlier visits to the update: use "
+                    "optimizer_state='reset', or SGD without momentum."
                 )
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates a step with gradient 1: the momentum, and the length after each step."""
+        """Simulates a step with gradient 1; records the momentum and the accumulated length."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
         if group["momentum"]:
-            is_first = state.get("momentum_buffer") is None  # SGD has no dampening in the first step
+            is_first = state.get("momentum_buffer") is None  # SGD applies no dampening in the first step
             dampening = 0.0 if is_first else group["dampening"]
             buffer = group["momentum"] * momentum + (1 - dampening) * gradient
             momentum = buffer
@@ -114,7 +115,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Reports the lengths; 0 for a parameter without a step."""
+        """Reports the accumulated lengths; 0 for a parameter without a step."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -123,13 +124,13 @@ class FedNova(ChannelRule):
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
         lengths = up["length"]
         if not any(lengths.values()):
-            raise BadUpdate("all its step lengths are 0: no step was made")
+            raise BadUpdate("all its step lengths are 0: the optimizers made no step")
         normalised = lengths.keys() if self._info.trainable is None else self._info.trainable & update.state.keys()
         averaged = {name: value for name, value in update.state.items() if name not in normalised}
         part.running.add(averaged, self.weight(update), update.num_samples)
         for name in normalised:
             total = part.sums.setdefault(name, _NormalisedSum())
-            if lengths.get(name):  # without a step there is no change
+            if lengths.get(name):  # without a step the parameter did not change
                 total.add(update.state[name], float(update.num_samples), lengths[name])
         self.report(part, update, up)
 
@@ -143,13 +144,13 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Sums for one entry, relative to the first client's length. With equal lengths the sums are FedAvg's."""
+    """Sums for one entry, relative to the first client's length. For equal lengths, the sums equal those in FedAvg."""
 
     def __init__(self) -> None:
         self.first = 0.0
         self.values: Tensor | None = None  # sum over n_i (a_1 / a_i) y_i
         self.weights = 0.0  # sum over n_i (a_1 / a_i)
-        self.lengths: list[tuple[float, float]] = []  # n_i and a_i
+        self.lengths: list[tuple[float, float]] = []  # n_i and a_i by client
 
     def add(self, value: Tensor, num_samples: float, length: float) -> None:
         self.first = self.first or length

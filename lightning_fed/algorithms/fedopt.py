@@ -22,7 +22,7 @@ SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
 
 
 class AdaptiveOptimizer(Optimizer):
-    r"""The three adaptive optimizers from the paper, for :class:`ServerOptimizer`.
+    r"""The paper's three adaptive optimizers, used in :class:`ServerOptimizer`.
 
     With the gradient :math:`g_t = -\Delta_t`:
 
@@ -108,7 +108,7 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 
 @register
 class FedAdagrad(Method):
-    """Adagrad on the server: the mean change, divided by the root of the sum of squared changes over all rounds.
+    """Adagrad on the server: the mean update, divided by the root of the sum of squared updates over all rounds.
 
     :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
 
@@ -119,7 +119,7 @@ class FedAdagrad(Method):
 
     Args:
         lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
-        beta1: Decay for the first moment; 0 in the authors' experiments.
+        beta1: Decay for the first moment; the authors use 0.
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
@@ -146,7 +146,7 @@ class FedAdagrad(Method):
 
 @register
 class FedAdam(Method):
-    """Adam on the server: a moving average of the changes, divided by the root of their moving mean square.
+    """Adam on the server: a moving average of updates, divided by the root of their moving mean square.
 
     :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`), without bias correction, unlike
     ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``. Reference: Reddi et al., ICLR 2021.
@@ -154,7 +154,7 @@ class FedAdam(Method):
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
     - Costs: no additional computation.
-    - For: parameters with changes on different scales, as in language models.
+    - For: parameters with updates on different scales, as in language models.
 
     Args:
         lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
@@ -188,14 +188,14 @@ class FedAdam(Method):
 
 @register
 class FedYogi(Method):
-    """FedAdam with Yogi's second moment, which changes by at most a fraction of the new square.
+    """FedAdam with Yogi's second moment, whose change per round is at most a fraction of the new squared update.
 
     :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
     - Costs: no additional computation.
-    - For: the same models as FedAdam, if FedAdam's steps vary too much.
+    - For: models that suit FedAdam, if FedAdam's step sizes vary too much.
 
     Args:
         lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.

@@ -22,17 +22,18 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedPer(Method):
-    """Averaging of a base, with a personal head per client.
+    """Federated averaging of a base, with a personal head per client.
 
     All layers train together. Only the base is sent and averaged. Reference: Arivazhagan et al., 2019.
 
     - Sends: the model without its head, both ways.
     - Keeps: a head per client.
     - Costs: no additional computation.
-    - For: clients with different label meanings or label frequencies.
+    - For: clients whose labels have different meanings or frequencies.
 
     Args:
-        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
+        head: Personal entries: a name pattern (``"head.*"``), a module type, or a list; ``"auto"`` finds the
+            classifier.
         aggregator: The method for the base, by name or as an object.
 
     Raises:
@@ -51,31 +52,32 @@ class FedPer(Method):
 
 
 def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
-    """Returns the selectors for a model's head; a fit finds the layer for ``"auto"``."""
+    """Returns the selectors for a model's head. With ``"auto"``, the fit finds the layer."""
     if head == "auto":
         return [_find_head]
     return head if isinstance(head, Sequence) and not isinstance(head, str) else [head]
 
 
 def _find_head(module: nn.Module) -> list[str]:
-    """Returns the classifier's entries; in a fit, a trial training step must confirm the classifier."""
+    """Returns the classifier's entries. In a fit, a trial training step must confirm the choice."""
     remedy = "name the entries of the head, such as head='head.*'"
     name = find_classifier(module)
     if isinstance(module, L.LightningModule) and _is_in_fit(module):
         task = find_class_task(module.trainer, module, remedy)
         if name is None or not has_same_parameters(module, task.layer, name):
             raise OptionError(
-                f"The last layer of {type(module).__name__} that could make the logits, {name!r}, is not the one that"
-                f" the training compares with labels: name the entries of the head, such as head={f'{task.layer}.*'!r}."
+                f"The loss does not compare labels with the output of {name!r}, the last layer of "
+                f"{type(module).__name__} that could compute logits: name the entries of the head, such as "
+                f"head={f'{task.layer}.*'!r}."
             )
     if name is None:
-        raise ValueError(f"Expected {type(module).__name__} to have a layer that makes the logits: {remedy}.")
-    rank_zero_info(f"The head that stays with every client is {name!r}.")
+        raise ValueError(f"Expected {type(module).__name__} to have a layer that computes logits: {remedy}.")
+    rank_zero_info(f"The personal head of each client is {name!r}.")
     return layer_entries(module, module.get_submodule(name))
 
 
 def _is_in_fit(module: L.LightningModule) -> bool:
     try:
         return is_fitting(module.trainer)
-    except RuntimeError:  # the module has no Trainer
+    except RuntimeError:  # the module has no Trainer outside a fit
         return False

@@ -14,21 +14,22 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedProx(Method):
-    r"""Average weighted by the numbers of examples; clients train with a proximal term.
+    r"""Average weighted by the number of examples; clients train with a proximal term.
 
     .. math:: \min_w F_k(w) + \frac{\mu}{2} \lVert w - w_t \rVert^2, \qquad
         w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
-    The method adds :class:`~lightning_fed.callbacks.ProximalTerm`, which also works with other rules. The paper's
-    treatment of stragglers is ``partial_work="keep"``, the default. Reference: Li et al., MLSys 2020, Algorithm 2.
+    The method adds :class:`~lightning_fed.callbacks.ProximalTerm`, which also works with other rules. As in the paper,
+    partial work of stragglers is aggregated (``partial_work="keep"``, the default). Reference: Li et al., MLSys 2020,
+    Algorithm 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: no additional computation.
-    - For: heterogeneous clients with long visits, and stragglers.
+    - For: heterogeneous clients with long visits, and federations with stragglers.
 
     Args:
-        mu: Strength :math:`\mu`; 0 gives FedAvg's weights. The authors tune :math:`\mu` in {0.001, 0.01, 0.1, 0.5, 1}.
+        mu: Strength :math:`\mu`; 0 gives FedAvg. The authors tune :math:`\mu` in {0.001, 0.01, 0.1, 0.5, 1}.
         row_weighting: See :class:`FedAvg`.
 
     Raises:

@@ -24,17 +24,18 @@ from lightning_fed.rule import Aggregator
 
 
 class HeadThenBody(FederatedCallback):
-    """Trains the personal entries (the head) first in a visit, and the shared entries (the body) afterwards.
+    """rTrains first the personal entries (the head) in a visit, then the shared entries (the body).
 
-    Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
-    BatchNorm's running statistics follow the data in both phases. Initially frozen parameters stay frozen. A straggler
-    that stops during the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021, Algorithm 1.
+    Parameters outside the current phase have no gradient, so the optimizer leaves these parameters unchanged, even with
+    momentum and weight decay. BatchNorm's running statistics follow the data in both phases. Initially frozen
+    parameters stay frozen. A straggler that stops during the head's epochs sends the body unchanged. Reference: Collins
+    et al., ICML 2021, Algorithm 1.
 
     Args:
         head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
 
     Raises:
-        MisconfigurationException: In ``fit``, without enough epochs, or without personal or shared parameters.
+        MisconfigurationException: In ``fit``, for too few epochs, or without personal or shared parameters.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -50,7 +51,7 @@ class HeadThenBody(FederatedCallback):
         self.head_epochs = head_epochs
         self._head: list[nn.Parameter] = []
         self._frozen: list[nn.Parameter] = []
-        self._left = 0  # batches of the first phase
+        self._left = 0  # batches in the first phase
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -72,8 +73,9 @@ class HeadThenBody(FederatedCallback):
         self._head = [parameter for name, parameter in parameters if name not in broadcast.state]
         if not body or not self._head:
             raise MisconfigurationException(
-                f"`HeadThenBody` trains personal, then shared parameters, but got {len(self._head)} personal and"
-                f" {len(body)} shared parameters: name the head's parameters in `personal`."
+                "`HeadThenBody` trains personal parameters first and shared parameters afterwards, but got "
+                f"{len(self._head)} personal and {len(body)} shared parameters: name the head's parameters in "
+                "`personal`."
             )
         self._left = self.head_epochs * (find_federation(trainer).population.batches_per_epoch(client) or 0)
         self._freeze(body)
@@ -116,18 +118,19 @@ class FedRep(Method):
     A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
     (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent. Reference: Collins et al., ICML 2021.
 
-    After the last round the authors train each client's head once more on the final body. Add such a round by resuming
-    from the last checkpoint, with all clients and ``body_epochs=0``.
+    After the last round the authors train each client's head once more on the final body. For such a round, resume from
+    the last checkpoint with all clients and ``body_epochs=0``.
 
     - Sends: the model without the head, both ways.
     - Keeps: a head per client.
     - Costs: by default 10 epochs for the head and 1 for the body.
-    - For: clients with different label meanings or label frequencies, and similar inputs.
+    - For: clients with similar inputs whose labels have different meanings or frequencies.
 
     Args:
-        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
-        head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the rest of ``local_epochs``.
-        body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or for the rest of ``local_epochs``.
+        head: Personal entries: a name pattern (``"head.*"``), a module type, or a list; ``"auto"`` finds the
+            classifier.
+        head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the remaining ``local_epochs``.
+        body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or for the remaining ``local_epochs``.
         local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.
         aggregator: Method for the body, by name or as an object.
 
@@ -166,7 +169,7 @@ def _divide_epochs(head: int | None, body: int | None, total: int | None) -> tup
         head = 10 if total is None else total - body
     if total is not None and (head < 1 or head + body != total):
         raise ValueError(
-            f"Expected `head_epochs` (at least 1) and `body_epochs` to add up to `local_epochs`, {total}, but got"
-            f" {head} and {body}."
+            f"Expected `head_epochs` (at least 1) and `body_epochs` to add up to `local_epochs`, {total}, but got "
+            f"{head} and {body}."
         )
     return head, check_count("body_epochs", body, lowest=0)

@@ -12,11 +12,11 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FixBN(Method):
-    """Averaging in two stages: ordinary rounds, then rounds with fixed BatchNorm statistics.
+    """Federated averaging in two stages: ordinary rounds, then rounds with fixed BatchNorm statistics.
 
-    In the first stage BatchNorm normalises with batch statistics, and running statistics are averaged like all
-    entries. In the second stage the global statistics stay fixed and normalise in training too, so clients and
-    server train the same function. BatchNorm weights and biases continue to train. Reference: Zhong et al., 2023.
+    In the first stage BatchNorm normalises with batch statistics, and running statistics are averaged like all entries.
+    In the second stage the global statistics stay fixed and are also used for normalisation in training, so clients and
+    server use the same function. BatchNorm weights and biases continue to train. Reference: Zhong et al., 2023.
 
     - Sends: the model, both ways.
     - Keeps: nothing.

@@ -1,4 +1,4 @@
-"""Terms for the gradients in a visit's optimizer steps."""
+"""Terms added to the gradients in every optimizer step of a visit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fed.numerics.precision import as_real
 class GradientTerm(FederatedCallback):
     """Adds a term to the gradients of every optimizer step in a visit. A subclass implements :meth:`term`.
 
-    ``tensors`` contains a tensor for each parameter with a term, and is empty outside visits.
+    ``tensors`` contains one tensor for each parameter that has a term, and is empty outside visits.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds terms to gradients in ``on_before_optimizer_step``, scaled like the loss; a ``None`` term is skipped."""
+    """Adds terms to gradients in ``on_before_optimizer_step``, with the scale of the loss; skips ``None`` terms."""
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -66,7 +66,7 @@ def add_to_gradients(
 
 
 def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
-    """Adds ``scale * term`` to a gradient, in place. A sparse gradient only gets the nonzero rows.
+    """Adds ``scale * term`` to a gradient, in place. A sparse gradient only receives the nonzero rows.
 
     The term is a dense tensor. For a complex gradient, the term has the shape of the real view (``view_as_real``).
 

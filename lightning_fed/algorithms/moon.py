@@ -1,4 +1,4 @@
-"""MOON: pulls features towards the global model's features, and away from the client's last features.
+"""MOON: pulls features towards features of the global model, and away from features of the client's last model.
 
 Li, He & Song, "Model-Contrastive Federated Learning", CVPR 2021, equations 3 and 4. https://arxiv.org/abs/2103.16257
 """
@@ -33,27 +33,27 @@ _PREFIX = "previous:"
 
 
 class ContrastiveTerm(FederatedCallback):
-    r"""Adds the gradient of a model-contrastive loss to the features.
+    r"""Adds the gradient of a model-contrastive loss with respect to the features.
 
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
     Here :math:`z` are an example's features from the current model, :math:`z_g` from the broadcast model, and
-    :math:`z_p` from the client's last model in memory. The first visit has no term. Maps and tokens are averaged over
-    positions (channels last at a linear layer, else on the second axis), and the loss is the mean over the batch. The
-    loss only depends on the features, so the callback adds its gradient at the features in every backward pass;
-    ``training_step`` and the logged loss stay unchanged. Each pass through the network costs two additional passes
-    through the extractor. Reference: Li et al., CVPR 2021, equations 3 and 4.
+    :math:`z_p` from the client's last model in memory. In the first visit there is no term. Maps and tokens are
+    averaged over positions (channels last at a linear layer, else on the second axis), and the loss is the mean over
+    the batch. The callback adds the gradient at the features in every backward pass; ``training_step`` and the logged
+    loss stay unchanged. Each forward pass through the network requires two additional passes through the extractor.
+    Reference: Li et al., CVPR 2021, equations 3 and 4.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.
         temperature: :math:`\tau`, positive.
         layer: Name of the layer with the features as output, or ``"auto"`` for the classifier's input, see
             :func:`~lightning_fed.modules.find_extractor`.
-        network: Name of the module called with the data; ``"auto"`` searches.
+        network: Name of the module called with the data; ``"auto"`` searches for the module.
 
     Raises:
-        MisconfigurationException: In ``fit``, if the network is compiled or skips the layer, if ``"auto"`` finds no
-            classifier, or if clients hold only some rows of an entry.
+        MisconfigurationException: In ``fit``, if the network is compiled or does not run the layer, if ``"auto"`` finds
+            no classifier, or if clients hold only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -65,11 +65,11 @@ class ContrastiveTerm(FederatedCallback):
         self.temperature = check_positive("temperature", temperature)
         self.layer = layer
         self.network = network
-        self._name = ""  # the network's name
+        self._name = ""  # name of the network
         self._layer = FeatureLayer("")
         self._channels_last = False
-        self._extractors: list[FrozenExtractor] = []  # for the global and the client's last model
-        self._handles: list[RemovableHandle] = []  # during a visit with the term
+        self._extractors: list[FrozenExtractor] = []  # extractors of the global model and of the client's last model
+        self._handles: list[RemovableHandle] = []  # set during a visit with the term
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._has_run = False
 
@@ -98,7 +98,7 @@ class ContrastiveTerm(FederatedCallback):
         network = module.get_submodule(self._name)
         for extractor in self._extractors:
             extractor.refer(network)
-        self._extractors[1].refer(last)  # the last model has no personal entries
+        self._extractors[1].refer(last)  # the stored model has no personal entries
         self._has_run = False
         tapped = network.get_submodule(self._layer.path)
         self._handles = [
@@ -115,8 +115,8 @@ class ContrastiveTerm(FederatedCallback):
             return
         if self._handles and not self._has_run:
             raise MisconfigurationException(
-                f"Expected {type(module).__name__} to run its {self._name or 'forward'!r} up to {self._layer}, where"
-                " MOON compares features, but no batch did: name another layer in `layer`."
+                f"Expected {type(module).__name__} to run its {self._name or 'forward'!r} up to {self._layer}, where "
+                "MOON compares features, but this layer ran in no batch: name another layer in `layer`."
             )
         names = entries_of_network(module, module.get_submodule(self._name)).items()
         network_state = {path: update.state[name] for path, name in names if name in update.state}
@@ -156,7 +156,7 @@ class ContrastiveTerm(FederatedCallback):
         maps[-1].register_hook(lambda gradient: gradient + term.to(gradient.dtype))  # type: ignore[no-untyped-call]
 
     def _gradient(self, trainer: L.Trainer, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """Computes the gradient with respect to the features, in the scale of the loss."""
+        """Computes the gradient with respect to the features, multiplied by the loss scale."""
         scale = loss_scale(trainer)
         if trainer.lightning_module.automatic_optimization:
             scale /= trainer.accumulate_grad_batches
@@ -187,18 +187,18 @@ def _pooled(features: Tensor, channels_last: bool) -> Tensor:
 
 @register
 class MOON(Method):
-    r"""Model-contrastive learning: pulls features towards the global model's and away from the last model's features.
+    r"""Model-contrastive learning: pulls features towards the global model's, and away from the last local model's.
 
-    The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. Messages follow the rule. With ``mu=0`` the method
-    equals the rule bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
+    The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. The rule determines the messages. With ``mu=0`` the
+    method equals the rule bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
 
     The authors add a projection head with two layers between extractor and classifier, and compare the head's output.
-    Add such a layer to the model and name the layer in ``layer``.
+    To do the same, add such a layer to the model and name the layer in ``layer``.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
     - Costs: two additional forward passes through the extractor per batch, and two copies of the extractor.
-    - For: image data, on clients with different labels and frequent participation.
+    - For: image data, and clients with different label distributions that participate often.
 
     Args:
         mu: Strength :math:`\mu`; the authors tune :math:`\mu` in {0.1, 1, 5, 10}.
@@ -207,7 +207,7 @@ class MOON(Method):
         aggregator: The base method, by name or as an object.
 
     Raises:
-        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or a number is not finite.
+        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or one of these is not finite.
 
     Example:
         >>> from lightning_fed import Federation

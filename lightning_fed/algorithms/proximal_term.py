@@ -56,6 +56,6 @@ class ProximalTerm(GradientTerm):
         start, current = self.tensors.get(parameter), as_real(parameter.detach())
         if start is None:
             return None
-        if start.shape != current.shape:  # the first step in a stack of visits
+        if start.shape != current.shape:  # the first step of vectorised visits
             start = self.tensors[parameter] = current.clone()
         return current - start

@@ -1,4 +1,4 @@
-"""q-FedAvg: larger weights for clients with larger losses, for more uniform accuracies.
+"""q-FedAvg: larger weights for clients with larger losses, to make accuracies more uniform across clients.
 
 Li, Sanjabi, Beirami & Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020, Algorithm 2. arXiv:1905.10497
 """
@@ -31,29 +31,29 @@ _SMALLEST = 1e-10  # added to losses as in the authors' program, because zero ha
 
 @register
 class QFFL(ChannelRule):
-    r"""q-FedAvg: the global model moves further towards clients with larger losses.
+    r"""rq-FedAvg: gives larger weights to clients with larger losses.
 
     .. math:: \Delta_k = F_k^q \, L (x - y_k), \qquad h_k = q F_k^{q-1} L^2 \lVert x - y_k \rVert^2 + L F_k^q, \qquad
         x \leftarrow x - \frac{\sum_k p_k \Delta_k}{\sum_k p_k h_k}
 
-    :math:`F_k(x)` is the broadcast model's loss: the mean ``training_step`` loss in an additional pass over the
-    client's data, in evaluation mode. The pass does not change the training's random numbers. The server excludes a
-    client with a loss above 128 times the round's median, or a constant :math:`L` farther than a factor of 128 from the
-    median. Reference: Li et al., ICLR 2020, Algorithm 2.
+    :math:`F_k(x)` is the loss of the broadcast model: the mean ``training_step`` loss in an additional pass over the
+    client's data, in evaluation mode. The pass does not change the random numbers of training. The server excludes a
+    client whose loss exceeds 128 times the round's median, or whose constant :math:`L` differs from the median by a
+    factor above 128. Reference: Li et al., ICLR 2020, Algorithm 2.
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
     Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
-    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
+    (q + 1)`. With ``q=0`` the result equals FedAvg bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
 
     - Sends: 1 model down, 1 up (and two numbers).
     - Keeps: nothing.
     - Costs: 1 pass over a client's data per visit, without gradients.
-    - For: better results on the worst clients; automatic optimization only.
+    - For: better results on the clients with the largest losses; requires automatic optimization.
 
     Args:
         q: Exponent, at least 0; a larger value gives more weight to large losses. The authors use values from 0.001
             (text) to 5, tuned per data set.
-        lipschitz: Constant :math:`L`, positive; ``None`` for the inverse learning rate.
+        lipschitz: Lipschitz constant :math:`L` of the gradients, positive; ``None`` for the inverse learning rate.
 
     Raises:
         MisconfigurationException: In ``fit``, with manual optimization; or without ``lipschitz``, if the optimizers
@@ -85,8 +85,8 @@ class QFFL(ChannelRule):
         refuse_manual_optimization(module, "q-FedAvg")
         if self._find_lipschitz(trainer) == float("inf"):
             raise MisconfigurationException(
-                "q-FedAvg estimates the gradients' Lipschitz constant as the inverse learning rate at the start of a"
-                " visit, but the learning rate is 0 (a warm-up?): set `lipschitz`."
+                "q-FedAvg estimates the gradients' Lipschitz constant as the inverse learning rate at the start of a "
+                "visit, but the learning rate is 0, perhaps because of a warm-up: set `lipschitz`."
             )
 
     def begin_visit(self, visit: ChannelVisit) -> State:
@@ -111,10 +111,10 @@ class QFFL(ChannelRule):
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update to the mean, with the weights from the loss and the model's distance."""
+        """Adds an update to the mean; the weights depend on the client's loss and the distance of its model."""
         loss, lipschitz = up[_LOSS][""], up[_LIPSCHITZ][""]
         if lipschitz <= 0:
-            raise BadUpdate(f"q-FedAvg needs L > 0, but got {lipschitz}")
+            raise BadUpdate(f"q-FedAvg requires `lipschitz` > 0, but got {lipschitz}")
         distance = sum(
             float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())
             for name in trained_entries(self._info, update.state)
@@ -130,7 +130,7 @@ class QFFL(ChannelRule):
     def finish(self, state: State, part: Part) -> State:
         reports = [(report.num_samples, report.numbers) for report in part.reports.values()]
         losses = [numbers[_LOSS][""] for _, numbers in reports]
-        # With q < 1 a loss near 0 has a steep slope, and would stop the whole step.
+        # With q < 1 the slope is steep for a loss near 0, and would stop the whole step.
         least = statistics.median_low(losses) / 128 if self.q < 1 else 0.0
         scale = 0.0
         for count, numbers in reports:

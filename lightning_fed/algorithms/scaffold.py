@@ -25,28 +25,28 @@ class SCAFFOLD(ChannelRule):
     .. math:: y \leftarrow y - \eta (g - c_i + c), \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i, \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
-    Here :math:`S` contains the round's clients and :math:`N` is the number of all clients; :math:`c` and :math:`c_i`
+    Here :math:`S` is the set of clients in the round and :math:`N` the number of all clients; :math:`c` and :math:`c_i`
     start at 0. After the visit
 
     .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
 
-    is the mean over :math:`K` gradients before the correction. For plain SGD with rate :math:`\eta` the mean equals the
-    paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean also works with momentum, adaptive optimizers,
-    weight decay and learning-rate schedules. A module may have several optimizers. Control variates have float32 or
-    float64, also for a 16-bit model. Reference: Karimireddy et al., ICML 2020, Algorithm 1.
+    is the mean over :math:`K` gradients without the correction. For plain SGD with rate :math:`\eta` this mean equals
+    the paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean also works with momentum, adaptive
+    optimizers, weight decay and learning-rate schedules. A module may have several optimizers. Control variates have
+    float32 or float64, also for a 16-bit model. Reference: Karimireddy et al., ICML 2020, Algorithm 1.
 
     The correction applies to shared parameters. The logged loss excludes the correction. Buffers are averaged.
-    Checkpoints contain ``control``, the server's control variate. The paper's global step size is a server optimizer:
-    ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
+    Checkpoints contain ``control``, the server's control variate. For the paper's global step size use a server
+    optimizer: ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
 
     - Sends: 2 models down, 2 up.
     - Keeps: 1 model per client, 1 model on the server.
     - Costs: no additional computation.
-    - For: heterogeneous clients with long visits and frequent participation.
+    - For: heterogeneous clients with long visits that participate often.
 
     Args:
-        weighting: Clients have equal weights (``"uniform"``, as in the paper) or weights by examples (``"examples"``,
-            as in NIID-Bench). Control variates always have equal weights.
+        weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``, as
+            in NIID-Bench). Control variates always have equal weights.
 
     Raises:
         ValueError: If ``weighting`` is unknown.
@@ -92,7 +92,7 @@ class SCAFFOLD(ChannelRule):
         return 1.0 if self.weighting == "uniform" else float(update.num_samples)
 
     def finish(self, state: State, part: Part) -> State:
-        """Updates the server's control variate. A client without steps for an entry counts as unchanged."""
+        """Updates the server's control variate. For an entry without steps, a client contributes no change."""
         control = dict(self.tensors["control"])
         for name, change in part.means["control"].mean().items():
             before = control.get(name, at_least_float32(torch.zeros_like(self._state[name])))

@@ -1,4 +1,4 @@
-"""An optimizer step on the server, with the round's mean change as gradient.
+"""An optimizer step on the server, with the clients' mean update as gradient.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar & McMahan, "Adaptive Federated Optimization", ICLR 2021, Algorithm
 1. https://arxiv.org/abs/2003.00295
@@ -20,11 +20,11 @@ from lightning_fed.rule import Aggregator
 from lightning_fed.steps.bounds import refuse_rule, trained_entries
 from lightning_fed.steps.update_step import UpdateStep
 
-_ELEMENTS = 1 << 18  # per block: 2 MB for each temporary copy in a step
+_ELEMENTS = 1 << 18  # elements per block, to limit each temporary copy to 2 MB
 
 
 class ServerOptimizer(UpdateStep):
-    r"""Update step: one step of any ``torch.optim`` optimizer from the global model towards the rule's result.
+    r"""Update step: one step of any ``torch.optim`` optimizer, from the global model towards the rule's result.
 
     The gradient is the difference between the global model :math:`w_t` and the clients' mean :math:`\bar w`:
 
@@ -34,18 +34,19 @@ class ServerOptimizer(UpdateStep):
     :class:`FedYogi` use this step. Checkpoints contain the optimizer state by entry: 8 bytes per parameter with
     momentum, 16 with adaptive moments. Reference: Reddi et al., ICLR 2021, Algorithm 1 ("FedOpt").
 
-    Trainable entries take the step, in float64. Frozen layers and buffers keep the rule's result: a step beyond the
-    clients would give negative running variances, and weight decay would shrink constants. Without a fit, all
-    floating-point entries except BatchNorm's running statistics count as trainable.
+    Trainable entries take the optimizer step, in float64. Frozen layers and buffers get the rule's result, because a
+    step beyond the clients' values would give negative running variances, and weight decay would shrink constants.
+    Outside a fit, all floating-point entries except BatchNorm's running statistics are treated as trainable.
 
     Args:
-        optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients (not ``LBFGS``).
+        optimizer: Optimizer class, or the class name in ``torch.optim``. The step must need only gradients (not
+            ``LBFGS``).
         lazy_rows: For sliced entries: whether rows that no client held in the round stay unchanged, with their
-            optimizer state. Otherwise such rows have a zero gradient, and momentum still moves them.
-        **optimizer_kwargs: Arguments for the optimizer. The default ``lr`` is meant for local training.
+            optimizer state. Otherwise the gradient of such rows is zero, and momentum still moves these rows.
+        **optimizer_kwargs: Arguments for the optimizer. Set ``lr``, because the default is meant for local training.
 
     Raises:
-        ValueError: If the optimizer is unknown or refuses the arguments, or the rule has several models.
+        ValueError: If the optimizer is unknown or refuses the arguments, or the rule has several global models.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -101,7 +102,7 @@ class ServerOptimizer(UpdateStep):
     def _step_in_pieces(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None, rows: int
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Steps in blocks of rows, to limit the size of temporary tensors."""
+        """Performs the step in blocks of rows, to limit the size of temporary tensors."""
         new, after = torch.empty_like(old), dict[str, Any]()
         for start in range(0, len(old), rows):
             part = slice(start, start + rows)
@@ -130,9 +131,9 @@ class ServerOptimizer(UpdateStep):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: copied}})
         optimizer.step()
         step = parameter.detach() - start
-        rest = step + gradient  # the remaining difference to the mean
-        # Compute from the nearer end. For averaging, the rest is exactly zero. For a distant mean, as after a client's
-        # huge update, cancellation would lose the step.
+        rest = step + gradient  # difference between the mean and the optimizer's result
+        # Compute from the nearer endpoint. For plain averaging the difference is exactly zero. If the mean is far away,
+        # for example after a client's huge update, cancellation would lose the step.
         new = cast_back(torch.where(rest.abs() <= step.abs(), target + rest, start + step), old)
         after = optimizer.state_dict()["state"].get(0, {})
         if held is None:
@@ -142,21 +143,21 @@ class ServerOptimizer(UpdateStep):
         }
 
     def _try_step(self) -> None:
-        """Tries the optimizer, to refuse invalid arguments before the first round."""
+        """Performs a trial step, to refuse invalid arguments before the first round."""
         name = self.optimizer.__name__
         try:
             value, _ = self._step_whole(torch.tensor([1.0]), torch.tensor([0.0]), {}, None)
             self._is_elementwise = self._goes_by_element()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Expected `optimizer` to need only gradients, with the arguments {self.optimizer_kwargs}, but"
-                f" {name} does not: {error}"
+                f"Expected `optimizer` to work with only gradients and the arguments {self.optimizer_kwargs}, but "
+                f"{name} failed: {error}"
             ) from error
         if not value.isfinite():
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """True if stepping rows separately gives the same result; not for ``Adafactor``, which reads whole entries."""
+        """Whether stepping rows separately gives the same result; false for ``Adafactor``, which uses whole entries."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})
@@ -174,7 +175,7 @@ def _find_optimizer(optimizer: type[Optimizer] | str) -> type[Optimizer]:
     optimizer_class = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(
-            f"Expected `optimizer` to be an optimizer's class or its name in torch.optim, but got {optimizer!r}."
+            f"Expected `optimizer` to be an optimizer class or its name in torch.optim, but got {optimizer!r}."
         )
     return optimizer_class
 

@@ -17,13 +17,13 @@ from lightning_fed.rule import Aggregator
 class SiloBN(Method):
     """Averages all entries except BatchNorm's running statistics, which stay on the clients.
 
-    BatchNorm weights and biases are averaged. Each client normalises with its data's mean and variance, and activation
+    BatchNorm weights and biases are averaged. Each client normalises with the mean and variance of its data, and the
     statistics never leave the client. A model without BatchNorm is refused. Reference: Andreux et al., DART 2020.
 
     - Sends: the model without BatchNorm's running statistics, both ways.
     - Keeps: running statistics per client.
     - Costs: no additional computation.
-    - For: clients with different input statistics and shared layer weights.
+    - For: clients with different input statistics that can share all weights.
 
     Args:
         unseen: Normalisation for data from an unknown client, see :class:`~lightning_fed.LocalStatistics`.

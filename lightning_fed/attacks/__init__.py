@@ -1,4 +1,4 @@
-"""Attacks by malicious clients, to test a federation: update steps, and callbacks for attacks on data."""
+"""Attacks by malicious clients, for testing a federation: update steps, and callbacks for attacks on data."""
 
 from lightning_fed.attacks.attack import Attack as Attack
 from lightning_fed.attacks.data import Backdoor as Backdoor

@@ -40,7 +40,7 @@ class Attack:
     def needs_population(self) -> str:
         """Reason why the attack needs to know all clients, or an empty string."""
         is_drawn = isinstance(self.clients, int)
-        return "it draws the malicious clients from all clients: name the clients instead" if is_drawn else ""
+        return "it draws the malicious clients from all clients: name the malicious clients instead" if is_drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
         """Returns the malicious clients; raises ``ValueError`` if ``population`` has too few clients."""
@@ -58,7 +58,7 @@ class Attack:
 
 @lru_cache
 def _draw(size: int, count: int, seed: int) -> tuple[int, ...]:
-    # cached, because attacks on data query every batch
+    # cached, because attacks on data ask for every batch
     generator = np.random.default_rng([seed])
     return tuple(int(position) for position in generator.choice(size, count, replace=False))
 
@@ -71,7 +71,7 @@ class AttackStep(Attack, UpdateStep):
 
 
 class AttackCheck(FederatedCallback):
-    """Checks the client names of all attacks on updates. One callback suffices per Trainer."""
+    """Checks the client names of all attacks on updates. One callback per Trainer suffices."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -87,7 +87,7 @@ class AttackCheck(FederatedCallback):
 
 
 def attacked_entries(state: State) -> list[str]:
-    """Floating-point entries without BatchNorm statistics: negative variances would reveal an attack."""
+    """Floating-point entries except BatchNorm statistics: an attack with negative variances would be detected."""
     return [
         name
         for name, value in state.items()

@@ -62,7 +62,7 @@ class LabelFlip(DataAttack):
 
 
 class Backdoor(DataAttack):
-    """Malicious clients train images with a trigger as a target class. Logs the attack's success rate.
+    """Malicious clients train images with a trigger towards a target class. Logs the attack's success rate.
 
     The trigger is a square in the lower right corner; the first images in a malicious client's batch get the trigger
     and the target label. Each validation logs ``backdoor/success_rate``, the fraction of validation images from other

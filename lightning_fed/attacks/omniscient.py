@@ -1,4 +1,4 @@
-"""Attacks with knowledge of all honest updates in the round.
+"""Attacks with knowledge of all honest updates in a round.
 
 These attacks are a worst case. In a simulation the server executes the attack, as the outermost update step.
 """
@@ -21,9 +21,9 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class HonestSteps:
-    """Mean and standard deviation over honest updates, plus one honest update, in O(model) memory.
+    """Mean and standard deviation of honest updates, and one honest update, in O(model) memory.
 
-    ``first`` is the update from the client with the smallest key, whatever the order of arrival.
+    ``first`` is the update from the client with the smallest key, for any order of arrival.
 
     Example:
         >>> honest = HonestSteps()
@@ -73,7 +73,7 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
     @abstractmethod
     def fake(self, honest: HonestSteps) -> State:
-        """Update sent by all malicious clients, float64 entries, given the updates of at least one honest client."""
+        """Returns the update sent by all malicious clients, float64 entries, given at least one honest update."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         refuse_rule(self, rule, "has_clusters", "resizes")
@@ -103,7 +103,7 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
 
 class IPM(OmniscientAttack):
-    r"""Inner-product manipulation: malicious clients send the negative mean of honest updates.
+    r"""Inner-product manipulation (IPM): malicious clients send the negative mean of honest updates.
 
     .. math:: u = - \tau \bar u
 
@@ -132,7 +132,7 @@ class IPM(OmniscientAttack):
 
 
 class ALIE(OmniscientAttack):
-    r"""Attack by a little: malicious clients deviate slightly from the honest mean in every coordinate.
+    r"""A Little Is Enough (ALIE): malicious clients deviate slightly from the honest mean in every coordinate.
 
     .. math:: u = \bar u + z \, \sigma(u)
 
@@ -160,10 +160,10 @@ class ALIE(OmniscientAttack):
 
 
 class Mimic(OmniscientAttack):
-    """Malicious clients copy the update of one honest client, whose weight grows.
+    """Malicious clients copy the update of one honest client, whose weight in the average grows.
 
-    Each update is plausible, but information from other clients is lost, in particular with heterogeneous data. The
-    copied client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
+    Each copied update is plausible, but updates of other clients lose weight, in particular with heterogeneous data.
+    The copied client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
 
     Args:
         clients: Malicious clients, or the number to draw.

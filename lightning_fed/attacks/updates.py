@@ -1,4 +1,4 @@
-"""Attacks on single updates, with knowledge of the broadcast and the client's training only."""
+"""Attacks on single updates, which know only the broadcast and the malicious client's training."""
 
 from __future__ import annotations
 

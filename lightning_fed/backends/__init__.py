@@ -1,1 +1,1 @@
-"""Backends: ways to execute visits in other processes and on other machines, with the result of one process."""
+"""Backends execute visits in other processes or on other machines; results equal a run in one process."""

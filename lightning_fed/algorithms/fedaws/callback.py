@@ -1,4 +1,4 @@
-"""FedAwS (Algorithm 1): after every round the server spreads out the class vectors in the last layer."""
+"""FedAwS (Algorithm 1): after every round the server spreads out the class vectors of the last layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_fed.numerics.precision import at_least_float32
 
 Variant: TypeAlias = Literal["top_k", "margin"]
 
-_COMPARISON = 5  # random stream, separate from the schedule's streams
+_COMPARISON = 5  # random stream separate from the schedule's streams
 
 
 class SpreadOut(FederatedCallback):
@@ -30,29 +30,30 @@ class SpreadOut(FederatedCallback):
 
     .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
 
-    :math:`\tilde W` is the rule's result. This callback is FedAwS on the server, for clients with only positive labels:
-    no client's loss separates a class from absent classes. Any rule works; server momentum ignores the step. Reference:
-    Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
+    :math:`\tilde W` is the rule's result. This callback is the server side of FedAwS, for clients with only positive
+    labels: no client's loss pushes the client's classes away from absent classes. Any rule works; server momentum
+    ignores the step. Reference: Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
 
-    The authors use unit vectors. Here class vectors keep their lengths, because the step would lengthen each vector,
-    and training turns long vectors more slowly.
+    The authors use unit vectors. This implementation keeps the length of each class vector, because the step would
+    otherwise lengthen the vectors, and long vectors turn more slowly in training.
 
     ``"top_k"`` separates the round's classes from the nearest classes
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The round's classes have rows on a client; if clients
-    hold the whole layer, all classes count. ``"margin"`` separates all pairs
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The round's classes are the rows held by at least one
+    client; if clients hold the whole layer, all classes are included. ``"margin"`` separates all pairs
     (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`).
 
     Args:
         variant: ``"top_k"`` or ``"margin"``.
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
         strength: :math:`\lambda`; the authors report 10 to 100 as robust. Tune this value: the angle per step grows
-            with ``strength * lr * k`` over the squared length. For 964 new vectors (64 dimensions, length 0.57,
-            ``lr=0.03``, ``k=10``), 10 turned vectors by 67 degrees per round and undid the training; 0.1 was best.
+            with ``strength * lr * k`` divided by the squared vector length. For 964 new vectors (64 dimensions, length
+            0.57, ``lr=0.03``, ``k=10``), a strength of 10 rotated the vectors by 67 degrees per round and undid the
+            training; 0.1 was best.
         margin: :math:`\nu` for ``"margin"``.
         lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
-        comparison: Number of classes, drawn per round, for the nearest-class search with ``"top_k"``; ``None`` for all.
-        normalize: Whether class vectors keep their lengths.
-        entry: Name of the weight with one row per class; ``"auto"`` for the classifier found in a trial training step.
+        comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; ``None`` for all.
+        normalize: Whether to preserve the lengths of class vectors.
+        entry: Name of the weight with one row per class; ``"auto"`` for the classifier, found in a trial training step.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.
@@ -149,7 +150,7 @@ class SpreadOut(FederatedCallback):
 def _restore_lengths(new: Tensor, old: Tensor) -> Tensor:
     lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
     changed = (new != old).any(1, keepdim=True)
-    # Unchanged rows keep every bit.
+    # Unchanged rows stay bit-identical.
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)
 
 
@@ -157,4 +158,4 @@ def _learning_rate(trainer: L.Trainer, module: nn.Module, name: str) -> float:
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     weights = {parameter for parameter, entry in parameter_entries(module).items() if entry == name}
     owners = [group for group in groups if not weights.isdisjoint(group["params"])]
-    return float((owners or groups)[0]["lr"])  # the first group for a parameter without optimizer
+    return float((owners or groups)[0]["lr"])  # the first group if no optimizer has the parameter

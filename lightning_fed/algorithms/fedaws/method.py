@@ -17,32 +17,33 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedAwS(Method):
-    """Clients train with only positive labels; the server spreads out the class vectors.
+    """Clients train with only positive labels, and the server spreads out the class vectors.
 
     Clients train with a softmax over their positive classes (:class:`~lightning_fed.callbacks.SampledSoftmax` with
     ``objective="posonly"``), and the server performs a step with :class:`~lightning_fed.callbacks.SpreadOut` after
     every round. Reference: Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. The paper has one
     class per client and another loss; the softmax over positive classes follows the FedSS paper.
 
-    - Sends: the model with class vectors only for the client's classes, both ways.
-    - Keeps: a float64 vector on the server for momentum.
+    - Sends: the model both ways, with class vectors only for the client's classes.
+    - Keeps: one float64 vector on the server for momentum.
     - Costs: a server step over all pairs of class vectors.
     - For: very many classes with few per client, such as people or places.
 
     Args:
-        strength: Strength for the step.
-        variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes within a margin.
+        strength: Weight of the spread-out step.
+        variant: ``"top_k"`` separates each class from the nearest classes, ``"margin"`` all pairs of classes closer
+            than the margin.
         k: Number of nearest classes.
         margin: The margin.
-        server_momentum: Server momentum; 0 in the authors' method, 0.9 for all methods in the FedSS paper's comparison.
-        server_lr: Server learning rate for averaging.
-        lazy_rows: Averaging leaves rows without a client in the round unchanged, also with momentum.
+        server_momentum: Server momentum; the authors use 0; the FedSS paper uses 0.9 for all compared methods.
+        server_lr: Learning rate of the server's averaging step.
+        lazy_rows: Whether rows without a client in the round stay unchanged, also with momentum.
         row_weighting: Divisor for a row's changes, see :class:`FedAvg`.
-        lr: Learning rate for the step; ``None`` for the head's learning rate in local training.
-        comparison: Number of classes, drawn per round, for the nearest-class search; ``None`` for all.
-        normalize: Whether class vectors keep their lengths in the step.
+        lr: Learning rate of the spread-out step; ``None`` for the head's learning rate in local training.
+        comparison: Number of classes to draw per round for the nearest-class search; ``None`` for all.
+        normalize: Whether to preserve the lengths of class vectors.
         head: Name of the head; ``"auto"`` for a model with one head.
-        target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
+        target: Position of the labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' positive classes; ``None`` reads the classes from the data.
 
     Raises:

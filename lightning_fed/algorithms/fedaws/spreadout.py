@@ -19,8 +19,8 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Memory is linear in the weight, time quadratic in the number of classes. A zero vector has distance 1 to all others.
-    Reference: Yu et al., ICML 2020, equation 7.
+    Memory grows linearly with the weight's size, and time quadratically with the number of classes. A zero vector has
+    distance 1 to all others. Reference: Yu et al., ICML 2020, equation 7.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
@@ -49,17 +49,18 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Here :math:`N_k(c)` contains the *k* nearest classes in the comparison, without *c*. The gradient moves both ends,
-    with constant neighbours. A zero vector has distance 1 to all others. Reference: Yu et al., ICML 2020.
+    Here :math:`N_k(c)` contains the *k* classes nearest to *c* among the comparison classes, without *c*. The gradient
+    moves both vectors of a pair; the choice of neighbours is treated as constant. A zero vector has distance 1 to all
+    others. Reference: Yu et al., ICML 2020.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
-        classes: :math:`C`, int64, shape ``(classes,)``.
-        k: Number of neighbours, at least 1; all, if the comparison has fewer.
+        classes: Classes :math:`C` to separate, int64, shape ``(classes,)``.
+        k: Number of neighbours, at least 1; all classes if the comparison has fewer.
         comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; ``None`` for all.
 
     Raises:
-        ValueError: If ``weight`` is not a matrix, or ``k`` is not a whole number from 1.
+        ValueError: If ``weight`` is not a matrix, or ``k`` is not a positive integer.
 
     Example:
         >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
@@ -93,7 +94,7 @@ def _unit_rows(weight: Tensor) -> Tensor:
         raise ValueError(f"Expected `weight` of shape (n, d), but got {tuple(weight.shape)}.")
     weight = at_least_float32(weight)
     length = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
-    # A zero row stays zero, with gradients as for length 1.
+    # A zero row stays zero; gradients are computed as if its length were 1.
     unit: Tensor = weight / length.where(length > 0, 1.0)
     return unit
 
@@ -101,6 +102,6 @@ def _unit_rows(weight: Tensor) -> Tensor:
 def _sum_chunks(chunk_sum: Callable[[Tensor, Tensor], Tensor], unit: Tensor, items: Tensor, width: int) -> Tensor:
     total: Tensor = unit.sum() * 0
     for chunk in torch.split(items, chunk_steps(len(items), width, 1)[0]):
-        # The backward pass recomputes each chunk, so only one is in memory.
+        # The backward pass recomputes each chunk, so only one chunk is in memory.
         total = total + checkpoint(chunk_sum, unit, chunk, use_reentrant=False, preserve_rng_state=False)
     return total

@@ -10,18 +10,18 @@ from lightning_fed.server.averaging import AveragingAggregator
 class FedDANE(AveragingAggregator):
     r"""Average weighted by the numbers of examples; clients train with corrected gradients.
 
-    Each round draws two samples of clients. The first sample sends full gradients at :math:`w_t`, with the weighted
-    mean :math:`g_t`. The second sample, the round's cohort, minimises
+    Each round draws two samples of clients. The clients in the first sample send full gradients at :math:`w_t`; their
+    weighted mean is :math:`g_t`. The second sample is the round's cohort, and minimises
 
     .. math:: F_k(w) + \langle g_t - \nabla F_k(w_t), w - w_t \rangle + \frac{\mu}{2} \lVert w - w_t \rVert^2
 
     The method adds a callback for each term: :class:`~lightning_fed.callbacks.GradientCorrection` and
     :class:`~lightning_fed.callbacks.ProximalTerm`. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    - Sends: 3 models down, 2 up (1 down and 1 up for the gradient sample).
+    - Sends: 3 models down and 2 up (clients in the gradient sample: 1 down and 1 up).
     - Keeps: nothing.
     - Costs: 2 passes over a client's data per round, with gradients, if all clients are in both samples.
-    - For: comparisons; convex problems.
+    - For: comparisons with the paper, and convex problems.
 
     Args:
         mu: Strength for the proximal term, at least 0.

@@ -43,17 +43,17 @@ class GradientCorrection(GradientTerm):
 
     At the start of a round, a separate sample of clients with the cohort's size (:meth:`Schedule.second_draw
     <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's gradients on all local data. The
-    mean weighted by examples is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each cohort client
-    computes :math:`\nabla F_k(w_t)` before training. Reference: Li et al., Asilomar 2019, "FedDANE".
+    mean of these gradients, weighted by examples, is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each
+    cohort client computes :math:`\nabla F_k(w_t)` before training. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    If the data fail, a sample client is skipped with a warning, and a cohort client is excluded from the round. If no
-    sample client answers, the round fails. An error in the module ends the fit.
+    If loading data fails, a client in the gradient sample is skipped with a warning, and a cohort client is excluded
+    from the round. If no client in the gradient sample answers, the round fails. An error in the module ends the fit.
 
     Gradients come from ``training_step`` with automatic optimization, in evaluation mode, so dropout adds no noise.
     BatchNorm uses batch statistics as in training, and running statistics stay unchanged. Batches are fetched in the
-    main process; loaders with persistent workers support only one pass at a time and give an error. The correction
-    applies to shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the
-    correction.
+    main process; loaders with persistent workers are refused, because such loaders support only one pass at a time. The
+    correction applies to shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss
+    excludes the correction.
 
     Raises:
         MisconfigurationException: In ``fit``, with manual optimization.
@@ -63,7 +63,7 @@ class GradientCorrection(GradientTerm):
         >>> trainer = FederatedTrainer(max_rounds=10, method="feddane", logger=False)  # adds it by itself
     """
 
-    needs_local_clients = "its gradients need requests outside visits"
+    needs_local_clients = "gradients are requested from clients outside visits"
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GradientCorrection(GradientTerm):
         state, mean, ranks = local.global_state(), WeightedMean(), process_group_of(trainer)
         self._step_error = None
         sample = federation.schedule.second_draw(round, population.clients)
-        for client in sample[ranks.rank :: ranks.size]:  # other processes measure the other clients
+        for client in sample[ranks.rank :: ranks.size]:  # other processes measure other clients
             server.sent(client, Broadcast(round, state))
             local.load_client(client, state)
             notify_model_loaded(trainer, module, client)

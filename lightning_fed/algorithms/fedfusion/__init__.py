@@ -1,4 +1,4 @@
-"""FedFusion: fuses a client's features with the broadcast model's features; the server averages as in FedAvg.
+"""FedFusion: fuses a client's features with features of the received global model; the server averages as in FedAvg.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
 """

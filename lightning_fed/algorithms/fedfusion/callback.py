@@ -1,4 +1,4 @@
-"""FedFusion on the clients (Algorithm 1): fuses a client's features with the broadcast model's features."""
+"""FedFusion on the clients (Algorithm 1): fuses a client's features with features of the received global model."""
 
 from __future__ import annotations
 
@@ -39,53 +39,55 @@ from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import default_seed
 
-_OPERATOR_STREAM = 1001  # random stream, separate from the schedule's streams
+_OPERATOR_STREAM = 1001  # random stream separate from the schedule's streams
 
 
 class FeatureFusion(FederatedCallback):
     r"""Fuses each client's features with the global model's features, :math:`L = C \circ F \circ (E_l, E_g)`.
 
-    In ``setup`` the module gets a submodule ``feature_fusion`` with the operator :math:`F`, drawn with the federation's
-    seed; see :func:`~lightning_fed.modules.fuse`. A visit starts with a frozen copy :math:`E_g` of the received
-    extractor, in evaluation mode and never sent. :math:`E_l`, :math:`F` and :math:`C` train and are averaged by any
-    aggregator. In addition to federated averaging, messages contain :math:`F`: 1 number with ``"single"``, :math:`C`
-    with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, per level. ``personal=["feature_fusion.*"]`` keeps :math:`F` on
-    the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP
-    2019, Algorithm 1; https://github.com/thu-media/FedFusion.
+    In ``setup`` the module gets a submodule ``feature_fusion`` with the operator :math:`F`, initialised with the
+    federation's seed; see :func:`~lightning_fed.modules.fuse`. A visit starts with a frozen copy :math:`E_g` of the
+    received extractor, in evaluation mode; the copy is never sent. :math:`E_l`, :math:`F` and :math:`C` train and are
+    averaged by any aggregator. Messages also contain :math:`F`: 1 number per level with ``"single"``, :math:`C` with
+    ``"multi"``, and :math:`2C^2 + C` with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps :math:`F` on the clients.
+    After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP 2019, Algorithm
+    1; https://github.com/thu-media/FedFusion.
 
     Args:
-        at: Layer with the features as output, or ``"auto"``, see :func:`~lightning_fed.modules.find_extractor`.
+        at: Name of the layer with the features as output, or ``"auto"``, see
+            :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
-        levels: Fused features by position or key, each with a separate operator; ``"all"`` skips the input data.
+        levels: Features to fuse, by position or key, each with a separate operator; ``"all"`` fuses every feature
+            except the input data.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network.
-        network: Name of the module called with the data; ``"auto"`` searches.
+        network: Name of the module called with the data; ``"auto"`` searches for the module.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
-        eval_reference: Extractor :math:`E_g` for the evaluation of the global model: from the previous global model
-            (``"previous"``, as in the authors' program), or from the same model (``"current"``, for deployment). With
+        eval_reference: Source of :math:`E_g` when the global model is evaluated: the previous global model
+            (``"previous"``, as in the authors' program), or the same model (``"current"``, for deployment). With
             ``"current"`` the weights for "multi" and "single" have no effect.
-        cache_global_features: Whether to cache :math:`E_g`'s features for a client's examples in a visit with several
-            epochs; needs memory for all features of a client. Augmented examples differ, and miss the cache. A second
-            pass without hits disables the cache.
+        cache_global_features: Whether to cache :math:`E_g`'s features of a client's examples in a visit of several
+            epochs. The cache needs memory for all features of a client. Augmented examples change in each epoch and
+            miss the cache. The cache is disabled after a second pass without hits.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
-        conv_bias: Add a bias to "conv".
-        channel_axis: Channel axis; ``None`` infers the axis.
+        conv_bias: Whether to add a bias to "conv".
+        channel_axis: Position of the channel axis; ``None`` infers the position.
 
     Raises:
         ValueError: If an option is invalid; in ``setup``, if the features or the channels cannot be found.
-        MisconfigurationException: In ``setup``, if the module has other fusion, or the Trainer has no federation or
-            FedMA; in ``fit``, if the optimizers cannot train the operator, the module does not run the layer, or the
-            fit resumes from a checkpoint without fusion.
+        MisconfigurationException: In ``setup``, if the module already has a different fusion, or the Trainer has no
+            federation or uses FedMA; in ``fit``, if the optimizers cannot train the operator, the module does not run
+            the layer, or the fit resumes from a checkpoint without fusion.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
 
     Note:
-        Logged for the global model's operator, by level: for "multi" and "single" ``fedfusion/<level>/lambda`` (the
-        mean weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); for "conv"
-        ``fedfusion/<level>/global_share``, the global features' share in the squared weights. The checkpoint state
-        contains ``reference``: with "previous", the previous global model's extractor.
+        Logs for the global model's operator, by level: for "multi" and "single" ``fedfusion/<level>/lambda`` (the mean
+        weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); for "conv"
+        ``fedfusion/<level>/global_share``, the share of the squared weights that belongs to global features. The
+        checkpoint state contains ``reference``: with "previous", the previous global model's extractor.
     """
 
     can_recalibrate_remotely = False
@@ -105,7 +107,7 @@ class FeatureFusion(FederatedCallback):
         channel_axis: int | None = None,
     ) -> None:
         with torch.device("meta"):  # draws nothing
-            build_operator(operator, 1, conv_init=conv_init)  # checks the options
+            build_operator(operator, 1, conv_init=conv_init)  # raises an error for invalid options
         check_option("eval_reference", eval_reference, ("previous", "current"))
         check_share("ema", ema)
         self.at = at
@@ -120,16 +122,16 @@ class FeatureFusion(FederatedCallback):
         self.conv_bias = conv_bias
         self.channel_axis = channel_axis
         self._fusion: FusionLayer | None = None
-        self._reference: State = {}  # extractor from the previous global model
-        self._round_reference: State = {}  # extractor from the round's initial global model
+        self._reference: State = {}  # extractor of the previous global model
+        self._round_reference: State = {}  # extractor of the round's initial global model
         self._stage: Literal["rest", "training", "aggregated"] = "rest"
         self._is_untrained = False
-        self._weights: State = {}  # for "multi" and "single", from the start of the round
+        self._weights: State = {}  # weights for "multi" and "single" at the start of the round
         self._reset_cache()
 
     @property
     def fusion(self) -> FusionLayer:
-        """The module's fusion layer, known after ``setup``."""
+        """The module's fusion layer; available after ``setup``."""
         if self._fusion is None:
             raise RuntimeError("Expected a module with fusion, but `setup` has not run yet.")
         return self._fusion
@@ -145,8 +147,8 @@ class FeatureFusion(FederatedCallback):
                 )
             callbacks = callbacks_of(trainer)
             if callbacks.index(self) > callbacks.index(find_federation(trainer)):
-                # Other callbacks then see a visit with its extractor. Lightning loops over the callbacks, and
-                # only a move towards the front skips no callback.
+                # Afterwards, other callbacks see a visit with its extractor. Lightning iterates over the callbacks, so
+                # moving this callback towards the front skips no callback.
                 move_behind_federation(self, trainer)
         is_fused = find_fusion(pl_module) is not None
         with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR_STREAM)):
@@ -172,9 +174,9 @@ class FeatureFusion(FederatedCallback):
         }
         if self.operator != "none" and extractor_parameters and optimized.isdisjoint(extractor_parameters):
             raise MisconfigurationException(
-                "Expected trainable features, but no optimizer has a parameter before"
-                f" {Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}: name a layer in a trained"
-                " network in `at`."
+                "Expected trainable features, but no optimizer has a parameter of the layers up to "
+                f"{Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}: name a layer in a trained "
+                "network in `at`."
             )
         _add_parameters(list(self.fusion.parameters()), trainer)
 
@@ -204,8 +206,9 @@ class FeatureFusion(FederatedCallback):
         self._is_untrained = self._is_untrained and not has_fusion
         if is_fitting(trainer) and names and not has_fusion:
             raise MisconfigurationException(
-                "Expected a checkpoint of a fit with fusion, but got one without, whose optimizers do not know the"
-                " operator: begin a new fit with its weights, module.load_state_dict(torch.load(path)['state_dict'])."
+                "Expected a checkpoint of a fit with fusion, but got a checkpoint without fusion, so its optimizer "
+                "states lack the operator: begin a new fit with the checkpoint's weights, "
+                "module.load_state_dict(torch.load(path)['state_dict'])."
             )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -266,7 +269,7 @@ class FeatureFusion(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Checks that features were fused, and disables a cache without hits."""
+        """Checks that features were fused during the visit, and disables a cache without hits."""
         if self.operator != "none" and not self.fusion.has_run:
             raise MisconfigurationException(
                 f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to"
@@ -280,7 +283,7 @@ class FeatureFusion(FederatedCallback):
                 "`cache_global_features` found no input again in a second pass over the data, probably because of"
                 " augmentation. The cache is disabled."
                 if cache.misses
-                else f"`cache_global_features` has no effect: {network} has other inputs than one tensor."
+                else f"`cache_global_features` has no effect: the inputs of {network} are not a single tensor."
             )
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
@@ -288,7 +291,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the weights for "multi" and "single"; E_g becomes the previous model's extractor."""
+        """Smooths the weights for "multi" and "single". E_g becomes the extractor of the previous model."""
         for name, weight in self._weights.items():
             if name in state:
                 state[name] = smooth_weight(state[name], weight, self.ema)
@@ -296,7 +299,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Keeps the replaced model's extractor, and logs the global model's operators."""
+        """Stores the extractor of the replaced model, and logs the operators of the global model."""
         if is_new:
             self._reference = self._round_reference
         self._stage, self._round_reference = "rest", {}
@@ -307,7 +310,7 @@ class FeatureFusion(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, trainer.current_epoch, values)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Sets E_g: for a client's model, the global extractor with the client's personal entries."""
+        """Sets E_g; for a client's model, E_g is the global extractor with the client's personal entries."""
         if client is not None and self._stage == "training":
             self.fusion.refer()
             return
@@ -326,8 +329,8 @@ class FeatureFusion(FederatedCallback):
             extractor = Extractor(_name_of(fusion.network, module), fusion.layer)
             if fusion.operator != self.operator or self.at not in ("auto", extractor.path):
                 raise MisconfigurationException(
-                    f"Expected a module without fusion, or with {self.operator!r} at {self.at!r}, but it has"
-                    f" {fusion.operator!r} at {extractor}: remove the fusion with `lightning_fed.modules.unwrap`."
+                    f"Expected a module without fusion, or with {self.operator!r} at {self.at!r}, but the module has "
+                    f"{fusion.operator!r} at {extractor}: remove the fusion with `lightning_fed.modules.unwrap`."
                 )
             for name, value in fusion.arguments.items():
                 expected = getattr(self, name)
@@ -358,7 +361,9 @@ class FeatureFusion(FederatedCallback):
             has_layers = any(True for _ in module.parameters())
             if has_layers and isinstance(error, MisconfigurationException):
                 raise
-            raise OptionError(f"{error}{'' if has_layers else ' (Layers built in `setup` come too late.)'}") from error
+            raise OptionError(
+                f"{error}{'' if has_layers else ' (Create layers in `__init__`: layers from `setup` cannot be fused.)'}"
+            ) from error
         count = sum(parameter.numel() for parameter in fusion.parameters())
         rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {extractor}.")
         return fusion
@@ -389,8 +394,8 @@ class FeatureFusion(FederatedCallback):
 
     def _reset_cache(self) -> None:
         self._caches = self.cache_global_features and self.operator != "none"
-        self._batch = self._per_epoch = 0  # batches in the visit and per epoch
-        self._hits = self._late_hits = 0  # cached samples before the batch, and after the first pass
+        self._batch = self._per_epoch = 0  # batches so far in the visit, and batches per epoch
+        self._hits = self._late_hits = 0  # cached samples before the batch, and after the first epoch
 
 
 def _default_of(name: str) -> Any:
@@ -408,14 +413,15 @@ def _name_of(layer: nn.Module, module: nn.Module) -> str:
 
 
 def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
-    """Adds parameters without optimizer to the first optimizer, for modules with a fixed parameter list."""
+    """Adds parameters without an optimizer to the first optimizer, for modules that pass a fixed list of parameters."""
     trained = optimized_parameters(trainer)
     missing = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if not missing:
         return
     if not trainer.optimizers or trainer.optimizers[0].state:
         raise MisconfigurationException(
-            "Expected `configure_optimizers` to train the parameters of `feature_fusion`: pass it self.parameters()."
+            "Expected `configure_optimizers` to train the parameters of `feature_fusion`: pass self.parameters() to "
+            "the optimizer."
         )
     trainer.optimizers[0].param_groups[0]["params"] += missing
-    rank_zero_info("FeatureFusion: the first optimizer trains the operator too.")
+    rank_zero_info("FeatureFusion: added the operator's parameters to the first optimizer.")

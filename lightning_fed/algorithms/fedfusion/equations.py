@@ -1,11 +1,11 @@
-"""FedFusion's equations: operators on a client's features and the global model's features.
+"""FedFusion's equations: operators on client features and features of the global model.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
 equations 1 to 3; longer version: https://arxiv.org/abs/1908.05891, authors' program:
 https://github.com/thu-media/FedFusion. :math:`E_l(x)` are the client's features, :math:`E_g(x)` the broadcast model's.
 
-Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or token sequences ``(N, T, C)``. The number of axes determines
-the channel axis, unless given: ``channel_axis=-1`` for maps ``(N, H, W, C)``.
+Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or token sequences ``(N, T, C)``. By default the number of axes
+determines the channel axis. Pass ``channel_axis=-1`` for maps ``(N, H, W, C)``.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def fuse_conv(
 
     .. math:: F(x) = W \, (E_g(x) \,\Vert\, E_l(x)) + b, \qquad W \in \mathbb{R}^{C \times 2C}
 
-    The global features come first, as in the paper; the authors' program has the local features first, and a bias. For
-    vectors and tokens the convolution is a linear layer.
+    The global features come first, as in the paper; the authors' program concatenates the local features first and adds
+    a bias. For vectors and tokens the convolution is a linear layer.
 
     Args:
         local: The client's features :math:`E_l(x)`.
@@ -110,7 +110,7 @@ def fuse_conv(
         )
     both = torch.cat([reference.to(local.dtype), local], axis)
     if axis == 1 and local.ndim == 4:
-        return F.conv2d(both, weight[:, :, None, None], bias)  # keeps the maps' memory layout in gradients
+        return F.conv2d(both, weight[:, :, None, None], bias)  # preserves the memory layout of maps in gradients
     return F.linear(both.movedim(axis, -1), weight, bias).movedim(-1, axis)
 
 
@@ -125,7 +125,7 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
     Args:
         weight: The clients' average :math:`\bar\lambda_{r+1}`, any shape.
         previous: The global model's :math:`\lambda_r`, in the same shape, initially 0.
-        ema: Share :math:`\mu` of the previous weights, in [0, 1); 0 returns the average.
+        ema: Share :math:`\mu` of the previous weights, in [0, 1); 0 returns ``weight``.
 
     Example:
         >>> smooth_weight(torch.tensor(0.3), torch.tensor(0.02), ema=0.9)

@@ -21,11 +21,11 @@ _SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
 
 
 class Extractor(NamedTuple):
-    """The part of a model from the data to the features.
+    """The part of a model that computes features from the data.
 
     Attributes:
         network: Name of the module called with the data, as in ``named_modules``.
-        layer: Input or output of a layer with the features; the path is relative to the network.
+        layer: The layer whose input or output contains the features; the path is relative to the network.
     """
 
     network: str
@@ -46,7 +46,7 @@ def find_extractor(
     network: str = "auto",
     classifier: str | None = None,
 ) -> Extractor:
-    """Finds the last layer in a model's feature extractor.
+    """Finds the layer with the features: the last layer of a model's feature extractor.
 
     ``"auto"`` tries, in this order:
 
@@ -59,9 +59,10 @@ def find_extractor(
 
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
-        at: Name of the layer with the features as output, ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the module called with the data, around the layer; ``""`` for ``module``. ``"auto"`` uses the
-            layer, if found by name or a direct child of a LightningModule, else the outermost ordinary module.
+        at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
+        network: Name of the module called with the data, which contains the layer; ``""`` for ``module``. ``"auto"``
+            uses the layer itself if the layer was found by name or is a direct child of a LightningModule, else the
+            outermost module that is not a LightningModule.
         classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
 
     Raises:
@@ -87,14 +88,14 @@ def find_extractor(
             )
     root = _find_called_module(module, layer) if network == "auto" else network
     if layer.path != root and root and not layer.path.startswith(f"{root}."):
-        raise ValueError(f"Expected `network` to hold the layer {layer.path!r}, but got {root!r}.")
+        raise ValueError(f"Expected `network` to contain the layer {layer.path!r}, but got {root!r}.")
     if layer == FeatureLayer(root, "input"):
-        raise ValueError(f"Expected a layer that has features at its ends, but {layer} is the data.")
+        raise ValueError(f"Expected a layer with features as input or output, but {layer} is the data.")
     return Extractor(root, layer._replace(path=layer.path[len(root) :].lstrip(".")))
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in a layer's output with valid module names, such as "0" and "1_0" for ``[a, (b,)]``."""
+    """Yields the tensors in a layer's output under valid module names, such as "0" and "1_0" for ``[a, (b,)]``."""
     if isinstance(features, Tensor):
         if features.is_floating_point():
             yield name or "0", features
@@ -105,7 +106,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Replaces tensors in a layer's output, named as in :func:`named_features`."""
+    """Replaces tensors in a layer's output; names as in :func:`named_features`."""
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
     if isinstance(features, MutableMapping):
@@ -120,7 +121,7 @@ def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -
 
 
 def example_inputs(network: nn.Module) -> Iterator[Tensor]:
-    """Guesses inputs for a network from the first layer with parameters, on the layer's device."""
+    """Guesses example inputs for a network from the first layer with parameters, on the layer's device."""
     for layer in network.modules():
         weight = next(layer.parameters(recurse=False), None)
         if weight is None:
@@ -142,14 +143,15 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
 def find_extractor_in_fit(
     trainer: L.Trainer, module: L.LightningModule, at: str | FeatureLayer, network: str, option: str
 ) -> Extractor:
-    """Finds the layer as in :func:`find_extractor`, with the classifier found in a trial training step.
+    """Finds the layer as in :func:`find_extractor`, and the classifier in a trial training step.
 
-    A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``.
+    A module without a classifier needs an extractor with a known name, such as ``encoder``. Error messages name the
+    argument ``option``.
     """
     if at != "auto":
         return find_extractor(module, at, network)
     try:
-        classifier = find_class_task(trainer, module, f"name the layer of the features in `{option}`").layer
+        classifier = find_class_task(trainer, module, f"name the layer with the features in `{option}`").layer
     except MisconfigurationException:
         layer = _find_extractor_module(dict(trained_layers(module)), None)
         if layer is None:
@@ -179,8 +181,8 @@ def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], c
         heads = get_classifier() if callable(get_classifier) else None
         if isinstance(heads, tuple | list | nn.ModuleList) and len(heads) > 1:
             raise ValueError(
-                f"Expected {type(layer).__name__} to have one layer that makes the logits, but it has {len(heads)}:"
-                " name the layer of its features."
+                f"Expected {type(layer).__name__} to have one layer that computes the logits, but the module has "
+                f"{len(heads)}: name the layer with the features."
             )
     names = list(layers)
     before = names[: names.index(head)]

@@ -21,12 +21,12 @@ _INTERNAL = frozenset(vars(nn.Module()))
 class FrozenExtractor:
     """A copy of a network up to one layer, in evaluation mode and without gradients.
 
-    The extractor is not a submodule: ``parameters()`` and ``state_dict()`` exclude the copy. After a run ``is_plain``
-    tells whether the layer has one argument and one tensor of features.
+    The copy is not a submodule, so ``parameters()`` and ``state_dict()`` exclude the copy. After a run, ``is_plain``
+    tells whether the layer has one argument and returns one feature tensor.
 
     Args:
         network: The network to copy.
-        layer: Input or output of a layer with the features.
+        layer: The layer whose input or output contains the features.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -53,12 +53,14 @@ class FrozenExtractor:
         except _FeaturesReached as error:
             return error.features
         if self.layer != FeatureLayer(""):
-            raise RuntimeError(f"Expected {type(self.network).__name__} to run {self.layer}, but it did not.")
+            raise RuntimeError(
+                f"Expected {type(self.network).__name__} to run {self.layer}, but the layer did not run."
+            )
         self.is_plain = is_plain(args, kwargs, features)
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies values into the extractor: a network's values, dtypes and device, or only values by name."""
+        """Copies values into the extractor: from a network with dtypes and device, or only values by name."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -75,7 +77,7 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Copies the parameters and buffers; by default from the extractor."""
+        """Copies the parameters and buffers; without an argument, of the extractor itself."""
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
@@ -84,13 +86,13 @@ class FrozenExtractor:
         if source is None or copied is None or (source.device, source.dtype) == (copied.device, copied.dtype):
             return
         originals = tensors_by_path(network)
-        with torch.inference_mode(False):  # inference tensors are read-only later
+        with torch.inference_mode(False):  # inference tensors would be read-only
             self.network.to(source.device)
             for name, entry in tensors_by_path(self.network).items():
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Frees unused layers behind the features; returns features and the last executed layer with parameters."""
+        """Frees unused layers behind the features; returns the features and the last executed layer with parameters."""
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
         def record_finished(module: nn.Module, args: Any, output: Any) -> None:
@@ -117,7 +119,7 @@ class FrozenExtractor:
         try:
             self(*args, **kwargs)
             self.entries &= needed
-        except Exception:  # a layer with used weights that never runs
+        except Exception:  # a layer whose weights are used without calling the layer
             for name, entry in unneeded.items():
                 entry.data = values[name]
         trained = (module for module in reversed(finished) if any(True for _ in module.parameters(recurse=False)))
@@ -130,12 +132,12 @@ class FrozenExtractor:
 
 
 def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
-    """True for a layer with one argument and one tensor of features."""
+    """Whether the layer has one argument and returns one feature tensor."""
     return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 
 class _FeaturesReached(BaseException):
-    """Ends a forward pass at the features; a network's `except Exception` does not catch this class."""
+    """Stops a forward pass at the features. A BaseException passes through a network's `except Exception`."""
 
     def __init__(self, features: Any) -> None:
         super().__init__()
@@ -145,14 +147,14 @@ class _FeaturesReached(BaseException):
 def _copy_network(network: nn.Module) -> nn.Module:
     shared = {}
     if isinstance(network, L.LightningModule):
-        # Everything except layers, such as the Trainer.
+        # Every object that is not a layer, such as the Trainer.
         shared = {id(value): value for name, value in vars(network).items() if name not in _INTERNAL}
     with torch.inference_mode(False):  # inference tensors do not support gradients
         return copy.deepcopy(network, shared)
 
 
 def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
-    """Maps paths in one network to the module's entries."""
+    """Maps entry paths in one network to entry names in the module."""
     names = entry_names(module)
     return {path: names[tensor] for path, tensor in tensors_by_path(network).items() if tensor in names}
 
@@ -162,8 +164,9 @@ def _used_entries(
 ) -> Iterator[str]:
     if module in finished:
         yield from (f"{prefix}{name}" for name in tensors_by_path(module))
-    # Some modules are never called: lists of layers, and modules with other methods or with separately called layers
-    # (activation checkpointing). Such a module counts as started if a layer inside started.
+    # Some modules are never called: containers of layers, modules with methods other than forward, and modules whose
+    # layers are called separately (activation checkpointing). Such a module is treated as started if a layer inside
+    # started.
     elif module in started or any(layer in started for layer in module.modules()) or not _is_callable(module):
         direct = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         yield from (f"{prefix}{name}" for pairs in direct for name, _ in pairs)

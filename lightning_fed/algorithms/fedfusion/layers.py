@@ -29,20 +29,20 @@ Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 class FusionLayer(nn.Module):
     """The fusion operators for a network, and the global model's frozen extractor.
 
-    Hooks on the network run the frozen extractor on the network's inputs, and fuse the features at the layer. All
-    layers in the network keep place and name, and this layer is never called.
+    Hooks on the network run the frozen extractor on the network's inputs and fuse the features at the layer. All layers
+    in the networkretain position and name. This layer is never called.
 
     Args:
         network: The module called with the data.
-        layer: Input or output of a layer in the network; ``""`` for the network's output.
+        layer: The layer whose input or output is fused; ``""`` for the network's output.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network up to the layer.
-        levels: Positions or keys of the features to fuse, if the extractor returns several; ``"all"`` skips the input
-            data.
+        levels: Positions or keys of the features to fuse, if the extractor returns several features; ``"all"`` fuses
+            every feature except the input data.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
-        conv_bias: Add a bias to "conv".
-        channel_axis: Channel axis; ``None`` infers the axis.
-        example: Positional and keyword arguments for the network; ``None`` guesses from the first layer.
+        conv_bias: Whether to add a bias to "conv".
+        channel_axis: Position of the channel axis; ``None`` infers the position.
+        example: Positional and keyword arguments for the network; ``None`` derives an example from the first layer.
 
     Raises:
         ValueError: If an option is invalid, the network cannot run to infer the channels, or a level does not exist.
@@ -69,7 +69,7 @@ class FusionLayer(nn.Module):
         self.layer = layer
         self.cache: FeatureCache | None = None
         self.has_run = False
-        self._network = (network,)  # in a tuple: not a submodule
+        self._network = (network,)  # a tuple, to avoid registration as a submodule
         has_fusion = operator != "none"
         self.frozen = (
             FrozenExtractor(network, layer) if has_fusion else FrozenExtractor(nn.Identity(), FeatureLayer(""))
@@ -105,33 +105,33 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """True if features are fused with the frozen extractor's features; otherwise with local copies."""
+        """Whether features are fused with features of the frozen extractor; otherwise E_g equals E_l."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """The operators for "multi" and "single", by level."""
+        """The operators "multi" and "single" by level."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Numbers that measure the influence of the global features, by feature level."""
+        """Values that measure the influence of the global features, by feature level."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies values into the frozen extractor, and starts the fusion with these values.
+        """Copies values into the frozen extractor and enables fusion with the extractor's features.
 
-        The source is a network or values by name; ``None`` for the network's current values.
+        The source is a network or a dictionary of values by name; ``None`` copies the network's current values.
         """
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Fuses features with themselves, as if E_g were E_l."""
+        """Fuses features as if E_g were E_l."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
-        """Lets the parent module load states without fusion."""
+        """Allows the parent module to load states without fusion."""
         self._handles.append(owner.register_load_state_dict_post_hook(self._keep_operators))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -204,8 +204,8 @@ class FusionLayer(nn.Module):
             counts = [channels] if isinstance(channels, int) else list(channels)
             names = [str(level) for level in (range(len(counts)) if levels == "all" else levels)]
             if len(names) != len(counts):
-                raise ValueError(f"Expected `channels` of {len(names)} levels, but got {counts}.")
-            with suppress(ValueError):  # the copy then contains the whole network
+                raise ValueError(f"Expected `channels` for {len(names)} levels, but got {counts}.")
+            with suppress(ValueError):  # otherwise the copy contains the whole network
                 self._run(example)
             return {name: (count, channel_axis) for name, count in zip(names, counts, strict=True)}
         inputs, features, last = self._run(example)
@@ -218,7 +218,7 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Returns inputs for the network, the features, and the last layer before the features."""
+        """Returns the inputs of the network, the features, and the last layer before the features."""
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:
@@ -227,9 +227,9 @@ class FusionLayer(nn.Module):
             except Exception as fault:
                 error = error or fault
         raise ValueError(
-            f"Expected to find out the channels of {self.layer} by running {type(self.network).__name__}, but"
-            f" {'no input is known for its first layer' if error is None else f'it raised {error!r}'}: set the module's"
-            " `example_input_array`, or `channels`."
+            f"Expected to infer the channels of {self.layer} by running {type(self.network).__name__}, but "
+            f"{'no example input can be derived from its first layer' if error is None else f'it raised {error!r}'}: "
+            "set the module's `example_input_array`, or `channels`."
         ) from error
 
 
@@ -237,7 +237,7 @@ def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
     if features.ndim < 4 or not isinstance(last, nn.Linear | nn.LayerNorm):
         return None
     width = last.out_features if isinstance(last, nn.Linear) else last.normalized_shape[-1]
-    # Channels last, as in Swin transformers.
+    # Channels are the last axis, as in Swin transformers.
     return -1 if features.shape[1] != width == features.shape[-1] else None
 
 
@@ -260,14 +260,16 @@ def _select_levels(
             selected[name] = features[name]
     if not selected or len(selected) != len(levels):
         shapes = {name: tuple(value.shape) for name, value in features.items()}
-        raise ValueError(f"Expected `levels` to be some of the extractor's features, {shapes}, but got {levels!r}.")
+        raise ValueError(
+            f"Expected `levels` to be among the features returned by the extractor, {shapes}, but got {levels!r}."
+        )
     return selected
 
 
 class FusedExtractor(nn.Module):
-    """An extractor with fusion, F(E_l, E_g): a feature extractor E_l, an operator F, and a frozen copy E_g.
+    """A feature extractor with fusion, F(E_l, E_g): an extractor E_l, an operator F, and a frozen copy E_g.
 
-    :class:`~lightning_fed.callbacks.FeatureFusion` detects this class. Before :meth:`refer`, features are fused with
+    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Before :meth:`refer`, features are fused with
     themselves.
 
     Args:
@@ -301,9 +303,9 @@ class FusedExtractor(nn.Module):
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies an extractor into E_g; ``None`` copies E_l's current values."""
+        """Copies an extractor into E_g; ``None`` copies the current values of E_l."""
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Fuses features with themselves, as if E_g were E_l."""
+        """Fuses features as if E_g were E_l."""
         self.feature_fusion.release()

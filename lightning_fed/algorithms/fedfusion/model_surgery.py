@@ -1,4 +1,4 @@
-"""Adds FedFusion to a model in place, and removes fusion from a model."""
+"""Adds FedFusion to a model in place, and removes the fusion again."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ def fuse(
 ) -> FusionLayer:
     """Adds feature fusion to a model, in place; returns the layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters. All other modules keep their places and names. The model can
-    load a checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer`, features are
-    fused with themselves.
+    The new submodule contains the operators' parameters. All other modulesretain position and name. The model
+    can load a checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer`, features
+    are fused with themselves.
 
     Args:
         module: The model.
-        operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``; a model with fusion is refused.
-        at: Layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
+        operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
+        at: Name of the layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
         channels: Number of channels, or a list; ``"infer"`` runs the network on the module's ``example_input_array``,
-            else on ``example``, or on a guess.
-        levels: Features to fuse, if the extractor returns several, see :class:`~lightning_fed.modules.FusionLayer`.
+            else on ``example``, else on a derived example.
+        levels: Features to fuse, if the extractor returns several features, see
+            :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
@@ -61,9 +62,12 @@ def fuse(
         torch.Size([64, 128])
     """
     if hasattr(module, FUSION) or find_fusion(module) is not None:
-        raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but the module has one: see `unwrap`.")
+        raise ValueError(
+            f"Expected {type(module).__name__} without `{FUSION}`, but the module already has the "
+            "submodule: remove the fusion with `unwrap`."
+        )
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-        raise ValueError(f"Expected a module that can have one more submodule, but got {type(module).__name__}.")
+        raise ValueError(f"Expected a module that can hold another submodule, but got {type(module).__name__}.")
     extractor = find_extractor(module, at, network)
     root = module.get_submodule(extractor.network)
     if channels == "infer" and operator != "none":
@@ -76,7 +80,7 @@ def fuse(
 
 
 def find_fusion(module: nn.Module) -> FusionLayer | None:
-    """Returns a model's fusion layer; ``None`` without fusion, and an error for several layers.
+    """Returns the fusion layer of a model; ``None`` if the model has no fusion.
 
     Raises:
         ValueError: If the model has several fusion layers.
@@ -87,21 +91,22 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
     """
     fusions = [layer for layer in module.modules() if isinstance(layer, FusionLayer)]
     if len(fusions) > 1:
-        raise ValueError(f"Expected {type(module).__name__} to have one fusion, but got {len(fusions)}.")
+        raise ValueError(f"Expected {type(module).__name__} to have one fusion layer, but got {len(fusions)}.")
     return fusions[0] if fusions else None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Removes the fusion from a model, in place; the model then does not depend on this package.
 
-    Predictions equal ``eval_reference="current"``: features fused with themselves. For "multi", "single" and "none"
-    nothing changes, because F(E, E) = E. For "conv" a 1x1 convolution (a linear layer for vectors and tokens) with the
-    sum over both weight halves remains: ``nn.Sequential(layer, convolution)`` replaces the layer, so the layer's entry
-    names get ``.0``, or ``.1`` for fusion at the layer's input. The result replaces a
-    :class:`~lightning_fed.modules.FusedExtractor`.
+    Predictions equal predictions with ``eval_reference="current"``: features fused with themselves. For "multi", "single" and
+    "none" predictions do not change, because F(E, E) = E. For "conv", ``nn.Sequential(layer, convolution)`` replaces
+    the layer; the 1x1 convolution (a linear layer for vectors and tokens) has the sum of both weight halves. The
+    layer's entry names then contain ``.0``, or ``.1`` for fusion at the layer's input. A
+    :class:`~lightning_fed.modules.FusedExtractor` is replaced by the extractor E_l.
 
     Raises:
-        ValueError: If the model has no fusion; or for "conv" with several inputs or feature maps, or an unknown shape.
+        ValueError: If the model has no fusion; for "conv", if the layer has several inputs or feature maps, or their
+            shape is unknown.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
@@ -112,7 +117,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     """
     fusion = find_fusion(module)
     if fusion is None:
-        raise ValueError(f"Expected {type(module).__name__} to have a fusion, but found none.")
+        raise ValueError(f"Expected {type(module).__name__} to have a fusion layer, but found none.")
     names = {id(layer): name for name, layer in module.named_modules(remove_duplicate=False)}
     owner_name = names[id(fusion)].rpartition(".")[0]
     owner = module.get_submodule(owner_name)
@@ -132,13 +137,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> State:
-    """Removes the fusion with "multi", "single" or "none" from a model's state.
+    """Removes a fusion with "multi", "single" or "none" from the state of a model.
 
     A convolution is refused, because later layers depend on the fusion: use :func:`unwrap` on the model.
 
     Raises:
-        ValueError: If the fusion is a convolution, because later layers depend on the fusion. Load the state into
-            a model with fusion, and see :func:`unwrap`.
+        ValueError: If the fusion is a convolution. Load the state into a model with fusion and call :func:`unwrap`.
 
     Example:
         >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))
@@ -179,7 +183,7 @@ def _example(module: nn.Module, network: nn.Module) -> Example | None:
 
 def _forget_compiled_code(module: nn.Module) -> None:
     if is_compiled(module):
-        torch.compiler.reset()  # old code would not call new hooks
+        torch.compiler.reset()  # code from before the hooks would not call the hooks
 
 
 def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
@@ -187,11 +191,13 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
     operators = [operator for operator in fusion.operators.values() if isinstance(operator, ConvFusion)]
     ndims = list(fusion.ndims.values())
     if not ndims:
-        raise ValueError(f"Expected a known number of feature axes, but {extractor} has not run yet: run the model.")
+        raise ValueError(
+            f"Expected the number of feature axes to be known, but {extractor} has not run yet: run the model once."
+        )
     if not fusion.is_plain:
         raise ValueError(
-            f"Expected one layer with one input and one tensor of features, which a convolution can follow, but"
-            f" {extractor} has several: keep the fusion, or train with 'multi'."
+            "Expected one layer with one input and one feature tensor, which a convolution can follow, but "
+            f"{extractor} has several: keep the fusion, or train with 'multi'."
         )
     ndim, (operator,) = ndims[0], operators
     channels = len(operator.weight)
@@ -199,7 +205,7 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
     is_last = ndim == 2 or axis in (-1, ndim - 1)
     has_bias = operator.bias is not None
     kinds = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-    convolution: Any = (  # on `meta`: initialisation would use random numbers
+    convolution: Any = (  # on `meta`: initialisation would consume random numbers
         nn.Linear(channels, channels, has_bias, device="meta")
         if is_last
         else kinds[ndim](channels, channels, 1, bias=has_bias, device="meta")

@@ -1,4 +1,4 @@
-"""FedFusion's operators F as layers; an operator fuses a client's features with the global model's features."""
+"""FedFusion's operators F as layers. An operator fuses client features with the global model's features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Returns named numbers that measure the influence of the global features."""
+        """Returns values by name that measure the global features' influence."""
 
 
 class MixingOperator(FusionOperator):
@@ -34,7 +34,7 @@ class MixingOperator(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Returns ``lambda``, the weights' mean, and ``largest_lambda``, the largest absolute weight."""
+        """Returns ``lambda``, the mean weight, and ``largest_lambda``, the largest absolute weight."""
         return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:
@@ -89,8 +89,9 @@ class ConvFusion(FusionOperator):
     Args:
         channels: Number of channels :math:`C`.
         init: ``"default"`` like PyTorch's convolutions, as in the authors' program; ``"local"`` as the identity on
-            local features; ``"average"`` as the mean over both features. The last two have a zero bias.
-        bias: Add a bias, as in the authors' program; the paper has no bias.
+            local features; ``"average"`` as the mean of local and global features. ``"local"`` and ``"average"`` have a
+            zero bias.
+        bias: Whether to add a bias, as in the authors' program; the paper has no bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Raises:
@@ -123,7 +124,7 @@ class ConvFusion(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Returns ``global_share``: the global columns' share in the squared weights."""
+        """Returns ``global_share``: the global features' share in the squared weights."""
         squares = self.weight.square()
         return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
 
@@ -161,7 +162,7 @@ def build_operator(
         name: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         channels: Number of channels.
         conv_init: For "conv", see :class:`ConvFusion`.
-        conv_bias: For "conv": add a bias.
+        conv_bias: For "conv": whether to add a bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""FedMA: matches neurons before averaging, layer by layer; and PFNM, all layers in one exchange.
+"""FedMA matches neurons before averaging, layer by layer; PFNM matches all layers in one exchange.
 
 Wang, Yurochkin, Sun, Papailiopoulos and Khazaeni, "Federated Learning with Matched Averaging", ICLR 2020; Yurochkin et
 al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019.

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class FedMA(Aggregator):
-    r"""Matched averaging, layer by layer, with training in between; one exchange is one round.
+    r"""Matched averaging, layer by layer, with training in between. Each exchange of a stage is one round.
 
     A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
     clients train the whole model and send the first stage (in a chain: the first layer). The server matches the
@@ -46,44 +46,46 @@ class FedMA(Aggregator):
     positions of its neurons, permutes the inputs of the next layers, freezes the matched layers and trains the rest.
     The output layer is averaged by class shares. The last round yields a new global model; earlier rounds validate the
     previous model. The global model becomes wider if clients have unmatched neurons. In the next pass each client
-    starts from its neurons at its original width.
+    starts from its matched neurons, with its original width.
 
-    Neurons and stages are found in any network (:class:`~lightning_fed.matching.PermutationGroups`,
+    Neurons and stages are derived by tracing the network (:class:`~lightning_fed.matching.PermutationGroups`,
     :func:`~lightning_fed.matching.find_stages`); all residual blocks with tied channels form one stage. Module layers
     are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients
-    are excluded for the rest of the pass. With too few clients a new pass starts.
+    are excluded for the rest of the pass. A new pass starts if too few clients remain.
 
     Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically, and measure BatchNorm
-    statistics for a matched stage (``batch_norm="recalibrate"``), and again for the complete model.
+    statistics for each matched stage (``batch_norm="recalibrate"``) and for the complete model.
 
     With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper. Reference:
     Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
-    - Keeps: each client's widths.
+    - Keeps: the layer widths of each client.
     - Costs: one round per stage; an assignment problem per layer on the server.
-    - For: clients trained separately, with neurons in different orders.
+    - For: separately trained clients, whose neurons have different orders.
 
     Args:
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
-            preserves widths; ``"none"`` averages without matching. With ``"grow"`` groups of fixed width are permuted.
-        stages: ``"auto"``; the maximum number of stages (1 for one exchange); or patterns for entry names by stage.
-        last_layer: Weights for output layers: class shares (``"class"``; clients send numbers of examples or pixels per
-            class, which reveal label statistics) or numbers of examples (``"size"``, also used for models without
+            preserves widths; ``"none"`` averages without matching. With ``"grow"``, groups of fixed width are only
+            permuted.
+        stages: ``"auto"`` for one stage per layer; the maximum number of stages (1 for one exchange); or patterns for
+            entry names by stage.
+        last_layer: Weights for output layers: class shares (``"class"``; clients send the number of examples or pixels
+            per class, which reveals label statistics) or numbers of examples (``"size"``, also used for models without
             classes). Multi-hot labels require ``"size"``.
         initial: Whether all clients start from the module (``"shared"``), or from separate random weights
             (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
             initial weights, see :func:`~lightning_fed.model.initial_state.shuffled_state`.
-        order: Group order in a stage, and weights to compare: as in FedMA or PFNM.
+        order: Order of groups in a stage, and weights used for comparison: as in FedMA or PFNM.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: :math:`\gamma`; larger values add more neurons. By default 7 with the published score and 1 with the
             marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for their LSTM.
         passes: Maximum number of matching passes over the clients per group.
-        max_width: Maximum width of a group relative to a client; ``None`` for no limit; ``"auto"`` for 1.25 with the
-            marginal score, and no limit with the published score.
-        prior_weight: Weight of a prior with mean 0, in clients. With 1 and ``weighting="uniform"`` the mean over *n*
-            owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
-        seed: Seed for the order of clients.
+        max_width: Maximum width of a group, as a multiple of a client's width; ``None`` for no limit; ``"auto"`` for
+            1.25 with the marginal score, and no limit with the published score.
+        prior_weight: Weight of a prior with mean 0, in units of one client. With 1 and ``weighting="uniform"`` the mean
+            over *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+        seed: Seed for the order in which clients are matched.
 
     Raises:
         ValueError: If an option is unknown or outside its range.
@@ -139,7 +141,7 @@ class FedMA(Aggregator):
         self._groups = PermutationGroups(())
         self._stages: list[Stage] = []
         self._client_entries: State = {}
-        self._changed = frozenset[str]()  # entries to send to clients with a model from the last pass
+        self._changed = frozenset[str]()  # entries to send to clients that have a model from the last pass
         self._open_pass: MatchingPass | None = None  # current pass
         self._last_pass: MatchingPass | None = None  # last complete pass
         self._info = RoundInfo(-1)
@@ -149,9 +151,9 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets groups, stages and entries of the network before a fit's first round.
+        """Sets the network's groups, stages and entries before the first round of a fit.
 
-        Groups and entries have the clients' widths; only the entries' shapes and dtypes matter. A resumed pass must
+        Groups and entries have the clients' widths. Only shapes and dtypes of the entries are used. A resumed pass must
         have the same stages.
         """
         current = self._open_pass
@@ -184,7 +186,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The stage matched in this round, and the pass to continue; ``None`` if the pass has ended."""
+        """The pass to continue and the stage matched in this round; ``None`` if the pass has ended."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
@@ -197,7 +199,9 @@ class FedMA(Aggregator):
     def start(self, info: RoundInfo, state: State) -> None:
         """Continues the current pass, or starts a new pass from ``state``."""
         if not self._stages:
-            raise RuntimeError("The network is not set: call `prepare`, or fit with `LayerwiseTraining`.")
+            raise RuntimeError(
+                "Expected the network to be set, but it is not: call `prepare`, or fit with `LayerwiseTraining`."
+            )
         if self._open_pass is not None and not self._pass(info.round).stage:
             _log.warning("Round %d: the previous round failed, so a new pass starts.", round_number(info.round))
         self._info, self._state, self.received, self._metrics = info, state, {}, {}
@@ -208,10 +212,10 @@ class FedMA(Aggregator):
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the last matched stage, or a whole model to start a pass.
+        """Sends the last matched stage, or a whole model at the start of a pass.
 
-        From a wider global model each client receives its neurons, or the most common neurons if the client missed the
-        last pass. A client with a current model only receives the last stage and entries changed since then.
+        From a wider global model each client receives its neurons, or the neurons with the most owners if the client
+        missed the last pass. A client with a current model only receives the last stage and entries changed since then.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
@@ -234,7 +238,7 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Entries of the next stage, with the client's neurons and matched inputs."""
+        """Returns the expected entries: the next stage, with the client's neurons and matched inputs."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}
@@ -296,7 +300,7 @@ class FedMA(Aggregator):
         return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Sets measured running statistics of matched entries."""
+        """Sets the measured running statistics of matched entries."""
         if self._open_pass is not None:
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 
@@ -322,7 +326,7 @@ class FedMA(Aggregator):
         return current if current is not None and round <= current.round + 1 else MatchingPass(round, round)
 
     def _resized_entries(self, current: MatchingPass) -> State:
-        """Placeholders with the shapes and dtypes of a client's entries at the current widths."""
+        """Placeholders with shape and dtype of a client's entries at the current widths."""
         shapes = {name: list(value.shape) for name, value in self._client_entries.items()}
         for group in self._groups.resized(current.sizes):
             for (name, axis), entry in group.entries.items():

@@ -1,4 +1,4 @@
-"""FedMA on the client (Algorithm 1): freezes matched layers, permutes the rest and trains on."""
+"""FedMA on the client (Algorithm 1): freezes matched layers, permutes the remaining layers and continues training."""
 
 from __future__ import annotations
 
@@ -58,26 +58,27 @@ _MODEL = f"{MEMORY}model:"
 class LayerwiseTraining(FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
-    Finds permutation groups and stages before the first round and logs both. Each client stores a model between the
-    rounds of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``.
+    Finds permutation groups and stages before the first round and logs the result. Each client stores a model between
+    the rounds of a pass, until the end of the next pass. For large models set a folder as the federation's ``store``.
     Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
-    Checkpoints of grown models load into modules with the original widths in all Trainer functions. Other width
-    changes, such as a different number of classes, are refused.
+    Checkpoints of grown models load into modules with the original widths, in ``fit``, ``validate``, ``test`` and
+    ``predict``. Other width changes, such as a different number of classes, are refused.
 
     Args:
-        example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used to trace
-            neurons; by default the module's ``example_input_array``, or two of a client's inputs.
-        pin: Patterns for entry names. Neurons in matching entries keep their order, as in all entries never sent.
+        example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
+            default the module's ``example_input_array``, or two inputs of a client.
+        pin: Patterns for entry names. Neurons in matching entries are never permuted, as in all entries that are never
+            sent.
         extra_groups: Additional neuron groups, with a client's widths.
-        target: Labels in a batch: index, key or function; ``None`` for the labels in the loss. Without labels in one
-            tensor, the output layer is averaged by numbers of examples, with a warning.
-        inputs: Inputs in a batch: index, key or function.
+        target: Position of the labels in a batch: index, key or function; ``None`` for the labels used in the loss. If
+            the labels are not a single tensor, the output layer is averaged by numbers of examples, with a warning.
+        inputs: Position of the inputs in a batch: index, key or function.
 
     Raises:
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
             optimizer states or hold partial rows, or an optimizer has an initial state or fixed sizes.
-        ValueError: If a checkpoint has impossible widths; in ``fit``, if stages or patterns do not match the module.
+        ValueError: If a checkpoint has invalid widths; in ``fit``, if stages or patterns do not match the module.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -106,7 +107,7 @@ class LayerwiseTraining(FederatedCallback):
         self.inputs = inputs
         self.groups = PermutationGroups(())
         self._hook: OverriddenMethod | None = None
-        self._initial: State = {}  # initial module; clients shuffle these weights
+        self._initial: State = {}  # initial module, whose weights clients shuffle
         self._shuffled_names = frozenset[str]()
         self._stages: list[frozenset[str]] = []  # entries
         self._frozen_parameters: list[nn.Parameter] = []
@@ -115,9 +116,9 @@ class LayerwiseTraining(FederatedCallback):
         self._counts: Tensor | None = None
         self._batches_left = 0
         self._labels: BatchKey = None
-        self._ignored: int | None = None  # label without an effect on the loss
-        self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
-        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
+        self._ignored: int | None = None  # a label without effect on the loss
+        self._growable: dict[str, list[int]] = {}  # growable axes of this fit, or of the last fit
+        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # widths before and after loading a checkpoint
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rule = find_federation(trainer).server.rule
@@ -125,7 +126,7 @@ class LayerwiseTraining(FederatedCallback):
             rank_zero_info("Load a checkpoint into a new module: lightning_fed.matching.load_matched(module, path)")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Prepares to load checkpoints of wider models."""
+        """Prepares the module to load checkpoints of wider models."""
         self._restore_hook()
         self._resized = {}
         if stage == "fit":
@@ -172,7 +173,7 @@ class LayerwiseTraining(FederatedCallback):
         shared = {name: local.entries[name] for name in local.shared}
         self._growable = _growable_axes(groups)
         check_growth(self._resized, self._growable)
-        if rule.widths:  # resumed fit: restore client widths
+        if rule.widths:  # a resumed fit restores client widths
             if groups.sizes != rule.widths:
                 raise MisconfigurationException(
                     f"Expected the module to have the widths of FedMA's model, {rule.widths}, but got {groups.sizes}."
@@ -265,13 +266,13 @@ class LayerwiseTraining(FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Measures the BatchNorm statistics of the matched stage on the clients, if the pass continues."""
+        """Measures the BatchNorm statistics of the matched stage on the clients, while the pass continues."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):
             return
         stage, current = rule.unfinished
-        layers = {  # excludes layers frozen by the user
+        layers = {  # excludes layers that the user has frozen
             name: layer
             for name, layer in batch_norm_layers(module).items()
             if layer.training and f"{name}.running_mean" in stage.entries
@@ -299,7 +300,7 @@ class LayerwiseTraining(FederatedCallback):
         rule.put_statistics(measured)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Deletes client models not needed in later rounds."""
+        """Deletes client models that no later round needs."""
         federation = find_federation(trainer)
         if _rule(federation).widths:
             self._initial = {}
@@ -316,10 +317,10 @@ class LayerwiseTraining(FederatedCallback):
         broadcast: Broadcast,
         memory: State,
     ) -> State:
-        """Builds the client's model at the start of a visit, and stores step, widths and assignment."""
+        """Builds the client's model at the start of a visit; stores step, widths and assignment."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
-            raise ClientFault("its model of the previous stage is missing")
+            raise ClientFault("its model from the previous stage is missing")
         model = without_prefix(memory, _MODEL)
         widths, assignment = read_widths(memory), read_assignment(memory)
         memory[STEP] = sent[STEP]
@@ -329,7 +330,7 @@ class LayerwiseTraining(FederatedCallback):
             return grown | broadcast.state
         for name in (*map(WIDTH.__add__, widths), *map(ASSIGNMENT.__add__, assignment)):
             del memory[name]
-        if REQUIRED_STEP in sent:  # new pass, starting from the client's neurons in the global model
+        if REQUIRED_STEP in sent:  # a new pass starts from the client's neurons in the global model
             return self.groups.resized(widths).slice(model, assignment) | broadcast.state
         if not broadcast.state:
             seed = derive_seed(federation.schedule.seed, client_key(client))
@@ -344,10 +345,10 @@ class LayerwiseTraining(FederatedCallback):
             if task.num_classes == rule.num_classes and not outputs.isdisjoint(rule.outputs):
                 self._ignored = task.ignore_index
                 return task.target
-            reason = f"the loss compares labels with the outputs of {task.layer!r}, and not of {rule.outputs[0]!r}"
+            reason = f"the loss compares labels with the outputs of {task.layer!r} instead of {rule.outputs[0]!r}"
         except MisconfigurationException as fault:
             reason = str(fault)
-        rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because of this: {reason}")
+        rank_zero_warn(f"FedMA averages the output layer by numbers of examples, for this reason: {reason}")
         return None
 
     def _freeze(self, module: nn.Module, stage: int) -> None:
@@ -370,7 +371,7 @@ class LayerwiseTraining(FederatedCallback):
 
     @contextmanager
     def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-        """Context that yields example arguments for ``forward``.
+        """Context manager that yields example arguments for ``forward``.
 
         For a module without ``forward``, ``training_step`` replaces ``forward`` inside the context.
         """
@@ -387,8 +388,8 @@ class LayerwiseTraining(FederatedCallback):
                 example = forward_inputs(module, training_batch(federation), self.inputs)
             except (ValueError, MisconfigurationException) as error:
                 raise MisconfigurationException(
-                    f"{error} Or give `LayerwiseTraining` an `example_input` for {type(module).__name__}.forward: a"
-                    " tensor, a tuple or a dictionary."
+                    f"{error} Or pass `LayerwiseTraining` an `example_input` for {type(module).__name__}.forward: a "
+                    "tensor, a tuple or a dictionary."
                 ) from error
         return move_tensors(example, module.device)
 

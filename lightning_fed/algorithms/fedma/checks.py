@@ -1,4 +1,4 @@
-"""Checks of FedMA's options and optimizers."""
+"""Checks FedMA's options and optimizers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers that cannot follow changing widths; with ``grows``, widths also change within a pass."""
+    """Refuses optimizers that cannot handle changing widths. With ``grows``, widths also change within a pass."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"
@@ -49,8 +49,8 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
         )
     if grows and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
-            "Expected an optimizer other than LBFGS for FedMA, because LBFGS stores parameter sizes and layers grow"
-            " within a pass: use mode='permute', stages=1, or another optimizer."
+            "Expected an optimizer other than LBFGS for FedMA, because LBFGS stores parameter sizes, which change "
+            "within a pass: use mode='permute', stages=1, or another optimizer."
         )
 
 
@@ -68,7 +68,7 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns if a fit ends, or may end, within a pass of ``length`` rounds."""
+    """Warns if a fit ends, or may end, within a FedMA pass of ``length`` rounds."""
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(
@@ -80,8 +80,8 @@ def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, EarlyStopping) and callback.patience < length:
             _log.warning(
-                "EarlyStopping has a patience of %d, but a new model only appears every %d rounds: increase the"
-                " patience to at least that number.",
+                "EarlyStopping has a patience of %d, but a new model only appears every %d rounds: set the patience "
+                "to at least the length of a pass.",
                 callback.patience,
                 length,
             )

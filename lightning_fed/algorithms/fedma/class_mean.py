@@ -12,11 +12,11 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @torch.no_grad()
 def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    r"""Averages an output layer, with each class's row weighted by the clients' shares of the class.
+    r"""Averages an output layer; each class's row is weighted by the clients' shares of the class.
 
     .. math:: W_k = \sum_j \frac{n_{jk}}{\sum_{j'} n_{j'k}} W_{jk}
 
-    Classes without examples use the client weights.
+    Classes without examples are averaged with ``weights``.
 
     Args:
         layers: Client weights or biases, shape ``(classes, ...)``, floating point.
@@ -33,14 +33,14 @@ def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequ
     """
     if not len(layers) == len(counts) == len(weights) > 0:
         raise ValueError(
-            "Expected `layers`, `counts` and `weights` to be of the same clients, at least one, but got"
-            f" {len(layers)}, {len(counts)} and {len(weights)}."
+            "Expected `layers`, `counts` and `weights` to have one element per client, at least one, but got "
+            f"{len(layers)}, {len(counts)} and {len(weights)}."
         )
     for layer, count in zip(layers, counts, strict=True):
         if layer.shape != layers[0].shape or count.shape != layer.shape[:1]:
             raise ValueError(
-                f"Expected layers of shape {tuple(layers[0].shape)} and a count for each class, but got the shapes"
-                f" {tuple(layer.shape)} and {tuple(count.shape)}."
+                f"Expected layers of shape {tuple(layers[0].shape)} and a count for each class, but got shapes "
+                f"{tuple(layer.shape)} and {tuple(count.shape)}."
             )
     class_counts = torch.stack([to_float64(count.to(layers[0].device)) for count in counts])
     client_weights = to_float64(torch.tensor(list(weights), device=layers[0].device))[:, None].expand_as(class_counts)

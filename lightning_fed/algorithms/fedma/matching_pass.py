@@ -15,22 +15,22 @@ from lightning_fed.messages import Client, State, without_prefix
 
 # Prefix for all entries in the client state.
 MEMORY = "fedma:"
-# First round in the pass, and number of matched stages.
+# Index of the first round in the pass, and number of matched stages.
 STEP = "fedma:step"
-# Required STEP of the client's stored model.
+# Required STEP in the client's stored model.
 REQUIRED_STEP = "fedma:required_step"
 # Examples or pixels per class.
 COUNTS = "fedma:counts"
-# Prefixes for group names: positions of the client's neurons in the group, and width of the group.
+# Prefixes for group names: positions of the client's neurons in the group, and the width of the group.
 ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of a pass through the layers, from round index ``origin`` to the latest ``round``.
+    """Progress of a pass through the layers, from the round with index ``origin`` to ``round``.
 
-    ``stage`` is the number of matched stages, and ``owners`` the number of clients with each matched neuron. Matched
-    entries are replaced by hashes after the pass.
+    ``stage`` is the number of matched stages. ``owners`` counts the clients with each matched neuron. After the pass,
+    hashes replace the matched entries.
     """
 
     origin: int
@@ -44,12 +44,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Position in the pass: index of the first round and number of matched stages, int64, shape ``(2,)``."""
+        """Index of the pass's first round and number of matched stages, int64, shape ``(2,)``."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` one stage earlier: the position at which clients last trained."""
+        """Value of :attr:`step` one stage earlier, when clients last trained."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -67,7 +67,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Replaces matched values by hashes, because the global model holds the values."""
+        """Replaces matched values by hashes, because the global model now contains the values."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 
@@ -78,7 +78,7 @@ class MatchingPass:
 
 
 def tensor_hash(value: Tensor) -> int:
-    """Hash over every bit in a tensor."""
+    """Hash of all bits in a tensor."""
     return int(sample_hashes(value.reshape(1, -1)))
 
 

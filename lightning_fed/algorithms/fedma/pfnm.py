@@ -12,26 +12,26 @@ from lightning_fed.method import register
 
 @register
 class PFNM(FedMA):
-    """Probabilistic federated neural matching: matches all layers at once, without training in between.
+    """Probabilistic federated neural matching: matches all layers at once, after separate training.
 
-    Matches from the last layer to the first, with the published score; see :class:`FedMA` for the rest. The published
-    algorithm is for fully connected networks and one round. The authors' program uses a prior mean of 0.1 for
+    Matches from the last layer to the first, with the published score; see :class:`FedMA` for all other properties. The
+    published algorithm is for fully connected networks and one round. The authors' program uses a prior mean of 0.1 for
     biases, and variances by class shares for outgoing weights in the last hidden layer. Here all prior means are 0, and
     variances are equal for all clients. Reference: Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
 
-    - Sends: 1 model up; the matched one down, which may be wider.
-    - Keeps: each client's widths.
+    - Sends: 1 model up; 1 matched and possibly wider model down.
+    - Keeps: the layer widths of each client.
     - Costs: an assignment problem per layer on the server.
     - For: one exchange of separately trained models.
 
     Args:
         last_layer: Weights for the average of output layers.
         initial: Whether clients start from the same model or from separate random weights, as the authors do.
-        score: Matching score.
-        gamma: Larger values add more neurons.
+        score: Matching score, see :class:`FedMA`.
+        gamma: Larger values match fewer neurons and add more new ones.
         passes: Maximum number of matching passes over the clients per group.
-        max_width: Maximum width of a group relative to a client, see :class:`FedMA`.
-        seed: Seed for the order of clients.
+        max_width: Maximum width of a group as a multiple of a client's width, see :class:`FedMA`.
+        seed: Seed for the order in which clients are matched.
 
     Raises:
         ValueError: If an option is unknown or outside its range.

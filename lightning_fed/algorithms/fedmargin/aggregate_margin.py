@@ -29,7 +29,7 @@ class AggregateMeanMargin(Float64States):
         num_classes: Number of classes :math:`C`.
         num_features: Length :math:`d` of a feature vector (channels of a feature map).
         kind: Mean over all pairs of classes, or over distances to the nearest other class.
-        normalize: Whether to divide by the mean prototype norm, for independence from the feature scale.
+        normalize: Whether to divide by the mean prototype norm, for independence of the feature scale.
         ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         **kwargs: Arguments for ``torchmetrics.Metric``.

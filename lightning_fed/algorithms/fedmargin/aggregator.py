@@ -99,18 +99,19 @@ class FedMargin(Aggregator):
     - For: unbalanced class distributions; segmentation.
 
     Args:
-        margin: Margin of a class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
+        margin: Kind of margin per class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over a client's classes.
         attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
-        combine: Combination of attention by LPM and by APM.
+        combine: Combination of the attention from LPM and the attention from APM.
         proto_weighting: Client weights for the prototypes of a round.
-        proto_memory: Aggregation over rounds: moving average, or mean over all rounds.
+        proto_memory: Aggregation of prototypes over rounds: moving average, or mean over all rounds.
         size_weighting: Whether to multiply attention by the numbers of examples.
         server_lr: Step size :math:`\eta` towards the weighted mean.
-        amm: Logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
+        amm: Kind of the logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
 
     Raises:
-        ValueError: If an option is unknown or outside its range; in a round, if a client measured a different margin.
+        ValueError: If an option is unknown or outside its range; in a round, if a client measured another kind of
+            margin.
 
     Note:
         Logs ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 for equal weights) and, with at most 20 clients per
@@ -173,7 +174,7 @@ class FedMargin(Aggregator):
         self._info, self._state, self.updates = info, state, []
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the global state, with aggregate prototypes if the margin compares with other classes."""
+        """Sends the global state, with the aggregate prototypes if the margin compares classes."""
         extras: State = {}
         if self.margin in ("hypothesis", "relative") and self.prototypes is not None:
             extras = pack_prototypes(self.prototypes)
@@ -192,7 +193,7 @@ class FedMargin(Aggregator):
     def aggregate(self) -> State:
         """Computes the weighted mean, scaled by ``server_lr``.
 
-        Excludes clients with another number of features than most clients, or with outlying prototypes.
+        Excludes clients whose number of features differs from the majority, or whose prototypes are outliers.
         """
         num_features = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
@@ -204,7 +205,7 @@ class FedMargin(Aggregator):
         largest = weights.max()
         mean = WeightedMean()
         for update, weight in zip(self.updates, weights, strict=True):
-            # makes equal weights exactly 1
+            # gives exactly 1 for equal weights
             mean.add(update.state, float(weight / largest), update.num_samples, update.rows)
         state, self._held_rows = mean.mean(self._state), mean.held_rows()
         self.updates = []
@@ -233,7 +234,7 @@ class FedMargin(Aggregator):
         self.prototypes = Prototypes(state["means"], state["counts"]) if state else None
 
     def _measure_weights(self) -> Tensor:
-        """Measures margins, stores the report, and returns client weights."""
+        """Measures margins, stores the report and returns client weights."""
         updates = self.updates
         num_samples = [update.num_samples for update in updates]
         lpm = [self._local_margin(update) for update in updates]
@@ -266,13 +267,13 @@ class FedMargin(Aggregator):
         unexpected = [key for key in update.extras if key.startswith("prototypes:lpm:")]
         if unexpected:
             raise OptionError(
-                f"Expected the client's margin {name!r}, but got {unexpected[0]!r}: give `ClassPrototypes` and"
-                " `FedMargin` the same `margin` and `class_reduction`."
+                f"Expected a client margin {name!r}, but got {unexpected[0]!r}: pass the same `margin` and "
+                "`class_reduction` to `ClassPrototypes` and `FedMargin`."
             )
         return math.nan
 
     def _unpack(self) -> dict[int, Prototypes]:
-        """Prototypes over all observed classes, by index of the update."""
+        """Prototypes over all observed classes, by position of the update."""
         packed = {
             number: update.extras
             for number, update in enumerate(self.updates)
@@ -293,7 +294,8 @@ class FedMargin(Aggregator):
         # Aggregate prototypes with a different number of features came from a single or faulty client.
         if self.prototypes is not None and not widths <= {self.prototypes.means.shape[1]}:
             _log.warning(
-                "Round %d: the aggregate prototypes start anew: the clients' prototypes have %d features, not %d.",
+                "Round %d: the aggregate prototypes are reset, because the clients' prototypes have %d features "
+                "instead of %d.",
                 round_number(self._info.round),
                 *widths,
                 self.prototypes.means.shape[1],

@@ -19,17 +19,17 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 @torch.no_grad()
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
-    r"""Attention weights of the clients in a round, shape ``(K,)``, float64, with sum 1. Larger margins weigh more.
+    r"""Attention weights of the clients in a round, shape ``(K,)``, float64; sum 1. Larger margins give larger weights.
 
-    The equations are a reconstruction. The paper only says: "as prototypes deviate from reference prototypes [...],
+    The equations are a reconstruction. The paper states only: "as prototypes deviate from reference prototypes [...],
     higher attention is applied".
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
 
     "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
-    absolute margin. Neither kind depends on the feature scale. Missing margins are replaced by the mean of the other
-    margins (after clamping). If all margins are equal or missing, attention is exactly equal.
+    absolute margin. Both kinds are independent of the feature scale. Missing margins are replaced by the mean of the
+    other margins (after clamping). If all margins are equal or missing, all attention weights are exactly equal.
 
     Args:
         margins: One margin per client, shape ``(K,)``; NaN if missing.
@@ -44,7 +44,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     """
     check_option("kind", kind, AttentionKind)
     if margins.ndim != 1 or not len(margins):
-        raise ValueError(f"Expected `margins` to be one number per client, but got the shape {tuple(margins.shape)}.")
+        raise ValueError(f"Expected `margins` to have one number per client, but got shape {tuple(margins.shape)}.")
     values = margins.double()
     if values.isinf().any():
         raise ValueError(f"Expected `margins` to be finite or missing (NaN), but got {margins.tolist()}.")
@@ -65,22 +65,24 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 def combine_attention(
     local: Tensor, aggregate: Tensor, combine: Combination = "mean", *, num_samples: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Combines attention by LPM and APM to aggregation weights, shape ``(K,)``, float64, with sum 1.
+    r"""Combines the attention from LPM and APM into aggregation weights, shape ``(K,)``, float64, with sum 1.
 
-    The combination is a reconstruction: the paper uses both jointly.
+    The combination is a reconstruction: the paper states only that both are used jointly.
 
     .. math:: \text{mean: } a_k = \tfrac12 (a^L_k + a^A_k) \qquad
         \text{product: } a_k = \frac{a^L_k a^A_k}{\sum_j a^L_j a^A_j}
 
     .. math:: w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    Equal attention gives exactly equal weights (FairAvg), or with ``num_samples`` weights by examples (FedAvg).
+    Equal attention gives exactly equal weights (FairAvg). With ``num_samples``, equal attention gives weights by number
+    of examples (FedAvg).
 
     Args:
         local: Attention by LPM :math:`a^L`, shape ``(K,)``, see :func:`margin_attention`.
         aggregate: Attention by APM :math:`a^A`, shape ``(K,)``.
-        combine: Mean, product, or only one attention. A product of 0 for all clients gives equal weights.
-        num_samples: Numbers of examples to multiply by before normalization; ``None`` to use only attention.
+        combine: Mean, product, or only LPM, or only APM. A product of 0 for all clients gives equal weights.
+        num_samples: Numbers of examples, multiplied by the attention before normalisation; ``None`` to use only
+            attention.
 
     Raises:
         ValueError: If ``combine`` is unknown or the numbers of clients differ.
@@ -93,8 +95,8 @@ def combine_attention(
     check_option("combine", combine, Combination)
     if local.ndim != 1 or not len(local) or local.shape != aggregate.shape:
         raise ValueError(
-            "Expected `local` and `aggregate` to be one number per client each, but got the shapes"
-            f" {tuple(local.shape)} and {tuple(aggregate.shape)}."
+            f"Expected `local` and `aggregate` to have one number per client, but got shapes {tuple(local.shape)} and "
+            f"{tuple(aggregate.shape)}."
         )
     local, aggregate = local.double(), aggregate.double()
     if combine == "mean":
@@ -107,14 +109,14 @@ def combine_attention(
         return weights
     if len(num_samples) != len(weights) or min(num_samples) < 0:
         raise ValueError(
-            f"Expected `num_samples` to be {len(weights)} numbers of examples, one per client and none negative, but"
-            f" got {num_samples}."
+            f"Expected `num_samples` to contain {len(weights)} non-negative numbers of examples, one per client, but "
+            f"got {num_samples}."
         )
     return _normalized(_over_largest(weights) * weights.new_tensor(list(num_samples)))
 
 
 def _over_largest(values: Tensor) -> Tensor:
-    # equal values become exactly 1, also if all are 0
+    # gives exactly 1 for equal values, also if all are 0
     largest = values.max()
     return values / largest if largest > 0 else torch.ones_like(values)
 

@@ -1,4 +1,4 @@
-"""Heat map with FedMargin's attention by client and round."""
+"""Heat map of FedMargin's attention by client and round."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _MAX_LABELS = 50
 class AttentionMap(PeriodicPictures, FederatedCallback):
     """Draws FedMargin's attention by client and round as a heat map, and logs the picture to TensorBoard.
 
-    Rows are all clients so far, numbers before names; columns are rounds. The viridis colours range from 0 to the
-    largest attention so far; grey marks clients outside the round. Axis labels need matplotlib (extra ``demo``). Other
-    loggers get no pictures. The Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
+    Rows are all clients so far, with numbers sorted before names; columns are rounds. The viridis colours range from 0
+    to the largest attention so far; clients outside the round are grey. Axis labels need matplotlib (extra ``demo``).
+    Loggers other than TensorBoard get no pictures. The Trainer needs a federation with
+    :class:`~lightning_fed.algorithms.FedMargin`.
 
-    State: ``last_epoch``, the round with the last picture, and ``attention``, one dictionary per round by client.
+    State: ``last_epoch``, the round with the last picture, and ``attention``, a list with one dictionary by client per
+    round.
 
     Args:
         every_n_epochs: Rounds between two pictures, at least 1; the first picture is drawn in the first round.
@@ -46,7 +48,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
         >>> trainer = L.Trainer(max_epochs=50, callbacks=callbacks, logger=False)
     """
 
-    # TensorBoard image name.
+    # Image name in TensorBoard.
     tag = "fedmargin/attention_map"
 
     def __init__(self, every_n_epochs: int = 5) -> None:
@@ -56,7 +58,10 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not isinstance(find_federation(trainer).server.rule, FedMargin):
-            raise MisconfigurationException("AttentionMap needs a federation with FedMargin.")
+            raise MisconfigurationException(
+                "Expected a federation with FedMargin for `AttentionMap`: pass one to "
+                "the Trainer, or remove the callback."
+            )
 
     def reset(self) -> None:
         super().reset()
@@ -83,7 +88,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Lists clients, numbers before names, and attention by client and round; NaN outside a client's rounds."""
+    """Lists clients, numbers before names, and attention by client and round; NaN in rounds without the client."""
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
     )
@@ -94,7 +99,7 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
 
 
 def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
-    """Draws :func:`attention_table`'s result, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
+    """Draws the result of :func:`attention_table`, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
     rows, columns = values.shape
 
     def label(axes: Axes) -> None:
@@ -103,7 +108,7 @@ def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
         axes.set_aspect("auto")
         labelled = range(0, rows, math.ceil(rows / _MAX_LABELS))
         axes.set_yticks(list(labelled), [str(clients[row]) for row in labelled])
-        axes.images[0].set_extent((0.5, columns + 0.5, rows - 0.5, -0.5))  # rounds count from 1
+        axes.images[0].set_extent((0.5, columns + 0.5, rows - 0.5, -0.5))  # displayed rounds start at 1
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="round", ylabel="client", title="Attention")
 

@@ -41,12 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 class ClassPrototypes(FederatedCallback):
-    """Measures class-wise feature means (prototypes), and the prototypes' movement in training.
+    """Measures class-wise feature means (prototypes), and how far training moves them.
 
     In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
     with the update, for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged as
-    ``clients/lpm``. With a plain ``L.Trainer`` both are measured over each epoch and logged as ``prototypes/lpm`` and
-    ``prototypes/amm`` (mean margin between classes).
+    ``clients/lpm``. With a plain ``L.Trainer`` prototypes and margins are measured over each epoch and logged as
+    ``prototypes/lpm`` and ``prototypes/amm`` (mean margin between classes).
 
     ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after the
     visit, on the same examples, as in the definition. ``passes="online"`` reuses the features from training: prototypes
@@ -66,20 +66,23 @@ class ClassPrototypes(FederatedCallback):
         ignore_index: Void label, or ``None``; ``"auto"`` for the label ignored in the loss, or 255 unless 255 is a
             class.
         exclude_classes: Classes to exclude, such as a background.
-        target: Index, key or function for the labels; by default the labels in the loss. With a given ``layer`` and
-            ``num_classes`` there is no trial step, and the default is the second element, or ``batch["target"]``,
-            ``["label"]``, ``["mask"]``, ``["y"]`` or a plural. Integers with shape ``(N,)`` or ``(N, [1,] *size)``;
-            label maps are resized to the features by nearest neighbor.
+        target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
+            ``layer`` and ``num_classes`` are given, there is no trial step, and the default is the second element, or
+            ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or a plural. Labels are integers with shape
+            ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Maximum number of batches in an exact pass; ``None`` for all.
-        margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
+        margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes in LPM.
-        lpm_before: Reference for LPM: prototypes with the downloaded weights, or from the client's last visit.
+        lpm_before: Reference for LPM: prototypes with the downloaded weights, or prototypes from the client's last
+            visit.
 
-    State: ``layer``, the feature layer. With a plain Trainer :attr:`prototypes` has the last epoch's prototypes.
+    State: ``layer``, the feature layer. With a plain Trainer, :attr:`prototypes` contains the prototypes from the last
+    epoch.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the layer is missing, or differs in a resumed fit.
+        ValueError: If an option is invalid; in ``fit``, if the layer does not exist, or differs from the layer in a
+            resumed fit.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
 
     Example:
@@ -103,7 +106,7 @@ class ClassPrototypes(FederatedCallback):
         check_option("passes", passes, ("exact", "online"))
         check_option("lpm_before", lpm_before, ("download", "last_local"))
         empty = Prototypes(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
-        local_prototype_margin(empty, empty, margin=margin, class_reduction=class_reduction)  # checks both names
+        local_prototype_margin(empty, empty, margin=margin, class_reduction=class_reduction)  # checks the names
         if num_classes != "auto":
             check_count("num_classes", num_classes)
         if max_batches is not None:
@@ -121,16 +124,16 @@ class ClassPrototypes(FederatedCallback):
         self.prototypes: Prototypes | None = None
         self.classes_found: int | None = None
         self._layer: FeatureLayer
-        self._layer_name: str | None = None  # description of the layer
-        self._checkpoint_layer: str | None = None  # layer of the resumed fit
+        self._layer_name: str | None = None  # description of the feature layer
+        self._checkpoint_layer: str | None = None  # feature layer in the checkpoint
         self._options: FeatureSumOptions
         self._hooks = ExitStack()
         self._training_sums: TrainingFeatureSums | None = None
         self._has_warned = False
         self._prototypes_before: Prototypes | None = None
-        self._aggregate: Prototypes | None = None  # broadcast prototypes, for margins that need other classes
+        self._aggregate: Prototypes | None = None  # broadcast prototypes, for margins that compare classes
 
-    # In a federation and on a plain Trainer
+    # In a federation and with a plain Trainer
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -148,7 +151,7 @@ class ClassPrototypes(FederatedCallback):
             self._find_roles(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """With a plain Trainer: finds the layer and the number of classes, once the loader exists."""
+        """With a plain Trainer: finds the layer and the number of classes, after the loader was created."""
         if not federation_of(trainer):
             self._find_roles(trainer, pl_module)
 
@@ -157,7 +160,7 @@ class ClassPrototypes(FederatedCallback):
         classifier, classes, void, target = None, self.num_classes, self.ignore_index, self.target
         excluded = set(self.exclude_classes)
         if "auto" in (self.layer, classes):
-            remedy = "give `ClassPrototypes` a `layer`, `num_classes` and a `target`"
+            remedy = "pass `ClassPrototypes` a `layer`, `num_classes` and a `target`"
             task = find_class_task(trainer, pl_module, remedy, needs_target=target is None)
             classifier, target = task.layer, task.target if target is None else target
             classes = task.num_classes if classes == "auto" else classes
@@ -179,16 +182,16 @@ class ClassPrototypes(FederatedCallback):
         rule = _rule(trainer)
         if rule is not None:
             rule.num_classes = classes
-        self._prototypes_before, self._training_sums = None, None  # clear an earlier fit
+        self._prototypes_before, self._training_sums = None, None  # clear prototypes from an earlier fit
         self._has_warned = False
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: {classes} classes, features from {self._layer}.")
         self._hooks.close()
         tap = self._hooks.enter_context(tap_features(pl_module, self._layer))
         if self.passes == "online":
-            tap.on_features = self._add_features  # one hook for the whole fit, so that compiled models include the hook
+            tap.on_features = self._add_features  # added for the whole fit, so that `torch.compile` includes the hook
         else:
-            self._hooks.close()  # the hook only validated the layer
+            self._hooks.close()  # this hook was only needed to validate the layer
         if forward_step(pl_module) is None and self.passes == "exact":
             raise ValueError(
                 "Expected a `validation_step` for exact passes with manual optimization: add the method, or use"
@@ -245,7 +248,7 @@ class ClassPrototypes(FederatedCallback):
             return
         fallback = self._aggregate
         if fallback is not None and fallback.means.shape != after.means.shape:
-            fallback = None  # different number of features: the aggregate restarts
+            fallback = None  # the number of features differs, so the aggregate restarts
         margin = local_prototype_margin(
             after, self._prototypes_before, margin=self.margin, class_reduction=self.class_reduction, fallback=fallback
         )
@@ -259,7 +262,7 @@ class ClassPrototypes(FederatedCallback):
     def _measure_client(
         self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit
     ) -> Prototypes | None:
-        """Prototypes of a client, or ``None`` with a warning if the data fail."""
+        """Returns a client's prototypes, or ``None`` with a warning if loading the data fails."""
         faults = list[Exception]()
         batches = until_fault(find_federation(trainer).population.one_pass(planned.visit, isolated=True), faults)
         with seeded_generators(), closing(batches):
@@ -274,12 +277,12 @@ class ClassPrototypes(FederatedCallback):
             return
         self._has_warned = True
         _log.warning(
-            "Client %r trains on a single batch, so online passes measure no local prototype margin (logged once)."
-            " FedMargin uses the other clients' mean instead. Use passes='exact' to measure the margin.",
+            "Client %r trains on a single batch, so online passes cannot measure its local prototype margin (logged "
+            "once). FedMargin uses the mean of the other clients instead. Use passes='exact' to measure the margin.",
             planned.visit.client,
         )
 
-    # A plain Trainer
+    # With a plain Trainer
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if federation_of(trainer):
@@ -312,25 +315,25 @@ class ClassPrototypes(FederatedCallback):
         }
         for name, value in values.items():
             if not value.isnan():
-                pl_module.log(name, value.float(), batch_size=1, sync_dist=True)  # equal in all processes
+                pl_module.log(name, value.float(), batch_size=1, sync_dist=True)  # equal on all processes
 
     def _measure_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
         loader: Any = trainer.train_dataloader
         if isinstance(loader, Mapping | list | tuple):
             raise ValueError(
-                f"Expected one training loader for exact passes, but got a {type(loader).__name__} of {len(loader)}:"
-                " use passes='online'."
+                f"Expected one training loader for exact passes, but got a {type(loader).__name__} with {len(loader)} "
+                "loaders: use passes='online'."
             )
         limit = trainer.num_training_batches
         with seeded_generators(), isolated_generators(loader, trainer.current_epoch):
-            seed_everything(trainer.current_epoch)  # same seed at the start and end of the epoch
+            seed_everything(trainer.current_epoch)  # same seed at the start and the end of the epoch
             batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
             return self._measure(trainer, module, batches)
 
     # Measuring
 
     def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
-        """Prototypes with the current weights; ``None`` without batches."""
+        """Returns prototypes with the current weights; ``None`` without batches."""
         batches = itertools.islice(batches, self.max_batches)
         sums = measure_feature_sums(trainer, module, self._layer, batches, self._options)
         sums.gather(trainer)
@@ -343,7 +346,7 @@ class ClassPrototypes(FederatedCallback):
     def _end_training_sums(
         self, trainer: L.Trainer, module: L.LightningModule
     ) -> tuple[Prototypes | None, Prototypes | None]:
-        """Prototypes before and after training; ``None`` if the start of training was missed."""
+        """Returns the prototypes before and after training; ``None`` if the start of training was missed."""
         training_sums, self._training_sums = self._training_sums, None
         if training_sums is None:
             return None, None

@@ -1,4 +1,4 @@
-"""Feature sums by class: from extra passes ("exact"), or from training batches ("online")."""
+"""Feature sums by class, from additional passes ("exact") or from training batches ("online")."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_fed.model.label_maps import VoidLabel, class_indices
 
 @dataclass(frozen=True)
 class FeatureSumOptions:
-    """Options for feature sums: classes, void label, excluded classes, and key or function for the labels."""
+    """Options for feature sums: classes, void label, excluded classes, and the position of the labels in a batch."""
 
     num_classes: int
     ignore_index: VoidLabel
@@ -47,7 +47,7 @@ class FeatureSums:
         options = self._options
         labels = as_classes(find_target(batch, options.target), features.ndim)
         if features.ndim > 2 and labels.ndim == 1:
-            features = features.flatten(2).mean(2)  # one label per feature map
+            features = features.flatten(2).mean(2)  # image labels: one label per feature map
         sums, counts = class_sums(
             features,
             labels,
@@ -86,7 +86,7 @@ def measure_feature_sums(
 ) -> FeatureSums:
     """Sums features by class in an isolated pass over the data.
 
-    Each step stops after computing the features. Batches with ``training_step`` returning ``None`` are skipped.
+    Each step stops after computing the features. A batch is skipped if ``training_step`` returns ``None``.
     """
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
@@ -108,23 +108,23 @@ def measure_feature_sums(
                 has_missed |= output is not None or step != "training_step"
     if has_missed and not has_run:
         raise ValueError(
-            f"Expected `{step}` to compute the model's features, but {layer} was not run: name another `layer`."
+            f"Expected `{step}` to compute the model's features, but {layer} did not run: name another `layer`."
         )
     return sums
 
 
 class _FeaturesReached(BaseException):
-    """Stops a step after the features. Not an ``Exception``, because steps may catch exceptions."""
+    """Stops a step after the features. The class is not an ``Exception``, because steps may catch exceptions."""
 
 
 class TrainingFeatureSums:
-    """Feature sums over the first and the last training epoch, or over both halves of a single epoch."""
+    """Feature sums over the first and the last training epoch, or over the halves of a single epoch."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)
         self._length = min(per_epoch or num_batches, num_batches // 2)
         self._num_batches = num_batches
-        self._batch: Any = None  # current batch, until its features arrive
+        self._batch: Any = None  # labels of the current batch, until the features arrive
         self._num_started = self._num_seen = self._num_skipped = 0
 
     def start_batch(self, batch: Any) -> None:
@@ -144,20 +144,21 @@ class TrainingFeatureSums:
             self.last.add(features, batch)
 
     def end_batch(self, is_trained: bool) -> None:
-        """Ends the batch, to exclude later features such as validation. Batches without a result count as skipped."""
+        """Ends the batch, so that later features (as in validation) are ignored. Skips a batch without a result."""
         if self._batch is not None and not is_trained:
             self._num_skipped += 1
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Raises ``ValueError`` if training batches gave no features, except batches known to be skipped.
+        """Raises ``ValueError`` if training batches gave no features, except skipped batches.
 
-        With manual optimization, skipped batches are unknown: then only training without any features is an error.
+        With manual optimization the package cannot detect skipped batches, so only training without any features is an
+        error.
         """
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:
             raise ValueError(
-                f"Expected training to use the model's features in every batch, but {layer} was run in {self._num_seen}"
-                f" of {self._num_started}: name another `layer`, or use passes='exact' if `torch.compile` has compiled"
-                " the model before the fit."
+                f"Expected training to use the model's features in every batch, but {layer} ran in {self._num_seen} "
+                f"of {self._num_started}: name another `layer`, or use passes='exact' if `torch.compile` has compiled "
+                "the model before the fit."
             )

@@ -23,7 +23,7 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""Margin per class between two sets of prototypes, shape ``(C,)``, float64.
+    r"""Margin of each class between two sets of prototypes, shape ``(C,)``, float64.
 
     The four kinds, all reconstructions, use distances from the hypothesis margin in learning vector quantization: the
     distance to the same class :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class
@@ -43,8 +43,9 @@ def class_margins(
     Args:
         query: Prototypes Q.
         reference: Prototypes R.
-        margin: Margin kind.
-        fallback: For "hypothesis" and "relative": prototypes for other classes if the reference has only one class.
+        margin: Kind of margin.
+        fallback: For "hypothesis" and "relative": prototypes of other classes, used if the reference has only one
+            class.
 
     Raises:
         ValueError: If ``margin`` is unknown or shapes differ.
@@ -83,18 +84,19 @@ def local_prototype_margin(
     class_reduction: ClassReduction = "mean",
     fallback: Prototypes | None = None,
 ) -> Tensor:
-    r"""LPM: movement of a client's prototypes in local training, a float64 scalar; NaN if undefined for all classes.
+    r"""LPM: how far local training moves a client's prototypes, a float64 scalar; NaN if undefined for all classes.
 
-    Reconstruction: the paper only says "deviation of on-client prototypes before and after local training".
+    The equation is a reconstruction: the paper states only "deviation of on-client prototypes before and after local
+    training".
 
     .. math:: \mathrm{LPM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], p_k^0[c])
 
     Args:
         after: Prototypes after local training.
         before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last visit.
-        margin: Margin per class, see :func:`class_margins`.
-        class_reduction: Mean over classes, sum, mean weighted by counts in ``after``, or maximum.
-        fallback: Prototypes with other classes for a client with one class, see :func:`class_margins`.
+        margin: Kind of margin per class, see :func:`class_margins`.
+        class_reduction: Mean over classes, sum, mean weighted by the counts in ``after``, or maximum.
+        fallback: Prototypes with other classes, for a client with one class, see :func:`class_margins`.
 
     Raises:
         ValueError: If an option is unknown or shapes differ.
@@ -117,7 +119,7 @@ def aggregate_prototype_margin(
 ) -> Tensor:
     r"""APM: distance between a client's prototypes and the aggregate prototypes; NaN if undefined for all classes.
 
-    Reconstruction: the paper only says "deviation of aggregate prototypes from local prototypes".
+    The equation is a reconstruction: the paper states only "deviation of aggregate prototypes from local prototypes".
 
     .. math:: \mathrm{APM}_k = \frac{1}{|C_k \cap \mathrm{dom}\, \bar P|}
         \sum_c \mathrm{SPM}(p_k^1[c], \bar P[c])
@@ -125,8 +127,8 @@ def aggregate_prototype_margin(
     Args:
         after: Prototypes after local training.
         reference: Aggregate prototypes, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Margin per class, see :func:`class_margins`. "gain" compares a client with itself and becomes
-            "hypothesis".
+        margin: Kind of margin per class, see :func:`class_margins`. "gain" is replaced by "hypothesis", because "gain"
+            compares a client with itself.
         class_reduction: Same as in :func:`local_prototype_margin`.
 
     Raises:
@@ -146,7 +148,7 @@ def aggregate_prototype_margin(
 def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs", *, normalize: bool = False) -> Tensor:
     r"""AMM: mean margin between the classes in a set of prototypes, a scalar; NaN with fewer than two classes.
 
-    Reconstruction: the paper only says "the margin among the aggregate set of prototypes".
+    The equation is a reconstruction: the paper states only "the margin among the aggregate set of prototypes".
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert \bar P[c] - \bar P[c'] \rVert
 
@@ -193,7 +195,7 @@ def _over_classes(margins: Tensor, counts: Tensor, reduction: ClassReduction) ->
 
 
 def _distance_to_other_classes(query: Prototypes, reference: Prototypes) -> Tensor:
-    # NaN without another class
+    # NaN if no other class exists
     distances = _distances(query.means.double(), reference.means.double())
     distances = distances.where(reference.present, torch.inf).fill_diagonal_(torch.inf)
     nearest = distances.amin(1)

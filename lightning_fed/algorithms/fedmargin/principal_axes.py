@@ -14,7 +14,7 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """Center ``(d,)`` and orthonormal axes ``(k, d)`` of a projection, in float64; missing axes are zeros."""
+    """Center ``(d,)`` and orthonormal axes ``(k, d)`` of a projection, in float64; unavailable axes are zeros."""
 
     center: Tensor
     axes: Tensor
@@ -34,11 +34,12 @@ class PrincipalAxes(NamedTuple):
 
 @torch.no_grad()
 def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
-    r"""Directions with the largest variance around the mean.
+    r"""Directions of largest variance around the mean.
 
     .. math:: X - \mathbf{1} \bar x^\top = U S V^\top
 
-    The axes are the first columns of :math:`V`, with a positive largest entry. Axes without variance are zeros.
+    The axes are the first columns of :math:`V`, with signs that make each largest entry positive. Axes without variance
+    are zeros.
 
     Args:
         points: Points, shape ``(n, d)``, with equal weights.
@@ -54,7 +55,7 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
                 [10.,  0.]], dtype=torch.float64)
     """
     if points.ndim != 2 or len(points) < 1:
-        raise ValueError(f"Expected `points` of shape (n, d) with n of at least 1, but got {tuple(points.shape)}.")
+        raise ValueError(f"Expected `points` of shape (n, d) with n at least 1, but got {tuple(points.shape)}.")
     check_count("count", count)
     values = points.double()
     center = values.mean(0)

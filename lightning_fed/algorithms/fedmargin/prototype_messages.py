@@ -1,7 +1,7 @@
-"""Class prototypes in an update's extras, for the client's classes.
+"""Class prototypes in the extras of an update, for the client's classes.
 
-A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and the margin (LPM) under
-:func:`lpm_key`. The server checks all values before use.
+A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and the margin (LPM) under the
+key :func:`lpm_key`. The server checks all values before use.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
 
 _Client = TypeVar("_Client")
 
-# Extras with prototypes.
+# Extras that contain prototypes.
 PROTOTYPE_KEYS = ("prototypes:classes", "prototypes:means", "prototypes:counts")
 
 _OUTLYING = 100.0
 _LPM = "prototypes:lpm:"
-_LPM_WITHOUT_SIGN = f"{_LPM}semantic:"  # a distance; all other margins are signed
-_MAX_COUNT = 2**48  # maximum count per client: sums over thousands of clients fit int64
+_LPM_WITHOUT_SIGN = f"{_LPM}semantic:"  # a distance, never negative; all other margins are signed
+_MAX_COUNT = 2**48  # maximum count per client, so that sums over thousands of clients fit int64
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def lpm_key(margin: str, class_reduction: str) -> str:
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Describes malformed prototypes in an update's extras; ``None`` for valid or missing prototypes.
+    """Describes malformed prototypes in an update's extras; ``None`` if valid or missing.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -84,9 +84,9 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     """
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
-        return "its prototype margin is not a number"
+        return "its prototype margin is not a floating-point scalar"
     if any(bool(value < 0) for name, value in packed.items() if name.startswith(_LPM_WITHOUT_SIGN)):
-        return "its prototype margin is a negative distance"
+        return "its prototype margin is a distance, but negative"
     missing = [name for name in PROTOTYPE_KEYS if name not in packed]
     if missing:
         return None if len(missing) == len(PROTOTYPE_KEYS) else f"its prototypes lack {missing[0]!r}"
@@ -98,9 +98,9 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     if not len(classes):
         return None
     if int(classes.min()) < 0:
-        return f"its prototypes are of class {int(classes.min())}"
+        return f"its prototypes include the invalid class {int(classes.min())}"
     if num_classes is not None and int(classes.max()) >= num_classes:
-        return f"its prototypes are of class {int(classes.max())} instead of 0 to {num_classes - 1}"
+        return f"its prototypes include class {int(classes.max())} instead of only 0 to {num_classes - 1}"
     if len(set(classes.tolist())) < len(classes):
         return "its prototypes contain a class twice"
     for count in (int(counts.min()), int(counts.max())):
@@ -110,11 +110,11 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients with a margin or prototypes far larger than the median, and describes the fault by client.
+    """Finds clients with a margin or prototypes far larger than the median; returns a description by client.
 
-    With three clients or more, a client with more than 100 times the median is excluded. Margins that compare classes
-    ("hypothesis", "relative", "gain") have both signs, and can be near 0 for most clients. These margins are compared
-    with the median length of the longest prototypes, if larger.
+    With three or more clients, values above 100 times the median exclude a client. Margins that compare classes
+    ("hypothesis", "relative", "gain") are signed and can be near 0 for most clients. These margins are therefore
+    compared with the larger of two medians: of the margins, and of the clients' longest prototypes.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
@@ -149,9 +149,9 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 def find_mismatched_prototypes(
     packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
 ) -> dict[_Client, str]:
-    """Finds clients with another number of features than most clients, and describes the fault by client.
+    """Finds clients whose number of features differs from the majority; returns a description by client.
 
-    The most frequent number of features counts, so no single client decides, not even the first client. In a tie the
+    The most frequent number of features wins, so no single client decides, not even the first client. In a tie the
     number in earlier prototypes (``known``) wins, otherwise the larger number.
 
     Example:
@@ -175,5 +175,5 @@ def find_mismatched_prototypes(
 
 
 def _median(sizes: Mapping[_Client, float]) -> float:
-    # lower median for at least three values
+    # the lower median if at least three values exist
     return sorted(sizes.values())[(len(sizes) - 1) // 2] if len(sizes) > 2 else 0.0

@@ -1,4 +1,4 @@
-"""Pictures with class prototypes as points in a plane, every few rounds."""
+"""Pictures of class prototypes as points in a plane, every few rounds."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
     With any other aggregator the points are averages over the round's clients, weighted by counts. On a plain
     ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
-    :class:`~lightning_fed.callbacks.ClassPrototypes`; all other methods need the callback explicitly.
+    :class:`~lightning_fed.callbacks.ClassPrototypes`; for all other methods pass the callback explicitly.
 
-    The plane has the largest spread among the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`),
-    with equal weight for all classes. Each picture has a separate plane, rotated to the axes of the previous picture.
-    The title shows the share of the spread (sum of squared distances from the mean) within the plane. The first picture
-    is drawn in the first epoch (round) with two classes. Other loggers get no pictures.
+    The plane covers the largest variance of the prototypes
+    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`), with equal weight for all classes. Each picture has a
+    separate plane, rotated to align with the previous picture. The title shows the explained variance: the share of
+    squared distances from the mean within the plane. The first picture is drawn in the first epoch (round) with two
+    classes. Loggers other than TensorBoard get no pictures.
 
     State: ``last_epoch``, the epoch with the last picture, and ``view``, the plane (3 d numbers).
 
     Args:
         every_n_epochs: Epochs (rounds) between two pictures.
-        class_names: Class names from class 0 on; further classes are shown by index.
-        class_colors: Colours (red, green, blue; 0 to 255) from class 0 on; further classes use a palette.
+        class_names: Class names, starting with class 0; further classes are shown by index.
+        class_colors: Colours (red, green, blue; 0 to 255), starting with class 0; further classes use a palette.
         projector: Whether to send the full prototypes to TensorBoard's projector.
 
     Raises:
@@ -102,11 +103,14 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
-            raise MisconfigurationException("PrototypePlots needs a `ClassPrototypes` among the Trainer's callbacks.")
+            raise MisconfigurationException(
+                "Expected a `ClassPrototypes` callback for `PrototypePlots`, but the "
+                "Trainer has none: add one before `PrototypePlots`."
+            )
         if not federation_of(trainer) and positions[0] > callbacks.index(self):
             raise MisconfigurationException(
-                "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but got it after: the"
-                " prototypes of an epoch are measured at its end."
+                "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but it comes after: "
+                "prototypes are measured at the end of an epoch, and must exist before the plot is drawn."
             )
 
     # A federation
@@ -131,7 +135,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         self._sent = {}
         self._draw(trainer, prototypes, f"Round {round_number(trainer.current_epoch)}")
 
-    # A plain Trainer
+    # With a plain Trainer
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not federation_of(trainer):
@@ -148,7 +152,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         self._view = None if view is None else PrincipalAxes(**view)
 
     def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
-        """Averages the clients' prototypes. Malformed prototypes are skipped, with the client in the log."""
+        """Averages the clients' prototypes. Clients with malformed prototypes are skipped and logged."""
         num_classes = _find_class_prototypes(trainer).classes_found
         assert num_classes is not None
         sent = {client: self._sent[client] for client in clients}
@@ -157,7 +161,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         faults |= find_mismatched_prototypes(well_formed)
         for client, fault in faults.items():
             if fault is not None:
-                _log.warning("The prototypes of client %r are not drawn: %s.", client, fault)
+                _log.warning("The prototypes of client %r are excluded from the picture: %s.", client, fault)
         sets = [unpack_prototypes(packed, num_classes) for client, packed in sent.items() if faults[client] is None]
         client_prototypes = [prototypes for prototypes in sets if prototypes is not None and prototypes.present.any()]
         return aggregate_prototypes(client_prototypes) if client_prototypes else None
@@ -171,7 +175,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
             return
         means = prototypes.means.detach().cpu()[classes]
         if self._view is not None and self._view.center.shape != means.shape[1:]:
-            self._view = None  # different number of features
+            self._view = None  # clients with another number of features
         self._last_epoch = epoch
         view = principal_axes(means)
         self._view = view if self._view is None else view.turned_to(self._view)
@@ -193,7 +197,7 @@ def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:
-    from matplotlib.figure import Figure  # the extra `demo`
+    from matplotlib.figure import Figure  # requires the extra `demo`
 
     points = view.project(means)
     plane_variance, variance = (float((values - values.mean(0)).square().sum()) for values in (points, means.double()))
@@ -202,7 +206,7 @@ def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color
     for (x, y), (name, color) in zip(points.tolist(), shown, strict=True):
         axes.scatter(x, y, s=100, color=[v / 255 for v in color], edgecolors="black", linewidths=0.5, zorder=4)
         axes.annotate(name, (x, y), xytext=(7, 7), textcoords="offset points", zorder=3)
-    axes.set_title(f"{title}: {plane_variance / variance if variance else 1:.0%} of the spread")
+    axes.set_title(f"{title}: {plane_variance / variance if variance else 1:.0%} of the variance")
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.15)
     axes.grid(alpha=0.3)

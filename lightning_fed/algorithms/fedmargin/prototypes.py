@@ -53,9 +53,9 @@ def class_sums(
     ignore_index: VoidLabel = "auto",
     exclude_classes: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Sums feature vectors by class, shape ``(C, d)``, float64, and counts feature vectors, shape ``(C,)``, int64.
+    """Computes sums of feature vectors by class, shape ``(C, d)``, float64, and their counts, shape ``(C,)``, int64.
 
-    Both add up over batches, see :func:`class_prototypes`.
+    Sums and counts can be added over batches, see :func:`class_prototypes`.
 
     Args:
         features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; floating point.
@@ -74,8 +74,9 @@ def class_sums(
     """
     if features.ndim < 2 or labels.ndim != features.ndim - 1 or labels.shape[0] != features.shape[0]:
         raise ValueError(
-            "Expected `features` of shape (N, d) with `labels` of shape (N,), or of shape (N, d, *size) with labels of"
-            f" as many dimensions as the size, but got {tuple(features.shape)} and {tuple(labels.shape)}."
+            "Expected `features` of shape (N, d) with `labels` of shape (N,), or features of shape (N, d, *size) "
+            f"with labels that have the same number of spatial dimensions, but got {tuple(features.shape)} and "
+            f"{tuple(labels.shape)}."
         )
     if labels.is_floating_point() or labels.is_complex():
         raise ValueError(f"Expected `labels` to be integers, but got {labels.dtype}.")
@@ -83,7 +84,7 @@ def class_sums(
     indices = indices.flatten(1) if indices.ndim > 1 else indices[:, None]
     features = features.flatten(2) if features.ndim > 2 else features[..., None]
     count, width, positions = features.shape
-    # An extra row collects excluded features, so non-finite values stay there.
+    # An extra row collects excluded features, so non-finite values cannot reach the classes.
     device = float64_device(features.device)
     sums = torch.zeros(num_classes + 1, width, dtype=torch.float64, device=device)
     images, pixels = chunk_steps(count, width, positions)
@@ -126,15 +127,15 @@ def aggregate_prototypes(
     weighting: PrototypeWeighting = "class_count",
     num_samples: Sequence[int] | None = None,
 ) -> Prototypes:
-    r"""Prototypes of a round: weighted mean over clients, for each class.
+    r"""Prototypes of a round: the weighted mean over clients, for each class.
 
     .. math:: P_t[c] = \frac{\sum_{k: c \in C_k} \omega_{k,c}\, p_k[c]}{\sum_{k: c \in C_k} \omega_{k,c}}
 
-    The weights are a reconstruction: the paper only mentions a "weighted average". Counts are summed.
+    The weights are a reconstruction: the paper states only a "weighted average". Counts are summed.
 
     Args:
         clients: Client prototypes, at least one.
-        weighting: Weights :math:`\omega_{k,c}`: feature vectors per class, examples, or 1.
+        weighting: Weights :math:`\omega_{k,c}`: feature vectors per class, examples, or 1 for all clients.
         num_samples: Number of examples by client, for ``weighting="num_samples"``.
 
     Raises:
@@ -148,7 +149,7 @@ def aggregate_prototypes(
     """
     check_option("weighting", weighting, PrototypeWeighting)
     if not clients:
-        raise ValueError("Expected `clients` to be at least one client's prototypes, but got none.")
+        raise ValueError("Expected `clients` to contain the prototypes of at least one client, but got none.")
     check_same_shape(*clients)
     counts = torch.stack([client.counts for client in clients])
     present = (counts > 0).to(torch.float64)
@@ -211,9 +212,10 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
-    r"""Reference prototypes for the aggregate prototype margin.
+    r"""Reference prototypes for the aggregate prototype margin (APM).
 
-    A reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and for new classes the round's prototypes :math:`P_t`.
+    This choice is a reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and the round's prototypes :math:`P_t`
+    for classes without an aggregate.
 
     Raises:
         ValueError: If shapes differ.
@@ -247,7 +249,7 @@ def check_same_shape(*prototypes: Prototypes) -> None:
 def _sizes(num_samples: Sequence[int] | None, count: int, device: torch.device) -> Tensor:
     if num_samples is None or len(num_samples) != count or min(num_samples) < 0:
         raise ValueError(
-            f"Expected `num_samples` to be {count} numbers of examples, one per client and none negative, but got"
-            f" {num_samples}."
+            f"Expected `num_samples` to contain {count} non-negative numbers of examples, one per client, but got "
+            f"{num_samples}."
         )
     return torch.tensor(list(num_samples), dtype=torch.float64, device=device)

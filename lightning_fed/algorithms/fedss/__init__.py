@@ -1,4 +1,4 @@
-"""FedSS: clients hold, train and send only some classes, with a sampled softmax.
+"""FedSS: sampled softmax; clients hold, train and send the head's rows for only some classes.
 
 "Efficient image representation learning with federated sampled softmax", submission to ICLR 2022.
 """

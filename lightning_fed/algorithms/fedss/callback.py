@@ -1,4 +1,4 @@
-"""FedSS on the clients (Algorithm 1): each client holds, trains and sends only some classes."""
+"""FedSS on the clients (Algorithm 1): each client holds, trains and sends the head's rows for only some classes."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ from lightning_fed.model.entries import layer_entries
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
 
-_NEGATIVES_STREAM = 2  # the visit's random stream for negatives
+_NEGATIVES_STREAM = 2  # random stream of the visit, for negatives
 
 
 class SampledSoftmax(FederatedCallback):
-    r"""Sends a client only the head's rows for the client's classes and some negatives, and trains on these rows.
+    r"""Sends each client only the head's rows for the client's classes and some negatives, and trains on these rows.
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before a visit, a client with the
-    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the sorted rows :math:`S_k = P_k \cup N_k`,
-    so the server cannot separate positives from negatives. The client receives, trains and sends only these rows. The
-    mean :math:`|S_k|` is logged as ``clients/sampled_classes``. A label outside the client's classes or the head
-    excludes the client. Reference: FedSS, section 3 and Algorithm 1.
+    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the rows for the sorted classes :math:`S_k =
+    P_k \cup N_k`, so the server cannot separate positives from negatives. The client receives, trains and returns only
+    these rows. The mean :math:`|S_k|` is logged as ``clients/sampled_classes``. A client with a label outside its
+    classes or outside the head is excluded. Reference: FedSS, section 3 and Algorithm 1.
 
-    The client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with labels as logit columns,
-    and the head corrects the logits. So ``F.cross_entropy(self(x), y)`` computes the FedSS loss without changes to the
-    step. Validation and prediction use all classes. In ``training_step`` the logits have fewer than ``num_classes``
-    columns: pass ``logits.argmax(dim=1)`` to metrics.
+    The client's label space is :math:`S_k`. In the batch for ``training_step``, labels are replaced by column indices
+    of the logits, and the head corrects the logits. Therefore ``F.cross_entropy(self(x), y)`` computes the FedSS loss
+    without changes to the step. Validation and prediction use all classes. In ``training_step`` the logits have fewer
+    than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics.
 
     Args:
         num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`: ``"fedss"``;
             ``"negonly"``, only against negatives; ``"posonly"``, only among the client's classes, without negatives;
             ``"full"``, the softmax over all classes, with the whole layer in each message.
-        resample: Draw negatives once per ``"round"``, or per ``"batch"``.
+        resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
         head: Name of the head; ``"auto"`` for a model with one head.
-        target: Labels in a batch: an index, a key, or a function; by default the labels in the loss, found by one
-            traced step. Whole numbers; negative numbers are ignored.
-        classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over the data.
+        target: Position of the labels in a batch: an index, a key, or a function; by default the labels used in the
+            loss, found in a trial step. Labels are integers; negative labels are ignored.
+        classes: The clients' classes: a mapping or a function; ``None`` reads the labels in a pass over the data.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or a
-            loader may skip examples and ``classes`` is ``None``.
+        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or
+            ``classes`` is ``None`` and a loader may skip examples.
         MisconfigurationException: In ``fit``, if an option does not support sliced entries (``optimizer_state="keep"``,
-            recalibrated BatchNorm, a rule for whole entries), the head shares its weight, or is in evaluation mode, no
-            labels are found in the loss, or the loss ignores a label from 0 on.
+            recalibrated BatchNorm, a rule for whole entries), the head shares its weight or is in evaluation mode, no
+            labels are found in the loss, or the loss ignores a non-negative label.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -92,14 +92,14 @@ class SampledSoftmax(FederatedCallback):
         self._client_classes: dict[Client, Tensor] = {}
         self._head_name: str | None = None
         self._held: SampledClasses | None = None
-        self._columns: list[Tensor] = []  # by batch, for resample="batch"
+        self._columns: list[Tensor] = []  # one stream per batch, for resample="batch"
         self._batch = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             find_federation(trainer)
             if sum(isinstance(callback, SampledSoftmax) for callback in callbacks_of(trainer)) > 1:
-                raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has more.")
+                raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has several.")
             self._client_classes, self._head_name, self._held = {}, None, None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -141,15 +141,15 @@ class SampledSoftmax(FederatedCallback):
         self._batch += 1
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Returns the batch with labels as logit columns."""
+        """Returns the batch with labels replaced by column indices of the logits."""
         if self._held is None:
             return batch
-        self._set_head_classes(module)  # another callback may use the model earlier
+        self._set_head_classes(module)  # another callback may use the model in an earlier hook
         head = self._head(module)
         if module.training and not head.training:
             raise MisconfigurationException(
-                "The head is in evaluation mode while the module trains, so the head would not compute the sampled"
-                " softmax's logits. Keep the head in training mode."
+                "The head is in evaluation mode while the module trains, so the head cannot compute the logits for "
+                "the sampled softmax. Keep the head in training mode."
             )
         target = find_target(batch, self._labels_of)
         labels = self._classes_of(target)
@@ -185,7 +185,7 @@ class SampledSoftmax(FederatedCallback):
         return head
 
     def _trace_labels(self, trainer: L.Trainer, module: L.LightningModule) -> BatchKey:
-        remedy, head = "give `SampledSoftmax` a `target`", self._head(module)
+        remedy, head = "pass `SampledSoftmax` a `target`", self._head(module)
         margin, head.margin = head.margin, 0.0  # with a margin the head needs the labels
         try:
             task = find_class_task(trainer, module, remedy, needs_target=True)
@@ -194,9 +194,9 @@ class SampledSoftmax(FederatedCallback):
         void = task.ignore_index
         if not has_same_parameters(module, task.layer, str(self._head_name)) or (void is not None and void >= 0):
             raise MisconfigurationException(
-                f"Expected a loss between the outputs of {self._head_name!r} and labels that ignores negative labels"
-                f" only, because a client's labels are logit columns, but got {task.layer!r} and `ignore_index` {void}:"
-                f" replace the ignored label by -100 in the data, or {remedy}."
+                f"Expected a loss between labels and the outputs of {self._head_name!r} that ignores only negative "
+                f"labels, because labels become column indices in training, but got {task.layer!r} and `ignore_index` "
+                f"{void}: replace the ignored label by -100 in the data, or {remedy}."
             )
         return task.target
 
@@ -230,7 +230,7 @@ class SampledSoftmax(FederatedCallback):
             raise ClientFault("it has no labels")
         lowest, highest = int(positives[0]), int(positives[-1])
         if not 0 <= lowest <= highest < count:
-            raise ClientFault(f"it has labels from {lowest} to {highest}, and the head has {count} classes")
+            raise ClientFault(f"its labels range from {lowest} to {highest}, but the head has {count} classes")
         return positives
 
     def _labels(self, trainer: L.Trainer, client: Client) -> Tensor:
@@ -238,8 +238,8 @@ class SampledSoftmax(FederatedCallback):
         population, planned = federation.population, federation.visit
         if not population.gives_all(client):
             raise OptionError(
-                f"The loader of client {client!r} may skip examples in a pass (`drop_last`, or sampling with"
-                " replacement), so a pass may miss classes: give `SampledSoftmax` the clients' `classes`."
+                f"The loader of client {client!r} may skip examples in a pass (`drop_last`, or sampling with "
+                "replacement), so a pass may miss classes: pass the clients' `classes` to `SampledSoftmax`."
             )
         faults, labels_of_batches = list[Exception](), [torch.zeros(0, dtype=torch.int64)]
         with seeded_generators():
@@ -255,14 +255,14 @@ class SampledSoftmax(FederatedCallback):
             return target
         if target.ndim > 1 or not bool((target == target.round()).all()):
             raise OptionError(
-                f"Expected labels to be class numbers, but got {target.dtype} of shape {tuple(target.shape)}: soft"
-                " labels have classes that a client does not hold. Select integer labels with `target`."
+                f"Expected labels to be class numbers, but got {target.dtype} of shape {tuple(target.shape)}: soft "
+                "labels would need classes that a client does not hold. Select integer labels with `target`."
             )
         return target.long()
 
 
 def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """Replaces a tensor in the batch; refuses a batch without the tensor."""
+    """Replaces a tensor inside a batch; refuses a batch without the tensor."""
     count = 0
 
     def replace(value: Tensor) -> Tensor:
@@ -273,8 +273,8 @@ def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
     replaced = apply_to_collection(batch, Tensor, replace)
     if not count:
         raise OptionError(
-            "Expected `target` to return one of the batch's tensors, which may be inside a list, dictionary or"
-            f" dataclass, but this {type(batch).__name__} does not contain the returned tensor. Return the tensor"
-            " itself, not a copy, and reshape the tensor in `training_step`."
+            "Expected `target` to return a tensor from the batch (possibly inside a list, dictionary or dataclass), "
+            f"but this {type(batch).__name__} does not contain the returned tensor. Return the tensor itself, not a "
+            "copy, and reshape the tensor in `training_step`."
         )
     return replaced

@@ -1,7 +1,7 @@
-"""FedSS's last layer for very many classes; a client holds only some rows.
+"""FedSS's last layer for very many classes; a client holds the rows for only some classes.
 
-In a visit, the layer only has rows for the client's classes, and labels are column indices. In training, the
-cross-entropy for the layer's logits equals the client's loss, so a ``training_step`` needs no changes.
+During a visit, the layer has rows only for the client's classes, and labels are column indices. In training, the
+cross-entropy of the layer's logits equals the client's loss, so ``training_step`` needs no changes.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from lightning_fed.model.features import LogitsLayer
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
 from lightning_fed.numerics.precision import at_least_float32
 
-_SCALE = 20.0  # from the paper, A.2
+_SCALE = 20.0  # from section A.2 of the paper
 
 
 class _Batch(NamedTuple):
-    """The classes of the training logits, as columns among the held classes."""
+    """Classes in the training logits, as positions among the held classes."""
 
     held: SampledClasses
-    columns: Tensor | None = None  # positions among the client's classes; None for all
+    columns: Tensor | None = None  # positions among the held classes; None for all
     target: Tensor | None = None
 
 
 class SampledSoftmaxHead(LogitsLayer):
-    r"""The last layer in a classifier with very many classes.
+    r"""Last layer of a classifier with very many classes.
 
     .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
-    Features have shape ``(*, in_features)``, logits ``(*, num_classes)``, or ``(*, S)`` for S held classes or S batch
-    columns. Outside visits this layer is an ordinary layer. In a client's visit the layer may hold rows for only some
-    classes (:meth:`hold`, :meth:`begin_batch`); this choice is not in the ``state_dict``, and only affects training.
+    Features have shape ``(*, in_features)``, logits ``(*, num_classes)``, or ``(*, S)`` if the client or the batch has
+    S classes. Outside visits this layer is an ordinary layer. During a client's visit the layer may have rows for only
+    some classes (:meth:`hold`, :meth:`begin_batch`). The held classes are not in the ``state_dict``, and affect only
+    training.
 
-    Logits have at least float32, so losses and cosines use float32 also in half precision. Zero features have no
-    direction and very large gradients: avoid a ReLU directly before cosine logits.
+    Logits have at least float32 precision, so losses and cosines use float32 also in half precision. Zero features have
+    no direction and very large gradients: avoid a ReLU directly before cosine logits.
 
     Args:
         in_features: Feature size :math:`d`.
         num_classes: Number :math:`n` of all classes.
-        scale: Factor :math:`s` for cosine logits; linear logits have no scale.
-        normalize: Cosine logits; otherwise linear logits as in `torch.nn.Linear`.
-        bias: Add a bias. The paper has no bias.
+        scale: Factor :math:`s` for cosine logits; not allowed for linear logits.
+        normalize: Whether to compute cosine logits; otherwise linear logits as in `torch.nn.Linear`.
+        bias: Whether to add a bias. The paper has no bias.
         margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`: in
             radians for ArcFace (published: 0.5 with scale 64), or as a cosine for CosFace (0.35).
-        margin_of: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
+        margin_of: Quantity with the margin: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Raises:
         ValueError: If a size or ``scale`` is not positive, ``margin`` is invalid, or linear logits have a scale or a
@@ -83,11 +84,13 @@ class SampledSoftmaxHead(LogitsLayer):
         self.in_features = check_count("in_features", in_features)
         self.num_classes = check_count("num_classes", num_classes)
         if not normalize and scale != _SCALE:
-            raise ValueError(f"Expected no `scale` with `normalize=False`: linear logits have none, but got {scale}.")
+            raise ValueError(
+                f"Expected no `scale` with `normalize=False`, because linear logits have no scale, but got {scale}."
+            )
         check_option("margin_of", margin_of, MarginOf)
         limit = math.pi if margin_of == "angle" else 2.0
         if not 0 <= margin < limit:
-            raise ValueError(f"Expected `margin` to be from 0 to below {limit:.4g}, but got {margin}.")
+            raise ValueError(f"Expected `margin` to be at least 0 and below {limit:.4g}, but got {margin}.")
         if margin and not normalize:
             raise ValueError(
                 f"Expected no `margin` with `normalize=False`, because margins apply to cosines, but got {margin}."
@@ -110,21 +113,21 @@ class SampledSoftmaxHead(LogitsLayer):
 
     def extra_repr(self) -> str:
         kind = f"scale={self.scale}" if self.normalize else "normalize=False"
-        kind += f", margin={self.margin} of the {self.margin_of}" if self.margin else ""
+        kind += f", margin={self.margin} for the {self.margin_of}" if self.margin else ""
         return f"in_features={self.in_features}, num_classes={self.num_classes}, {kind}, bias={self.bias is not None}"
 
     # --- the client's classes -----------------------------------------------------------------------------------------
 
     @property
     def held(self) -> SampledClasses | None:
-        """The held classes; ``None`` for all classes."""
+        """Classes whose rows the layer holds; ``None`` for all classes."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Declares the classes whose rows the parameters now hold, in order.
+        """Sets the classes whose rows the parameters contain, in order.
 
-        The caller first replaces the parameters' data by these rows. After restoring all rows, the caller calls
-        :meth:`release`.
+        The caller first replaces the parameters' data by these rows, and calls :meth:`release` after restoring all
+        rows.
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)
@@ -133,14 +136,17 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Starts a batch for the next forward passes in training; returns the labels as logit columns, int64.
+        """Starts a batch for the next forward passes in training; returns labels as columns of the logits, int64.
 
         Args:
-            target: The batch's class labels, whole numbers, all positives; negative labels stay unchanged.
-            columns: Positions of the batch's classes among the held classes, int64, increasing, with all positives.
+            target: The batch's class labels, integers, all among the client's classes; negative labels stay unchanged.
+            columns: Positions of the batch's classes among the held classes, int64, increasing, including all of the
+                client's classes.
         """
         if self._held is None:
-            raise RuntimeError("The head holds all classes: call `hold` before `begin_batch`.")
+            raise RuntimeError(
+                "Expected the head to hold some classes, but it holds all classes: call `hold` before `begin_batch`."
+            )
         held = self._held if columns is None else self._held.subset(columns)
         held.check_among(self.num_classes)
         local = held.relabel(target)
@@ -148,29 +154,30 @@ class SampledSoftmaxHead(LogitsLayer):
         return local
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Converts class labels to columns of the training logits, int64; negative labels stay unchanged.
+        """Converts class labels to column indices of the training logits, int64; negative labels stay unchanged.
 
-        A layer with all classes returns the labels.
+        A layer with all classes returns the labels unchanged.
         """
         return target if self._batch is None else self._batch.held.relabel(target)
 
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes the logits. With held classes in training, their cross-entropy is the client's loss."""
+        """Computes the logits. In training with held classes, the cross-entropy of the logits is the client's loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
-                f"Expected the labels, without which `margin={self.margin}` cannot be applied in training: call"
-                " `head.loss(features, target)` for the loss, also outside of a federation."
+                f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "
+                "`head.loss(features, target)` for the loss, also outside of a federation."
             )
         if self._batch is None or not self.training:
             return self._logits(features, self.weight, self.bias)
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Computes the cross-entropy: the client's loss with held classes, else the full softmax loss.
+        """Computes the cross-entropy: with held classes the client's loss, else the full softmax loss.
 
-        The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
+        The result equals ``F.cross_entropy(head(features), target)``, but ``loss`` also accepts examples outside the
+        current batch.
 
         Args:
             features: Features, shape ``(*, in_features)``.
@@ -190,7 +197,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Computes the largest logits and class numbers (also with held classes), both in shape ``(*, k)``, in chunks.
+        """Computes the largest logits and their classes, both in shape ``(*, k)``, in chunks; also with held classes.
 
         Args:
             features: Features, shape ``(*, in_features)``.
@@ -239,9 +246,9 @@ class SampledSoftmaxHead(LogitsLayer):
             if batch.target is None or batch.target.numel() != count:
                 need = f"objective={held.objective!r}" if held.needs_target else f"margin={self.margin}"
                 raise ValueError(
-                    f"Expected a label for each of {count} examples with {need}, but got"
-                    f" {0 if batch.target is None else batch.target.numel()}: see `begin_batch`, or use `loss` for"
-                    " other examples than the batch's."
+                    f"Expected a label for each of {count} examples with {need}, but got "
+                    f"{0 if batch.target is None else batch.target.numel()}: see `begin_batch`, or call `loss` for "
+                    "examples outside the batch."
                 )
             target = batch.target.reshape(-1).to(features.device)
         if batch.columns is None:
@@ -258,13 +265,13 @@ class SampledSoftmaxHead(LogitsLayer):
     def _check_rows(self) -> None:
         if self._held is not None and len(self.weight) != len(self._held.classes):
             raise ValueError(
-                f"Expected `weight` to have the rows of the {len(self._held.classes)} held classes, but got"
-                f" {len(self.weight)}."
+                f"Expected `weight` to have {len(self._held.classes)} rows, one per held class, but got "
+                f"{len(self.weight)}."
             )
 
 
 def find_sampled_softmax_head(module: nn.Module) -> str:
-    """Returns the name of a module's only :class:`SampledSoftmaxHead`; an error for no head or several heads.
+    """Returns the name of a module's only :class:`SampledSoftmaxHead`.
 
     Raises:
         ValueError: If the module has no head or several heads.
@@ -276,8 +283,8 @@ def find_sampled_softmax_head(module: nn.Module) -> str:
     names: list[str] = [name for name, layer in module.named_modules() if isinstance(layer, SampledSoftmaxHead)]
     if len(names) != 1:
         raise ValueError(
-            f"Expected {type(module).__name__} to have one SampledSoftmaxHead, but got {names or 'none'}: make it the"
-            " model's last layer, or see `to_sampled_softmax`."
+            f"Expected {type(module).__name__} to have one SampledSoftmaxHead, but got {names or 'none'}: make the "
+            "head the model's last layer, or see `to_sampled_softmax`."
         )
     return names[0]
 

@@ -1,4 +1,4 @@
-"""Replaces the last linear layer in any classifier with FedSS's head."""
+"""Replaces the last linear layer of any classifier with FedSS's head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fed.model.features import find_classifier, replace_layer
 
 
 class MarginLoss(nn.Module):
-    """ArcFace or CosFace loss computed by a `SampledSoftmaxHead`. Called like a ``pytorch-metric-learning`` loss."""
+    """ArcFace or CosFace loss computed by a `SampledSoftmaxHead`, with ``pytorch-metric-learning``'s interface."""
 
     def __init__(self, head: SampledSoftmaxHead) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class MarginLoss(nn.Module):
 
 
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
-    """Replaces the last linear layer with a `SampledSoftmaxHead`, in place; returns the module, or the new layer.
+    """Replaces the last linear layer with a `SampledSoftmaxHead`, in place; returns the module.
 
     If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, a ``MarginLoss``
     replaces this loss instead, with the same margin, scale and weights (``head.weight``).
@@ -34,12 +34,12 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     logits have no bias, and the output changes. Hooks on the linear layer are lost.
 
     Args:
-        module: Any classifier; a linear layer is replaced by the result.
+        module: Any classifier. For a linear layer the result is the new layer.
         scale: Factor for cosine logits.
-        normalize: Cosine logits.
+        normalize: Whether to compute cosine logits.
 
     Raises:
-        TypeError: If the layer with the logits as output is not linear.
+        TypeError: If the layer that computes the logits is not linear.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 1000))
@@ -53,7 +53,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     linear = None if path is None else module.get_submodule(path)
     if path is None or not isinstance(linear, nn.Linear):
         actual = "none" if linear is None else f"{path!r} ({type(linear).__name__})"
-        raise TypeError(f"Expected the layer that makes the logits to be a linear one, but got {actual}.")
+        raise TypeError(f"Expected the layer that computes the logits to be linear, but got {actual}.")
     has_bias = linear.bias is not None and not normalize
     with torch.device("meta"):  # the parameters already exist
         head = SampledSoftmaxHead(linear.in_features, linear.out_features, scale, normalize, has_bias)
@@ -64,7 +64,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
 
 
 def _is_margin_loss(layer: nn.Module) -> bool:
-    # By name: the package need not be installed.
+    # Matched by name, because the package may not be installed.
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(layer).__mro__}
     return bool(kinds & {("pytorch_metric_learning", "ArcFaceLoss"), ("pytorch_metric_learning", "CosFaceLoss")})
 

@@ -1,11 +1,12 @@
-"""FedSS's losses for clients with only some classes.
+"""FedSS's losses for clients that hold only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
-to 8. A client holds its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement.
-Only negatives are corrected. Then the sum over held classes is an unbiased estimate for the full softmax's sum: a
-negative is drawn with probability m q, a positive with probability 1. Correction: Bengio and Senecal, "Adaptive
-Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on Neural
-Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018.
+to 8. A client holds its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement. A
+positive is included with probability 1, and a negative with probability m q. Correcting only the logits of negatives
+makes the sum over held classes an unbiased estimate of the full softmax's denominator. Correction: Bengio and Senecal,
+"Adaptive Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on
+Neural Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML
+2018.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ MarginOf = Literal["angle", "cosine"]
 
 
 def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
-    r"""Draws negative classes, uniformly without replacement; sorted, int64, on the CPU.
+    r"""Draws negative classes uniformly without replacement; sorted, int64, on the CPU.
 
-    :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. Time does not grow with :math:`n`.
+    :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. The run time does not depend on :math:`n`.
 
     Args:
-        positives: The client's classes :math:`P`, whole numbers, shape ``(classes,)``, in any order.
+        positives: The client's classes :math:`P`, integers, shape ``(classes,)``, in any order.
         num_classes: Number :math:`n` of all classes.
-        num_negatives: Number :math:`m` of classes to draw; fewer if the other classes do not suffice.
+        num_negatives: Number :math:`m` of classes to draw; all other classes if fewer exist.
         generator: The random generator.
 
     Raises:
-        ValueError: If a number is too small, or a positive is not a class.
+        ValueError: If a number is too small, or a positive is outside the range of classes.
 
     Example:
         >>> sample_negatives(torch.tensor([0, 3]), 6, 4, np.random.default_rng(0))
@@ -51,8 +52,8 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
     known = torch.unique(_whole_numbers("positives", positives).cpu())
     if len(known) and (known[0] < 0 or known[-1] >= num_classes):
         raise ValueError(
-            f"Expected `positives` to be classes from 0 to {num_classes - 1}, but got {int(known[0])} to"
-            f" {int(known[-1])}."
+            f"Expected `positives` to be classes from 0 to {num_classes - 1}, but got {int(known[0])} to "
+            f"{int(known[-1])}."
         )
     num_unknown = num_classes - len(known)
     draw = generator.choice(num_unknown, min(num_negatives, num_unknown), replace=False, shuffle=False)
@@ -62,7 +63,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the correction for a negative's logit (eq. 3); 0 without negatives.
+    r"""Computes the correction of a negative's logit (eq. 3); 0 without negatives.
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
@@ -96,16 +97,16 @@ def sampled_logits(
     *,
     objective: Objective = "fedss",
 ) -> Tensor:
-    r"""Corrects logits, shape ``(N, S)``, at least float32; their cross-entropy is the client's loss.
+    r"""Corrects logits, shape ``(N, S)``, at least float32; the cross-entropy of the result is the client's loss.
 
-    Negatives have :math:`o'_j = o_j - \ln(m q)`. Excluded classes have :math:`-\infty`: the negatives for "posonly",
-    and for "negonly" all positives except the target. Rows without a target keep all classes in "negonly".
+    Negatives have :math:`o'_j = o_j - \ln(m q)`. Excluded classes have :math:`-\infty`: for "posonly" the negatives,
+    for "negonly" all positives except the target. With "negonly", rows without a target retain all classes.
 
     Args:
         logits: Logits :math:`o` for the held classes, shape ``(N, S)``.
         is_positive: Mask for the client's classes, bool, shape ``(S,)``.
-        correction: Result from :func:`log_correction`.
-        target: Target columns, shape ``(N,)``; negative for no target. Required for "negonly".
+        correction: Result of :func:`log_correction`.
+        target: Target column for each row, shape ``(N,)``; negative for no target. Required for "negonly".
         objective: See :func:`sampled_softmax_loss`.
 
     Raises:
@@ -132,7 +133,7 @@ def sampled_logits(
         raise ValueError("Expected `target` with objective='negonly', but got None.")
     _check_rows(logits, target)
     is_other = torch.arange(len(is_positive), device=target.device) != target.unsqueeze(1)
-    # A fully masked row would have NaN gradients, so a row without a target keeps all classes.
+    # A fully masked row would have NaN gradients, so a row without a target retains all classes.
     return logits.masked_fill(is_positive & is_other & (target >= 0).unsqueeze(1), -torch.inf)
 
 
@@ -146,9 +147,9 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
 
     Args:
         cosines: Cosines :math:`\cos\theta`, shape ``(N, S)``.
-        target: Target columns, shape ``(N,)``; negative for no target.
+        target: Target column for each row, shape ``(N,)``; negative for no target.
         margin: Margin :math:`m`, an angle in radians or a cosine difference.
-        margin_of: ``"angle"`` or ``"cosine"``.
+        margin_of: Quantity with the margin: ``"angle"`` or ``"cosine"``.
 
     Example:
         >>> with_margin(torch.tensor([[0.5, 0.5]]), torch.tensor([1]), 0.2, "cosine")
@@ -159,7 +160,7 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
     if margin_of == "cosine":
         shifted = plain - margin
     else:
-        angles = plain.clamp(-1 + 1e-6, 1 - 1e-6).acos()  # with a finite derivative
+        angles = plain.clamp(-1 + 1e-6, 1 - 1e-6).acos()  # clamped to give a finite derivative
         shifted = torch.where(angles <= math.pi - margin, (angles + margin).cos(), plain - margin * math.sin(margin))
     has_class = (target >= 0).unsqueeze(1).to(cosines.device)
     return cosines.scatter(1, columns, torch.where(has_class, shifted, plain))
@@ -174,7 +175,7 @@ def sampled_softmax_loss(
     objective: Objective = "fedss",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Computes the loss for a client with some of the classes (eqs. 2, 5 to 8), at least float32.
+    r"""Computes the loss of a client that holds some of the classes (eqs. 2, 5 to 8), at least float32.
 
     .. math::
         \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad
@@ -184,19 +185,20 @@ def sampled_softmax_loss(
         \text{posonly: } \ln\Big(1 + \sum_{j \in P \setminus t} e^{o_j - o_t}\Big) \qquad
         \text{full: } \ln\Big(1 + \sum_{j \in [n] \setminus t} e^{o_j - o_t}\Big)
 
-    With all negatives "fedss" equals "full". With a single positive "posonly" and its gradient are 0.
+    If all other classes are negatives, "fedss" equals "full". With a single positive, "posonly" and its gradient are 0.
 
     Args:
         logits: Logits :math:`o` for the held classes :math:`P \cup N`, shape ``(N, S)``.
-        target: Target columns :math:`t`, all positives; shape ``(N,)``, whole numbers. -100 excludes an example.
-        is_positive: Column mask for the client's classes, bool, shape ``(S,)``.
+        target: Target column :math:`t` for each row, shape ``(N,)``, integers: columns of the client's classes. -100
+            excludes an example.
+        is_positive: Mask of columns that belong to the client's classes, bool, shape ``(S,)``.
         num_classes: Number :math:`n` of all classes.
-        objective: The loss; "full" needs logits for all classes.
+        objective: The loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`; "full" needs logits for all classes.
         reduction: Mean or sum over labelled examples, or one value per example.
 
     Raises:
-        ValueError: If an option is unknown, shapes do not match, a target is not a positive's column, or "full" lacks
-            classes.
+        ValueError: If an option is unknown, shapes do not match, a target is outside the client's classes, or "full"
+            lacks classes.
 
     Example:
         >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])
@@ -211,11 +213,15 @@ def sampled_softmax_loss(
     _check_rows(logits, target)
     target = _whole_numbers("target", target)
     if objective == "full" and logits.shape[1] != num_classes:
-        raise ValueError(f"Expected `logits` of all {num_classes} classes for 'full', but got {logits.shape[1]}.")
+        raise ValueError(
+            f"Expected `logits` for all {num_classes} classes with objective 'full', but got {logits.shape[1]}."
+        )
     columns = target[target != -100]
     wrong = torch.unique(columns[~torch.isin(columns, is_positive.nonzero())])
     if len(wrong):
-        raise ValueError(f"Expected `target` to be columns of positives or -100, but got {wrong.tolist()}.")
+        raise ValueError(
+            f"Expected `target` to contain columns of the client's classes or -100, but got {wrong.tolist()}."
+        )
     num_positives = int(is_positive.sum())
     correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes)
     logits = sampled_logits(logits, is_positive, correction, target, objective=objective)
@@ -224,16 +230,16 @@ def sampled_softmax_loss(
 
 @torch.no_grad()
 def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: Norm = "l2") -> Tensor:
-    r"""Distance between a round's parameter change and the change with the full softmax, a float64 scalar.
+    r"""Distance between a round's aggregated parameter update and the update with the full softmax, a float64 scalar.
 
     .. math:: \lVert \bar g - \bar g_{\mathrm{full}} \rVert_2 \quad \text{or} \quad
         \frac{1}{D} \sum_{i=1}^D |\bar g_i - \bar g_{\mathrm{full}, i}|
 
-    over all :math:`D` elements. The paper reports this distance in figure 9 (A.3) without a norm.
+    over all :math:`D` elements. The paper reports this distance in figure 9 (A.3) but does not name the norm.
 
     Args:
-        change: Aggregated change :math:`\bar g` for some parameters (for example, only the classifier), or gradients.
-        reference: The change with the full softmax, for the same parameters.
+        change: Aggregated update :math:`\bar g` for some parameters (for example, only the classifier), or gradients.
+        reference: The update with the full softmax, for the same parameters.
         norm: Euclidean norm of the difference, or mean absolute difference.
 
     Raises:
@@ -256,7 +262,7 @@ def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: 
 def _whole_numbers(name: str, values: Tensor) -> Tensor:
     if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(
-            f"Expected `{name}` to be a row of whole numbers, but got {values.dtype} of shape {tuple(values.shape)}."
+            f"Expected `{name}` to be a 1D tensor of integers, but got {values.dtype} of shape {tuple(values.shape)}."
         )
     return values.to(torch.int64)
 
@@ -272,6 +278,6 @@ def _check_columns(logits: Tensor, is_positive: Tensor) -> None:
 def _check_rows(logits: Tensor, target: Tensor) -> None:
     if target.shape != logits.shape[:1]:
         raise ValueError(
-            f"Expected `target` to have one class for each of the {len(logits)} rows of the logits, but got shape"
-            f" {tuple(target.shape)}."
+            f"Expected `target` to have one label for each of the {len(logits)} rows of `logits`, but got shape "
+            f"{tuple(target.shape)}."
         )

@@ -23,22 +23,22 @@ class FedSS(Method):
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
     (:class:`~lightning_fed.algorithms.FedAvgM`). Reference: FedSS, submission to ICLR 2022.
 
-    - Sends: the model with class vectors for ``num_negatives`` and the client's classes, both ways; the class numbers
-      up.
-    - Keeps: a float64 vector on the server for momentum.
-    - Costs: less than ordinary training, because a client only holds a part of the head.
+    - Sends: the model both ways, with class vectors only for the client's classes and ``num_negatives`` others; the
+      class indices up.
+    - Keeps: one float64 vector on the server for momentum.
+    - Costs: less than ordinary training, because a client holds only a part of the head.
     - For: very many classes.
 
     Args:
         num_negatives: Number of negatives per client.
         objective: The client's loss.
-        resample: Draw negatives once per ``"round"``, or per ``"batch"``.
+        resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
         server_momentum: Server momentum.
         server_lr: Server learning rate.
-        lazy_rows: Rows without a client in the round stay unchanged, also with momentum.
+        lazy_rows: Whether rows without a client in the round stay unchanged, also with momentum.
         row_weighting: Divisor for a row's changes, see :class:`~lightning_fed.algorithms.FedAvg`.
         head: Name of the head; ``"auto"`` for a model with one head.
-        target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
+        target: Position of the labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' classes; ``None`` reads the classes from the data.
 
     Raises:

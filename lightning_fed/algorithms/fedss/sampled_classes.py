@@ -1,4 +1,4 @@
-"""FedSS's sampled classes S_k: a client's classes in a visit (section 3)."""
+"""FedSS's sampled classes S_k of a client in a visit (section 3)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ForeignLabelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    r"""A client's sampled classes :math:`S_k = P_k \cup N_k`, and the loss.
+    r"""Sampled classes :math:`S_k = P_k \cup N_k` of a client, with the loss to use.
 
     Args:
-        classes: Class numbers, int64, strictly increasing, shape ``(S,)``.
-        is_positive: Mask for the client's classes :math:`P_k`, bool, shape ``(S,)``; the others are negatives.
+        classes: Class indices, int64, strictly increasing, shape ``(S,)``.
+        is_positive: Mask of the client's classes :math:`P_k`, bool, shape ``(S,)``; the other classes are negatives.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
 
     Raises:
@@ -47,15 +47,17 @@ class SampledClasses:
                 f" {self.is_positive.dtype} of shape {tuple(self.is_positive.shape)}."
             )
         if not self.is_positive.any():
-            raise ValueError("Expected at least one class of the client's own in `is_positive`, but got none.")
+            raise ValueError(
+                "Expected `is_positive` to be true for at least one of the client's classes, but got none."
+            )
 
     @property
     def needs_target(self) -> bool:
-        """True if an example's logits depend on the label."""
+        """Whether an example's logits depend on the label."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses unknown classes, and missing classes with the objective "full"."""
+        """Refuses classes outside the allowed range, and missing classes with the objective "full"."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")
@@ -69,9 +71,9 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """Returns the positives and some of the negatives.
+        """Returns the sampled classes with all positives and some of the negatives.
 
-        Columns are positions among the held classes, int64, strictly increasing, with all positives.
+        ``columns`` are positions among the held classes, int64, strictly increasing, including all positives.
         """
         _check_increasing("columns", columns)
         count = len(self.classes)
@@ -81,17 +83,17 @@ class SampledClasses:
             )
         left_out = int(self.is_positive.sum()) - int(self.is_positive[columns].sum())
         if left_out:
-            raise ValueError(f"Expected `columns` to have all of the client's own classes, but {left_out} are missing.")
+            raise ValueError(f"Expected `columns` to contain all of the client's classes, but {left_out} are missing.")
         return replace(self, classes=self.classes[columns], is_positive=self.is_positive[columns])
 
     def relabel(self, target: Tensor) -> Tensor:
         """Converts class labels to positions among the held classes, int64; negative labels stay unchanged.
 
         Raises:
-            ForeignLabelError: If a label is not a positive.
+            ForeignLabelError: If a label is not among the client's classes.
         """
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-            raise ValueError(f"Expected `target` to be class numbers, but got {target.dtype}.")
+            raise ValueError(f"Expected `target` to contain integer class labels, but got {target.dtype}.")
         labels = target.to(torch.int64)
         classes, is_positive = self.classes.to(labels.device), self.is_positive.to(labels.device)
         columns = torch.searchsorted(classes, labels.contiguous()).clamp(max=len(classes) - 1)
@@ -99,7 +101,7 @@ class SampledClasses:
         wrong = torch.unique(labels[(labels >= 0) & ~is_known])
         if len(wrong):
             raise ForeignLabelError(
-                f"Expected `target` to be among the client's own classes, but got {wrong.tolist()}."
+                f"Expected `target` to contain only the client's classes, but got {wrong.tolist()}."
             )
         return torch.where(labels >= 0, columns, labels)
 
@@ -107,6 +109,6 @@ class SampledClasses:
 def _check_increasing(name: str, values: Tensor) -> None:
     if values.ndim != 1 or values.dtype != torch.int64 or not is_increasing(values):
         raise ValueError(
-            f"Expected `{name}` to be strictly increasing int64 numbers in a row, but got {values.dtype} of shape"
-            f" {tuple(values.shape)}."
+            f"Expected `{name}` to be a 1D int64 tensor with strictly increasing values, but got {values.dtype} of "
+            f"shape {tuple(values.shape)}."
         )

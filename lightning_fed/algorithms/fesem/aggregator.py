@@ -27,34 +27,34 @@ _log = logging.getLogger(__name__)
 
 
 class FeSEM(Aggregator):
-    r"""Federated stochastic expectation maximisation: clusters clients by weights around several centres.
+    r"""Federated stochastic expectation maximisation: clusters clients by weights; one global model per cluster.
 
     .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
         \tilde W^{(g)} = \frac{\sum_{k: r_k = g} n_k W_k}{\sum_{k: r_k = g} n_k}
 
-    The round's clients are assigned to the nearest centre from the start of the round; then each centre becomes the
+    Each client in the round is assigned to the nearest centre from the start of the round; then each centre becomes the
     mean over its clients. A centre without clients in the round stays unchanged, and absent clients keep their
-    assignments. A client's visit starts from the client's centre. Reference: Xie et al., 2020, "FeSEM".
+    assignments. A client's visit starts from the assigned centre. Reference: Xie et al., 2020, "FeSEM".
 
-    The first round is federated averaging, and the clients' models give the initial centres. ``"k-means++"`` stores all
+    The first round uses federated averaging, and the clients' models initialise the centres. ``"k-means++"`` stores all
     models until the end of the round and clusters the models (:func:`~lightning_fed.algorithms.fesem.k_means`).
     ``"random"`` uses the models from randomly drawn clients; this saves memory, but may place two centres in one
     cluster. Clients without a centre start from the global model.
 
     The module's global model is the mean over the centres, weighted by examples; no client trains this model.
-    Evaluation by client uses the client's centre. The callback :class:`~lightning_fed.callbacks.CenterEvaluation`
-    evaluates all centres on the validation data: monitor ``fesem/<metric>``. Logged: ``fesem/clients/<index>``, the
-    number of clients per centre, and ``fesem/moved``, the number of clients with a new centre.
+    Per-client evaluation uses the client's centre. The callback :class:`~lightning_fed.callbacks.CenterEvaluation`
+    evaluates all centres on the validation data: monitor ``fesem/<metric>``. Logs: ``fesem/clients/<index>``, the
+    number of clients per centre, and ``fesem/moved``, the number of clients that changed to another centre.
 
     - Sends: 1 model down, 1 up.
     - Keeps: ``num_centers`` models on the server.
     - Costs: distances to all centres on the server.
-    - For: clients in clusters.
+    - For: clients that form clusters.
 
     Args:
-        num_centers: Number of centres. 1 gives exactly FedAvg's weights.
+        num_centers: Number of centres. 1 gives exactly the weights of FedAvg.
         assign_on: Pattern for the compared entries, such as ``"*head.*"`` for the last layer.
-        init: Initialisation for the centres.
+        init: Initialisation of the centres.
         seed: Seed for the initialisation.
 
     Raises:
@@ -97,7 +97,7 @@ class FeSEM(Aggregator):
         self.centers = [move_beside(center, state) for center in self.centers]
         self._names = self._compared_names(state)
         self.means = [WeightedMean() for _ in self.centers] or [WeightedMean()]
-        self.received: dict[Client, tuple[int, int]] = {}  # index in `means`, and number of examples
+        self.received: dict[Client, tuple[int, int]] = {}  # index in `means`, and the number of examples
         self.candidates: dict[tuple[int, int], ClientUpdate] = {}
 
     def broadcast(self, request: Request) -> Broadcast:
@@ -120,7 +120,7 @@ class FeSEM(Aggregator):
             self._store_candidate(key, update)
 
     def aggregate(self) -> State:
-        """Moves the centres; returns the mean over the centres, weighted by the examples of all assigned clients."""
+        """Moves the centres; returns the centres' mean, weighted by the examples of all assigned clients."""
         self._num_samples = self._num_samples | {client: size for client, (_, size) in self.received.items()}
         if not self.centers:
             return self._first_centers()
@@ -135,7 +135,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Number of examples by centre, over all known clients; the key ``None`` counts clients without a centre."""
+        """Number of examples by centre, over all known clients; the key ``None`` is for clients without a centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)
@@ -179,7 +179,7 @@ class FeSEM(Aggregator):
             self.assignments = dict.fromkeys(self.received, 0)
         elif len(updates) < self.num_centers:
             _log.warning(
-                "Round %d had %d good updates, fewer than num_centers=%d: the round used federated averaging.",
+                "Round %d had %d valid updates, fewer than num_centers=%d: the round used federated averaging.",
                 round_number(self._info.round),
                 len(updates),
                 self.num_centers,
@@ -204,7 +204,7 @@ class FeSEM(Aggregator):
         if self.num_centers > 1:
             self.candidates[key] = update
             if self.init == "random" and len(self.candidates) > self.num_centers:
-                del self.candidates[max(self.candidates)]  # the smallest keys: a draw independent of the order
+                del self.candidates[max(self.candidates)]  # smallest keys: independent of the order
 
     @torch.no_grad()
     def _nearest(self, state: State) -> int:
@@ -222,8 +222,8 @@ class FeSEM(Aggregator):
         ]
         if state and not names:
             raise OptionError(
-                "Expected `assign_on` to match floating-point entries of the model, but"
-                f" {self.assign_on!r} matches none of {list(state)}."
+                f"Expected `assign_on` to match floating-point entries of the model, but {self.assign_on!r} matches "
+                f"none of {list(state)}."
             )
         return names
 

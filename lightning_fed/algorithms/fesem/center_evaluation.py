@@ -23,7 +23,7 @@ class CenterEvaluation(L.Callback):
     """Runs the module's validation step on the validation data with each centre from :class:`FeSEM`.
 
     Each metric from ``validation_step`` is also logged as ``fesem/<name>``: the mean over the centres, weighted by the
-    examples of the assigned clients. For clients without a centre, the global model's value is used. The evaluation
+    examples of the assigned clients. Clients without a centre contribute the value of the global model. The evaluation
     runs after Lightning's validation or test, before callbacks with a monitor. Without data, or before the first round,
     nothing is logged. The cost is one validation per centre.
 
@@ -72,7 +72,9 @@ def _single_loader(loaders: Any, stage: Stage) -> Any:
     if not isinstance(loaders, list | tuple | dict):
         return loaders
     if len(loaders) > 1:
-        _log.warning("The centres are not evaluated: there are %d %s loaders, not one.", len(loaders), stage)
+        _log.warning(
+            "The centres are not evaluated: the Trainer has %d %s loaders instead of one.", len(loaders), stage
+        )
         return None
     return next(iter(loaders.values() if isinstance(loaders, dict) else loaders), None)
 

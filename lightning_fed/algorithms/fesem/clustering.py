@@ -25,21 +25,21 @@ def k_means(
     num_starts: int = 10,
     max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
-    r"""Clusters points; returns each point's centre index and each centre's initial point index.
+    r"""Clusters points; returns the centre index for each point, and the index of the initial point for each centre.
 
     .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
-    The initial centres are distant points (k-means++). Then each point joins the nearest centre, and each centre moves
-    to its points' weighted mean, until nothing changes. A centre without points stays in place. The best start has the
-    smallest weighted sum over squared distances.
+    The initial centres are distant points (k-means++). Then two steps alternate until convergence: each point is
+    assigned to the nearest centre, and each centre moves to the weighted mean of its points. A centre without points
+    stays in place. The start with the smallest weighted sum of squared distances is returned.
 
     Args:
         points: Shape ``(N, d)``.
         num_centers: Number of centres, at most N.
         weights: Weight for each point, shape ``(N,)``.
         generator: Draws the initial centres.
-        num_starts: Number of starts.
-        max_steps: Maximum step count per start.
+        num_starts: Number of random initialisations.
+        max_steps: Maximum number of steps per start.
 
     Raises:
         ValueError: If ``points`` has fewer rows than ``num_centers``.
@@ -57,7 +57,7 @@ def k_means(
     for _ in range(num_starts):
         first = _draw_distant_points(points, num_centers, generator)
         spread, assignments = _lloyd(points, points[first], weights, max_steps)
-        if best is None or spread < best[0] * (1 - 1e-9):  # the first of equal starts
+        if best is None or spread < best[0] * (1 - 1e-9):  # the first of several equal starts
             best = spread, assignments, torch.tensor(first)
     assert best is not None
     return best[1], best[2]
@@ -65,7 +65,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Maps states to points, shape ``(N, N)``, float64, with the same pairwise distances (classical scaling)."""
+    """Maps states to points, shape ``(N, N)``, float64, that have the same pairwise distances (classical scaling)."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]
@@ -84,7 +84,7 @@ def _draw_distant_points(points: Tensor, count: int, generator: np.random.Genera
     while len(first) < count:
         squares = _squared_distances(points, points[first]).amin(1).cpu().numpy()
         squares[first] = 0
-        if squares.sum() == 0:  # all other points equal a centre
+        if squares.sum() == 0:  # every remaining point equals a centre
             squares = np.ones(len(points))
             squares[first] = 0
         mass = squares.cumsum()
@@ -93,7 +93,7 @@ def _draw_distant_points(points: Tensor, count: int, generator: np.random.Genera
 
 
 def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
-    """Runs Lloyd's steps; returns the weighted sum of squared distances, and each point's centre."""
+    """Runs Lloyd's steps; returns the weighted sum of squared distances, and the centre index for each point."""
     squares = _squared_distances(points, centers)
     assignments = squares.argmin(1)
     for _ in range(max_steps):
@@ -108,5 +108,5 @@ def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> 
 
 
 def _squared_distances(points: Tensor, centers: Tensor) -> Tensor:
-    # Differences first: large norms would hide small distances.
+    # Subtract first: large norms would hide small distances.
     return torch.stack([(points - center).square().sum(1) for center in centers], 1)

@@ -1,4 +1,4 @@
-"""Equations for robust rules, and mixtures. :mod:`lightning_fed.algorithms` exports the rules."""
+"""Equations and mixtures for robust rules. :mod:`lightning_fed.algorithms` exports the rules."""
 
 from lightning_fed.algorithms.robust.equations import adaptive_clipping as adaptive_clipping
 from lightning_fed.algorithms.robust.equations import bucketing as bucketing

@@ -1,6 +1,6 @@
 """Base class for robust rules: collects, compares and combines the updates in a round.
 
-Reported numbers of examples are ignored, because clients may lie.
+The numbers of examples reported by clients are ignored, because malicious clients may send false numbers.
 """
 
 from __future__ import annotations
@@ -30,38 +30,39 @@ _MAX_CLIENTS_BY_NAME = 20
 
 @dataclass
 class MixedUpdate(ClientUpdate):
-    """Weighted sum over several client updates; ``shares`` are the weights by client."""
+    """Weighted sum of several client updates; ``shares`` are the weights by client."""
 
     shares: dict[Client, float] = field(default_factory=dict)
 
 
 def shares_of(update: ClientUpdate) -> dict[Client, float]:
-    """Client weights in an update."""
+    """Weights by client in an update."""
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
 class RobustAggregator(Aggregator):
-    """Base class for rules that tolerate some malicious clients. Rules implement :meth:`combine`.
+    """Base class of rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
-    All updates in a round are stored: n states. Client updates (local minus global, all shared floating-point entries
-    as one vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics
-    have other scales and must stay valid, so statistics are only combined, by a trimmed mean without the
-    ``num_malicious`` smallest and largest values. Integer entries take the majority value, or else the lower median.
+    All updates of a round are stored: n states. Client updates (local minus global, all shared floating-point entries
+    as one vector) are compared by inner products and combined in chunks of coordinates. BatchNorm's running statistics
+    have other scales and must stay valid, so statistics do not enter the comparison and are combined by a trimmed mean
+    without the ``num_malicious`` smallest and largest values. Integer entries get the majority value, or the lower
+    median if no value has a majority.
 
-    A rule needs at least ``a f + b`` updates, with ``least = (a, b)``, or one update for f = 0; otherwise the round
-    fails, and all clients are excluded with the reason. A client whose update was refused for its content (NaN, wrong
-    shape, implausible norm) counts as one malicious client: at most f - 1 remaining clients are malicious. Missing
-    clients may be honest and do not count.
+    A rule declares the required number of updates as ``least = (a, b)``: ``a f + b`` updates, or one update for f = 0.
+    In a round with fewer updates all clients are excluded with this reason, and the round fails. A client whose update
+    was refused for invalid values (NaN, wrong shape, implausible norm) counts as a malicious client among the f.
+    Missing clients may be honest and do not count.
 
     Args:
-        num_malicious: Number f of malicious clients per round; ``None`` for the largest number tolerated by the rule.
+        num_malicious: Number f of malicious clients per round; ``None`` for the largest number that the rule tolerates.
 
     Raises:
         ValueError: If an argument is outside its range.
 
     Note:
-        Logs ``fed/excluded``, the number of excluded clients in this round: a client's share is 1 without influence on
-        the result, and 0 for the client with the largest weight. With at most 20 clients also logs
+        Logs ``fed/excluded``, the sum of the clients' excluded shares in this round. A share is 1 for a client without
+        influence on the result, and 0 for the client with the largest weight. With at most 20 clients also logs
         ``client/<id>/excluded``, the mean share over rounds.
     """
 
@@ -69,7 +70,7 @@ class RobustAggregator(Aggregator):
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
-        self.always: Sequence[Client] = ()  # trusted clients are not rows
+        self.always: Sequence[Client] = ()  # trusted clients are not in the matrix
         self.memory: State = {}
         self.excluded: dict[Client, tuple[float, int]] = {}
         self._excluded_now: dict[Client, float] = {}
@@ -77,9 +78,9 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines the updates; f = ``num_malicious`` rows may be malicious.
+        """Combines the updates; at most f = ``num_malicious`` rows are malicious.
 
-        Returns new float64 entries by name, and the share of each row in the result, from 0 to 1.
+        Returns new float64 entries by name, and the fraction of each row in the result, from 0 to 1.
         """
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -100,7 +101,7 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Combines all updates; excludes clients with an infinite norm, or all clients if too few updates remain."""
+        """Combines all updates. Excludes clients with an infinite norm, or all clients if too few updates remain."""
         clients = self.clients
         states = [self.updates[client] for client in clients]
         names = number_entries(self._state)
@@ -128,7 +129,7 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """The number f minus the refused clients, or else the largest number tolerated by the rule."""
+        """The number f minus the refused clients; without f, the largest number tolerated by the rule."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least
@@ -155,13 +156,13 @@ class RobustAggregator(Aggregator):
 
     @property
     def clients(self) -> list[Client]:
-        """Clients with an update, except trusted clients. The clients cannot influence the order."""
+        """Clients with an update, except trusted clients, in an order that clients cannot influence."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:
         for client in self.always:
             if client not in self.updates:
-                return f"the trusted client {client!r} sent no good update"
+                return f"the trusted client {client!r} sent no valid update"
         count = len(self.clients)
         num_malicious = self.tolerated(count)
         factor, constant = self.least
@@ -169,8 +170,8 @@ class RobustAggregator(Aggregator):
         if count >= needed:
             return None
         return (
-            f"{type(self).__name__} with num_malicious={num_malicious} needs {needed} good updates, but the round has"
-            f" {count}"
+            f"{type(self).__name__} with num_malicious={num_malicious} needs {needed} valid updates, but the round "
+            f"has {count}"
         )
 
     def _record_exclusions(self, clients: Sequence[Client], influence: Tensor) -> None:
@@ -193,7 +194,7 @@ def number_entries(state: State) -> list[str]:
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """Lower median of integers: the majority value, if any."""
+    """Lower median of integers, which equals the majority value if one exists."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

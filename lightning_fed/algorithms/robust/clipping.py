@@ -1,8 +1,6 @@
-"""Rules that clip client updates: by norm, or by distance from the previous update.
+"""Rules with clipped client updates: clipped by norm, or by distance from the previous update.
 
-Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019. https://arxiv.org/abs/1911.07963
-Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
-https://arxiv.org/abs/2012.10333
+Rules with clipped client updates: clipped by norm, or by distance from the previous update.
 """
 
 from __future__ import annotations
@@ -31,14 +29,15 @@ class NormClipping(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; without ``max_norm`` the server stores all updates in a round.
-    - For: malicious updates with a large norm rather than a wrong direction.
+    - Costs: training only; without ``max_norm`` the server stores all updates of a round.
+    - For: malicious updates with a large norm.
 
-    Averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
+    The method is averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
     :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs ``fed/shortened``.
 
     Args:
-        max_norm: Norm C, positive; ``None`` for the median norm of the round, the lower median for even numbers.
+        max_norm: Norm C, positive; ``None`` for the median norm of the round (the lower median for an even number of
+            clients).
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
@@ -55,22 +54,22 @@ class NormClipping(Method):
 
 @register
 class CenteredClipping(RobustAggregator):
-    r"""The previous update plus the clients' differences from the previous update, clipped to ``radius``.
+    r"""The previous update plus the mean of the clients' differences from this update, each clipped to ``radius``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right),
         \qquad w_{t+1} = w_t + v
 
-    Initially v is 0. In the paper clients send momenta, which change slowly between rounds. With few local steps the
-    previous :math:`v` is also a good estimate for the next update. Checkpoints contain :math:`v`: 8 bytes per
+    Initially :math:`v` is 0. In the paper clients send momenta, which change slowly between rounds. With few local
+    steps the previous :math:`v` is also a good estimate for the next update. Checkpoints contain :math:`v`: 8 bytes per
     parameter. Reference: Karimireddy et al., ICML 2021, equation 5.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: 2 models on the server, the last step in float64.
+    - Keeps: 2 models on the server (the last update in float64).
     - Costs: training only; the server stores all updates in a round.
     - For: updates that change little between rounds.
 
     Args:
-        radius: Norm :math:`\tau`, positive; ``None`` for the median distance from v, in each iteration.
+        radius: Norm :math:`\tau`, positive; ``None`` for the median distance from :math:`v`, in each iteration.
         iterations: Number of iterations.
         num_malicious: See :class:`RobustAggregator`.
 

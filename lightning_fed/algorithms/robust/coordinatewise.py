@@ -19,14 +19,14 @@ from lightning_fed.method import register
 
 @register
 class Median(RobustAggregator):
-    """Coordinate-wise median of the clients' models; for an even number the mean of the middle two.
+    """Coordinate-wise median of client models; for an even number of clients, the mean of the middle two values.
 
-    Requires at least ``2 f + 1`` clients. The number f has no effect. Reference: Yin et al., ICML 2018.
+    Requires at least ``2 f + 1`` clients. The number f does not change the result. Reference: Yin et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: training only; the server stores all updates in a round.
-    - For: fewer than half malicious clients, and similar client data.
+    - For: less than half of the clients malicious, and similar data on all clients.
 
     Args:
         num_malicious: See :class:`RobustAggregator`.
@@ -51,12 +51,12 @@ class Median(RobustAggregator):
 class TrimmedMean(RobustAggregator):
     """Coordinate-wise mean of the clients' models without the ``f`` smallest and ``f`` largest values.
 
-    Requires at least ``2 f + 1`` clients; for f = 0 equal to :class:`FairAvg`. Reference: Yin et al., ICML 2018.
+    Requires at least ``2 f + 1`` clients. For f = 0 the rule equals :class:`FairAvg`. Reference: Yin et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: training only; the server stores all updates in a round.
-    - For: a known number of malicious clients; with NNM also heterogeneous data.
+    - For: a known number of malicious clients; for heterogeneous data combine with NNM.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.

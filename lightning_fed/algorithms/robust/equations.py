@@ -1,7 +1,7 @@
 """Equations of the robust rules, in float64.
 
-The updates of n clients form a matrix with one row per client. Rules that select or weight whole clients only need the
-Gram matrix, n times n inner products, and return weights. Coordinate-wise rules process chunks of columns.
+The updates of n clients form a matrix with one row per client. Rules that select or weight whole clients need only the
+Gram matrix (n x n inner products) and return weights. Coordinate-wise rules process chunks of columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Squared Euclidean distances between rows, from inner products with shape ``(n, n)``.
+    """Squared Euclidean distances between rows, from a matrix of inner products, shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
@@ -30,15 +30,15 @@ def squared_distances(gram: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rules that choose clients
+# Rules that select clients
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
-    """Krum's scores: sum of squared distances to the nearest ``n - f - 2`` other clients, at least one.
+    """Krum's scores: sum of squared distances to the nearest ``n - f - 2`` other clients (at least one client).
 
-    Squared distances have shape ``(n, n)``, and ``num_malicious`` is f. Reference: Blanchard, El Mhamdi, Guerraoui &
-    Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
+    The argument has shape ``(n, n)``, and ``num_malicious`` is f. Reference: Blanchard, El Mhamdi, Guerraoui & Stainer,
+    "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [9.0]]).double()
@@ -54,7 +54,7 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
     """Sorts clients by :func:`krum_scores`, lowest first.
 
-    The next neighbor breaks ties, so the order of clients does not matter.
+    Ties are broken by the next nearest neighbour, so the order of clients does not matter.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [5.0]]).double()
@@ -69,8 +69,8 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
     """Selects ``n - 2f`` clients by repeated Krum with f = ``num_malicious``; returns sorted indices.
 
-    Ties follow the order over all clients. Reference: El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of
-    Distributed Learning in Byzantium", ICML 2018, section 4.
+    Ties are broken by the order over all clients. Reference: El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability
+    of Distributed Learning in Byzantium", ICML 2018, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [8.0], [100.0]]).double()
@@ -86,19 +86,19 @@ def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rules that weigh clients
+# Rules that weight clients
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def geometric_median_weights(
     gram: Tensor, smoothing: float = 1e-6, max_iterations: int = 10_000, tolerance: float = 1e-10
 ) -> Tensor:
-    r"""Client weights of the geometric median, positive with sum 1, by smoothed Weiszfeld iterations.
+    r"""Client weights for the geometric median, positive with sum 1, from smoothed Weiszfeld iterations.
 
     .. math:: v \leftarrow \frac{\sum_i w_i u_i}{\sum_i w_i}, \qquad w_i = \frac{1}{\max(\nu, \lVert v - u_i \rVert)}
 
-    Initial weights decrease with a client's median distance to all clients, so that few distant clients do not slow the
-    convergence. Iterations stop once the weights are stable. Reference: Pillutla, Kakade & Harchaoui, "Robust
+    Initial weights decrease with a client's median distance to all clients, so that a few distant clients do not slow
+    down convergence. Iterations stop once the weights are stable. Reference: Pillutla, Kakade & Harchaoui, "Robust
     Aggregation for Federated Learning", IEEE Transactions on Signal Processing 2022, Algorithm 2.
 
     Args:
@@ -141,7 +141,7 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Weights of client updates and previous center, shape ``(n + 1,)``, and last clipping factors, shape ``(n,)``.
+    r"""Weights of client updates and previous centre, shape ``(n + 1,)``, and final clipping factors, shape ``(n,)``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
@@ -196,14 +196,14 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rules by coordinate
+# Coordinate-wise rules
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
     """Coordinate-wise mean of rows ``(n, k)`` without the f smallest and f largest values, f = ``num_trimmed``.
 
-    The result is the median for f = ``(n - 1) // 2``. Also returns the number of included coordinates per client.
+    For f = ``(n - 1) // 2`` the result is the median. Also returns the number of included coordinates per client.
     Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
     Rates", ICML 2018, definitions 1 and 2.
 
@@ -234,12 +234,12 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Before a rule: mixtures of the clients' steps
+# Before a rule: mixtures of client updates
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
-    """Mixing matrix: each new update is the mean over the ``n - f`` nearest updates, including itself.
+    """Mixing matrix in which each new update is the mean over the ``n - f`` nearest updates, including itself.
 
     The number f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by
     Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm 2 ("NNM").
@@ -274,10 +274,11 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 
 
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
-    r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to a common norm.
+    r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms.
 
-    The matrix is diagonal, and the norm is the largest remaining norm. Reference: Allouah, Guerraoui, Gupta, Jellouli,
-    Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2 ("ARC").
+    The matrix is diagonal. Updates are clipped to the largest remaining norm. Reference: Allouah, Guerraoui, Gupta,
+    Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2
+    ("ARC").
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()
@@ -295,5 +296,5 @@ def _normalized(weights: Tensor) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    # mean of the middle two for even numbers
+    # mean of the middle two values for even numbers
     return trimmed_mean(values.unsqueeze(1), (len(values) - 1) // 2)[0][0]

@@ -19,22 +19,22 @@ from lightning_fed.rule import RoundPlan
 
 @register
 class FLTrust(RobustAggregator):
-    r"""Mean of client updates, weighted by cosine similarity to a trusted update and scaled to its norm.
+    r"""Mean of client updates, scaled to the norm of a trusted update and weighted by cosine similarity to this update.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    The server's data are a client that joins every round with full local work, in addition to the sampled clients.
-    Its update :math:`u_0` is the reference and not part of the sum. If all scores are 0, the model does not change.
-    If the trusted client fails, the round fails. Reference: Cao et al., NDSS 2021, equations 2 to 4.
+    A trusted client with the server's data joins every round in addition to the sampled clients, with full local work.
+    The trusted update :math:`u_0` is the reference and not part of the sum. If all scores are 0, the model does not
+    change. If the trusted client fails, the round fails. Reference: Cao et al., NDSS 2021, equations 2 to 4.
 
-    - Sends: to every client, and to the trusted one, 1 model down, 1 up.
+    - Sends: 1 model down and 1 up, for every client and the trusted client.
     - Keeps: nothing.
     - Costs: training only; the server stores all updates in a round.
-    - For: a server with some data.
+    - For: a server with a small trusted data set.
 
     Args:
-        trusted: Name of the client with the server's data.
+        trusted: Name of the client that holds the server's data.
         num_malicious: See :class:`RobustAggregator`.
 
     Example:

@@ -18,18 +18,18 @@ from lightning_fed.method import register
 
 @register
 class GeometricMedian(RobustAggregator):
-    r"""Model with the smallest sum of distances to the clients' models ("RFA").
+    r"""Model with the smallest sum of distances to the client models ("RFA").
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
     Requires at least ``2 f + 1`` clients. The paper weights clients by examples; here all clients have equal weight.
-    The number of malicious clients only affects BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP
-    2022, Algorithms 1 and 2 ("RFA", "smoothed Weiszfeld").
+    ``num_malicious`` affects only BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms
+    1 and 2 ("RFA", "smoothed Weiszfeld").
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: training only; the server stores all updates in a round.
-    - For: an unknown number of malicious clients below one half.
+    - For: an unknown number of malicious clients, below one half.
 
     Args:
         num_malicious: See :class:`RobustAggregator`.

@@ -1,4 +1,4 @@
-"""Krum, Multi-Krum and Bulyan: select clients with close nearest neighbors.
+"""Krum, Multi-Krum and Bulyan: select clients whose updates are close to their nearest neighbours.
 
 Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
 NeurIPS 2017, https://arxiv.org/abs/1703.02757; El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed
@@ -34,7 +34,7 @@ class Krum(RobustAggregator):
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: training only; the server stores all updates in a round.
-    - For: similar client data, because all other updates are lost.
+    - For: similar client data, because the updates of all other clients are discarded.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
@@ -58,14 +58,14 @@ class Krum(RobustAggregator):
 
 @register
 class MultiKrum(RobustAggregator):
-    """Mean over the clients with the lowest scores in :class:`Krum`.
+    """Mean over the clients with the lowest :class:`Krum` scores.
 
-    Requires at least ``2 f + 3`` clients; :class:`FairAvg` for f = 0. Reference: Blanchard et al., NeurIPS 2017.
+    Requires at least ``2 f + 3`` clients; equals :class:`FairAvg` for f = 0. Reference: Blanchard et al., NeurIPS 2017.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: training only; the server stores all updates in a round.
-    - For: a known number of malicious clients; with NNM also heterogeneous data.
+    - For: a known number of malicious clients; for heterogeneous data combine with NNM.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
@@ -105,12 +105,12 @@ class Bulyan(RobustAggregator):
     """Coordinate-wise mean around the median over clients selected by repeated Krum.
 
     Krum selects ``n - 2 f`` clients; for each coordinate the ``n - 4 f`` values nearest to the median are averaged.
-    Requires at least ``4 f + 3`` clients; for f = 0 equal to :class:`FairAvg`. Reference: El Mhamdi et al., ICML 2018.
+    Requires at least ``4 f + 3`` clients; equals :class:`FairAvg` for f = 0. Reference: El Mhamdi et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: training only; the server stores all updates in a round.
-    - For: many clients, with fewer than a quarter malicious.
+    - For: many clients, less than a quarter malicious.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
@@ -135,7 +135,7 @@ class Bulyan(RobustAggregator):
 
 
 def _mean_of_lowest(steps: Steps, num_malicious: int, count: int) -> tuple[State, Tensor]:
-    """Mean over the rows with the lowest scores, and a mask for these rows."""
+    """Mean over the rows with the lowest scores, and a mask of these rows."""
     order = krum_order(squared_distances(steps.gram), num_malicious)
     chosen = torch.zeros(len(steps), dtype=torch.float64)
     chosen[order[:count]] = 1.0

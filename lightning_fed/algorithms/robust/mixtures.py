@@ -1,4 +1,4 @@
-"""Update steps to mix client updates before a robust rule, for heterogeneous data.
+"""Update steps that mix client updates before a robust rule, for heterogeneous data.
 
 The papers are cited in :mod:`lightning_fed.algorithms.robust.equations`.
 """
@@ -27,9 +27,9 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class Mixture(CollectingStep):
-    """Base class for mixtures, which replace each update by a weighted sum of the round's updates, in float64.
+    """Base class of mixtures, which replace each update by a weighted sum of the round's updates, in float64.
 
-    BatchNorm's running statistics and integer entries are not mixed. With ``joins`` a mixed update stands for several
+    BatchNorm's running statistics and integer entries are not mixed. With ``joins`` a mixed update represents several
     clients, with the mean of the statistics and the majority of the integers.
     """
 
@@ -37,14 +37,15 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Mixing matrix from old to new updates, shape ``(rows, clients)``, given inner products between clients."""
+        """Mixing matrix from old to new updates, shape ``(rows, clients)``, computed from clients' inner products."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with trusted clients, and rules without a single global model."""
         refuse_rule(self, rule, "has_clusters", "resizes")
         if rule.plan(0).always:
             raise OptionError(
-                f"Expected no `{type(self).__name__}` with {type(rule).__name__}: it would mix the trusted client."
+                f"Expected no `{type(self).__name__}` with {type(rule).__name__}, because the step would mix the "
+                "trusted client with others: remove the step."
             )
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -86,20 +87,20 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base class for mixtures with a number of malicious clients, by default the largest number below one half."""
+    """Base class of mixtures that assume a number of malicious clients, by default the largest below one half."""
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Assumed number of malicious clients among ``count``, not counting refused clients."""
+        """Assumed number of malicious clients among ``count`` clients, minus the refused clients."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
 
 
 class NearestNeighborMixing(TolerantMixture):
-    """Replaces each update by the mean of its ``n - f`` nearest updates, itself included (NNM, AISTATS 2023).
+    """Replaces each update by the mean of its ``n - f`` nearest updates, including itself (NNM, AISTATS 2023).
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
@@ -113,7 +114,7 @@ class NearestNeighborMixing(TolerantMixture):
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to the longest remaining norm (ARC).
+    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms to the next norm (ARC).
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
@@ -131,7 +132,7 @@ class Bucketing(Mixture):
 
     Args:
         bucket_size: Number of clients per group. The last group may be smaller.
-        seed: Seed for the groups, drawn from (seed, round).
+        seed: Seed for drawing the groups in each round.
 
     Raises:
         ValueError: If an argument is outside the allowed range.

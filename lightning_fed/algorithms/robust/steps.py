@@ -1,4 +1,4 @@
-"""Client updates in a round: inner products, mixtures and combinations, in chunks of coordinates."""
+"""Client updates of a round: inner products, mixtures and combinations, in chunks of coordinates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROUNDING = 1e-12  # tolerance for a sum of weights
 
 
 class Steps:
-    """Client updates (local minus global), as rows in a matrix that is never fully in memory.
+    """Client updates (local minus global) as rows of a matrix that is never fully in memory.
 
     In addition to the client states, memory holds some float64 columns and the n x n inner products. Results are new
     states: the global model plus a combination of updates, in float64.
@@ -55,7 +55,7 @@ class Steps:
         return self.gram.diagonal().sqrt()
 
     def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
-        """Clients with an infinite update norm, with the reason for exclusion."""
+        """Finds clients whose update has an infinite norm; returns the reason for exclusion by client."""
         is_good = self.norms.isfinite().tolist()
         return {
             client: "its update has an infinite norm" for client, good in zip(clients, is_good, strict=True) if not good
@@ -73,7 +73,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus a weighted sum of the rows, with any sum of weights, plus another update with a weight."""
+        """Global model plus a weighted sum of the rows, optionally plus another weighted update."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Logging for several processes: at the end of a round, all processes log the values over all processes.
+"""Logging with several processes: at the end of a round, every process logs values aggregated over all processes.
 
-Lightning's own reduction needs the same logged names in all processes, but a process may have no client in a round.
+Lightning's reduction needs the same logged names in all processes, but a process may have no client in a round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_fed.lightning.logged_values import LogCall, LoggedValue, intercep
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
 _IRRELEVANT_WARNINGS = (
-    r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are already joint
-    "The ``compute`` method of metric",  # `compute` before `update`: a process may have no client in the round
+    r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are already aggregated over processes
+    "The ``compute`` method of metric",  # `compute` runs before `update` in a process without clients
 )
 
 
@@ -31,8 +31,8 @@ _IRRELEVANT_WARNINGS = (
 class _Entry:
     """Accumulated values for one logged name.
 
-    ``logged`` has no total if the name is only logged per step; ``metric`` is the path of a logged metric; ``position``
-    is the index of the last step's visit in the round.
+    ``logged`` has no total if the name is logged only per step. ``metric`` is the path of a logged metric. ``position``
+    is the index in the round of the visit that logged last.
     """
 
     options: dict[str, Any]
@@ -43,7 +43,7 @@ class _Entry:
     position: int = -1
 
     def join(self, added: _Entry) -> None:
-        self.logged.join(added.logged)  # both on the CPU
+        self.logged.join(added.logged)  # both numbers are on the CPU
         if added.position > self.position:
             self.last, self.position = added.last, added.position
 
@@ -54,9 +54,9 @@ class _Entry:
 class DistributedLog(L.Callback):
     """Replaces ``LightningModule.log`` during training and evaluation batches.
 
-    Per-step values go directly to Lightning; loggers only see the first process. Per-epoch values are accumulated with
-    Lightning's weights, and logged after the last visit in a round (:meth:`log_all`) and at the end of an evaluation.
-    Torchmetrics metrics are then passed to Lightning, which synchronises the metric states.
+    Per-step values go directly to Lightning; only the first process has loggers. Per-epoch values are accumulated with
+    Lightning's weights and logged after the last visit of a round (:meth:`log_all`) and at the end of an evaluation.
+    Metrics from torchmetrics are then passed to Lightning, which synchronises the metric states.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class DistributedLog(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stores the batch, whose size is the weight of logged values."""
+        """Stores the batch, because its size is the weight of logged values."""
         self._batch = batch
 
     def on_validation_batch_start(
@@ -126,7 +126,7 @@ class DistributedLog(L.Callback):
     # A round
 
     def start_round(self) -> None:
-        """Starts to accumulate values, until :meth:`take_entries`."""
+        """Starts to accumulate values; :meth:`take_entries` ends the accumulation."""
         self._is_on, self._is_training, self._batch, self._suffix = True, True, None, ""
 
     def start_visit(self, position: int) -> None:
@@ -139,7 +139,7 @@ class DistributedLog(L.Callback):
         return {name: entry.on_cpu() for name, entry in entries.items()}
 
     def log_all(self, parts: Iterable[Mapping[str, _Entry]]) -> None:
-        """Logs the values over all processes; ``parts`` are in rank order."""
+        """Logs values aggregated over all processes; ``parts`` are in rank order."""
         joint: dict[str, _Entry] = {}
         for part in parts:
             for name, entry in part.items():
@@ -152,15 +152,15 @@ class DistributedLog(L.Callback):
 
     def _log_evaluation(self, loaders: Any) -> None:
         parts, first = self._ranks.gather(self.take_entries()), loaders[0] if isinstance(loaders, list) else loaders
-        # Every process evaluates all chained client data, but only a part of other data.
+        # Chained client data are evaluated completely by every process, other data only in part.
         self.log_all(parts[:1] if isinstance(first, ChainedLoaders) else parts)
 
     def _handle_call(self, call: LogCall) -> None:
         reduction, value = call.reduction, call.value
         is_metric = isinstance(value, Metric)
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        # Lightning receives invalid values, for the error message, and evaluated metrics: in an evaluation all
-        # processes have batches.
+        # Invalid values go to Lightning for its error message. Evaluated metrics also go to Lightning, because all
+        # processes have batches in an evaluation.
         is_pooled = is_number or (is_metric and self._is_training)
         if not self._is_on or self._module.trainer.barebones or reduction is None or not is_pooled:
             self._forward(**vars(call))
@@ -201,7 +201,7 @@ class DistributedLog(L.Callback):
             value = self._module.get_submodule(entry.metric)
         elif entry.logged.total is not None:
             value = entry.logged.value
-        if value is None and self._is_training:  # per-step value: lets all processes monitor the last step
+        if value is None and self._is_training:  # per-step value, so that all processes can monitor the last step
             log(name, entry.last, on_step=True, on_epoch=False, **nowhere)
         elif value is not None and entry.is_per_step:  # Lightning has a name per step, per epoch, and for monitors
             log(f"{name}_epoch", value, metric_attribute=entry.metric, **entry.options)

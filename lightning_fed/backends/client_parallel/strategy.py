@@ -33,8 +33,8 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
     """Trains each round's clients in several processes.
 
     Every process draws the same cohort and trains a share of the clients of a
-    :class:`~lightning_fed.callbacks.Federation`, exactly as a single process would. The processes merge the aggregators
-    once per round. Gradients are never synchronised, and the module is not wrapped.
+    :class:`~lightning_fed.callbacks.Federation`, exactly as a single process would. The processes merge their partial
+    aggregates once per round. Gradients are never synchronised, and the module is not wrapped.
 
     During visits a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``, ``self.all_gather``
     and torchmetrics stay within the process. Between rounds, in validation and in tests, the strategy behaves like
@@ -51,7 +51,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         precision_plugin: See ``DDPStrategy``; set by the Trainer.
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
         timeout: Maximum wait for other processes. The first process waits for the last process at the end of each
-            round, so the value must exceed one process's visits in a round.
+            round, so the value must exceed the time of one process's visits in a round.
         balance: Quantity to balance between processes: ``"batches"`` (two runs agree bit for bit), or ``"time"``, the
             batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
 
@@ -95,11 +95,11 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The process group; a single process before ``setup_environment``."""
+        """The process group; a group with a single process before ``setup_environment``."""
         return self._processes
 
     def callbacks(self) -> Sequence[L.Callback]:
-        """Returns the replacement for ``LightningModule.log``."""
+        """Returns the callbacks needed by the strategy: the replacement for ``LightningModule.log``."""
         return [DistributedLog()]
 
     def synchronise(
@@ -126,7 +126,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             self._processes = TorchProcessGroup(self.root_device)
 
     def configure_ddp(self) -> None:
-        """Copies the first process's module to all processes, instead of wrapping the module."""
+        """Copies the module of the first process to all processes, instead of wrapping the module."""
         module = self.lightning_module
         assert module is not None
         if self._layer_sync is not None or any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
@@ -142,7 +142,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         return tensor if self._processes.is_independent else super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers from all processes; returns the input during visits."""
+        """Gathers from all processes; during visits, returns the tensor unchanged."""
         return tensor if self._processes.is_independent else super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +151,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcasts from process ``src``; returns the input during visits."""
+        """Broadcasts an object from process ``src``; during visits, returns the object unchanged."""
         return obj if self._processes.is_independent else super().broadcast(obj, src)
 
     def teardown(self) -> None:
@@ -170,8 +170,8 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             differing = sorted(name for name in forms.keys() | rank_forms if forms.get(name) != rank_forms.get(name))
             if differing:
                 raise MisconfigurationException(
-                    f"Expected every process to build the same module, but between processes {self._processes.rank} and"
-                    f" {rank} these differ: {', '.join(differing[:5])}."
+                    f"Expected every process to build the same module, but processes {self._processes.rank} and "
+                    f"{rank} differ in: {', '.join(differing[:5])}."
                 )
         first_values: dict[str, Tensor] = self._processes.broadcast(
             {name: value.detach() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Round synchronisation for parallel clients: independent visits, followed by a merge of all results."""
+"""Round synchronisation for parallel clients: independent visits, then a merge of all results."""
 
 from __future__ import annotations
 
