@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """Yields a temporary path, and moves the file to ``path`` afterwards unless an exception was raised.
 
-    Missing folders are created. A note on an exception (for example, for a full disk) states that the file is
-    unchanged. Processes that write the same file need different suffixes.
+    Missing folders are created. A note on an exception (for example, for a full disk) names the
+    unchanged file. Processes that write the same file need different suffixes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")

@@ -1,4 +1,4 @@
-"""Pictures showing the confusion among a client's classes."""
+"""Pictures that show the confusion among a client's classes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MAX_LABELS = 50
 
 
 class Confusion(NamedTuple):
-    """Confusion matrix over a client's own classes, shape ``(k,)``, increasing.
+    """Confusion matrix over a client's classes, which are sorted, shape ``(k,)``.
 
-    Counts, shape ``(k, k)``, int64, are by true class (rows) and by the class with the largest logit (columns).
+    Counts, shape ``(k, k)``, int64, have true classes as rows and the classes with the largest logit as columns.
     """
 
     classes: Tensor
@@ -43,41 +43,42 @@ class Confusion(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Share of examples whose largest logit, among the client's classes, is the true class's."""
+        """Share of examples for which the true class has the largest logit among the client's classes."""
         return float(self.counts.diagonal().sum() / self.counts.sum())
 
 
 class OwnClassConfusion(PeriodicPictures):
-    """Draws the global model's confusion among a client's own classes to TensorBoard.
+    """Draws the global model's confusion among a client's classes, as pictures in TensorBoard.
 
-    A client with few of many classes can learn to separate these classes from all others, and still confuse these
-    classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the global model runs
-    on some clients' data, and predicts the class with the largest logit among the client's own classes :math:`P_k`. The
-    viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the axes are
-    labelled.
+    A client with few of many classes can learn to separate these classes from all other classes, but still confuse
+    these classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the global
+    model runs on the data of some clients, and predicts the class with the largest logit among the client's classes
+    :math:`P_k`. The viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the
+    axes are labelled.
 
-    Any classifier works: ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Personal entries are the
-    client's. The data are read twice, separately from training, with fixed random numbers. Weights, random states and
-    logs do not change. A client with failing data is skipped, with a log line.
+    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Personal entries have the
+    client's values. The data are read twice, separately from training, with fixed random numbers. Weights, random
+    states and logs do not change. A client is skipped, with a log line, if loading its data fails.
 
     Pictures appear after the first round, and then every ``every_n_epochs`` rounds. The state is ``last_epoch``, the
     round with the last pictures (an int, or None).
 
     Args:
-        clients: The clients, or a number: the first clients in the population.
+        clients: The clients, or a number for the first clients in the population.
         every_n_epochs: Rounds between two pictures.
-        class_names: Class names from class 0 on; further classes are shown by index.
-        target: Labels in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found
-            by one traced step. Negative and ignored labels do not count.
-        inputs: Inputs in a batch: an index, a key, or a function; by default the first element, or ``batch["image"]``.
+        class_names: Class names, starting with class 0; further classes are shown by index.
+        target: Position of the labels in a batch: an index, a key, or a function of the batch; by default the labels
+            used in the loss, found in a trial step. Negative and ignored labels are skipped.
+        inputs: Position of the inputs in a batch: an index, a key, or a function; by default the first element, or
+            ``batch["image"]``.
 
     Attributes:
-        latest: Matrix by client after the last evaluated round, also without a logger.
+        latest: Matrix by client from the last evaluated round; also available without a logger.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1 or ``clients`` is empty; in ``fit``, if a client is unknown, or the
             module does not return logits.
-        MisconfigurationException: In ``fit``, if the Trainer has no federation, or no label is found in the loss.
+        MisconfigurationException: In ``fit``, if the Trainer has no federation, or the loss uses no labels.
 
     Example:
         >>> confusion = OwnClassConfusion(clients=["Greek/01", "Latin/07"], every_n_epochs=50)
@@ -89,7 +90,7 @@ class OwnClassConfusion(PeriodicPictures):
 
     tag = "confusion"
     """Prefix for the image names in TensorBoard, before the client's name."""
-    needs_local_clients = "its pictures are of the clients' data"
+    needs_local_clients = "it draws pictures of client data"
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class OwnClassConfusion(PeriodicPictures):
     ) -> None:
         super().__init__(every_n_epochs)
         if (clients if isinstance(clients, int) else len(clients)) < 1:
-            raise ValueError(f"Expected `clients` to be at least one, but got {clients}.")
+            raise ValueError(f"Expected `clients` to contain at least one client, but got {clients}.")
         self.clients = clients
         self.class_names = tuple(class_names)
         self.target = target
@@ -124,10 +125,10 @@ class OwnClassConfusion(PeriodicPictures):
             client for client in self._chosen(trainer) if client not in find_federation(trainer).population.clients
         ]
         if unknown:
-            raise OptionError(f"Expected `clients` to be some of the federation's, but got {unknown}.")
+            raise OptionError(f"Expected `clients` to be clients of the federation, but got {unknown}.")
         self._labels_of, self._void = self.target, None
         if self.target is None:
-            task = find_class_task(trainer, pl_module, "give `OwnClassConfusion` a `target`", needs_target=True)
+            task = find_class_task(trainer, pl_module, "pass `OwnClassConfusion` a `target`", needs_target=True)
             self._labels_of, self._void = task.target, task.ignore_index
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -160,9 +161,9 @@ class OwnClassConfusion(PeriodicPictures):
     def _evaluate_client(
         self, trainer: L.Trainer, module: L.LightningModule, federation: Federation, client: Client
     ) -> Confusion | None:
-        """Computes one client's matrix; ``None`` if the data fail or have no labels."""
+        """Computes the confusion matrix of one client; ``None`` if the data cannot be read or have no labels."""
         faults: list[Exception] = []
-        seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches in every picture
+        seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches for every picture
         visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)
 
         def batches() -> Iterator[Any]:
@@ -190,10 +191,10 @@ class OwnClassConfusion(PeriodicPictures):
 
 
 def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
-    """Computes a confusion matrix with predictions restricted to some classes, shape ``(k, k)``, int64, on the CPU.
+    """Confusion matrix with predictions restricted to some classes, shape ``(k, k)``, int64, on the CPU.
 
-    Logits have shape ``(N, num_classes)``, and labels ``(N,)``; negative labels are skipped. The increasing ``classes``
-    contain all labels.
+    Logits have shape ``(N, num_classes)``, and labels ``(N,)``; negative labels are skipped. ``classes`` are increasing
+    and contain all labels.
     """
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or logits.shape[-1] <= int(classes.max()):
         output = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -210,7 +211,7 @@ def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
 
 def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), title: str = "") -> Tensor:
-    """Draws a confusion matrix, normalised per row, shape ``(3, H, W)``, uint8; with axes if matplotlib is present."""
+    """Draws a confusion matrix, normalised per row, shape ``(3, H, W)``, uint8; axes require matplotlib."""
     shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)
     names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
     size = len(names)
@@ -221,6 +222,6 @@ def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), tit
         axes.set_xticks(labelled, [names[index] for index in labelled], rotation=90)
         axes.set_yticks(labelled, [names[index] for index in labelled])
         axes.set(xlabel="largest logit among these classes", ylabel="class")
-        axes.set_title(f"{title}: {confusion.accuracy:.0%} right among {size} classes")
+        axes.set_title(f"{title}: {confusion.accuracy:.0%} correct among {size} classes")
 
     return draw_matrix(shares, max(1, min(16, 1024 // size)), (side + 1, side), label)

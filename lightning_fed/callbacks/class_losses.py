@@ -1,4 +1,4 @@
-"""Traces tensors from layers and from a batch to losses that compare class scores with labels."""
+"""Traces tensors from layers and batches to losses between class scores and labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # no public name
+from torch.utils._python_dispatch import TorchDispatchMode  # without a public name
 
 from lightning_fed.numerics.trees import tree_leaves
 
@@ -26,7 +26,7 @@ _VIEWS = {
     *("index", "index_select", "_to_copy", "clone", "contiguous", "lift_fresh", "flip", "roll", "cat", "stack"),
 }
 _POOLS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "amax", "max"}
-# New tensors with the shape of an operand alone.
+# Functions that create tensors from only the shape of an operand.
 _SHAPES = {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
 _SHAPES |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
 _INDICES = {torch.int64, torch.int32, torch.int16, torch.uint8}
@@ -38,7 +38,7 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 class _Scores:
     """Class scores: a layer's outputs, or a result computed only from these outputs.
 
-    ``inputs`` are the batch tensors from which the outputs are computed, ``voids`` the labels of masked positions.
+    ``inputs`` are the batch tensors from which the outputs are computed. ``voids`` are the labels of masked positions.
     """
 
     layer: str
@@ -52,8 +52,8 @@ class _Scores:
 class _Labels:
     """Labels, or a result computed only from labels.
 
-    ``kind`` is class indices, one number per class, a comparison with ``number``, or anything else; ``fills`` are pairs
-    of a label (``None`` for several) and a replacement.
+    ``kind`` is class indices, one number per class, a comparison with ``number``, or other. ``fills`` are pairs of a
+    label (``None`` for several labels) and its replacement.
     """
 
     leaves: frozenset[int]
@@ -69,9 +69,9 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """A tensor's sources: batch tensors, class losses, and whether a layer's output is a source.
+    """Sources of a tensor: batch tensors, class losses, and whether a layer's output is a source.
 
-    ``product`` is the class loss equal to the tensor's sum.
+    ``product`` is the class loss equal to the sum over the tensor.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -87,8 +87,8 @@ class ClassLoss:
     """A loss between class scores from ``layer`` and labels.
 
     ``kind`` is ``"binary"`` for one output, ``"multilabel"`` for several classes per example, else ``"multiclass"``.
-    ``labels`` are the positions of the labels in the batch; empty if the step computes the labels. ``voids`` are the
-    ignored labels.
+    ``labels`` are the positions of the labels in the batch; empty if ``training_step`` computes the labels. ``voids``
+    are the ignored labels.
     """
 
     layer: str
@@ -108,10 +108,10 @@ class ClassLoss:
 class ClassLosses:
     """Traces a batch's tensors through a training step, and finds the losses between class scores and labels.
 
-    Such a loss is a cross-entropy, a negative log-likelihood or a binary cross-entropy, a gather from probabilities at
-    labels, or a sum over probabilities times (or minus) indicators made from labels, as in Dice and focal losses. From
-    layer to loss only elementwise operations with constants and masks, views, means and resizing may follow. An
-    indicator must not be an input to the layer: an autoencoder has no classes.
+    Such a loss is a cross-entropy, a negative log-likelihood, a binary cross-entropy, a gather of probabilities at
+    labels, or a sum over probabilities times (or minus) indicators computed from labels, as in Dice and focal losses.
+    Between layer and loss, only elementwise operations with constants and masks, views, means and resizing are allowed.
+    An indicator must not be an input of the layer, because an autoencoder has no classes.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
@@ -126,9 +126,9 @@ class ClassLosses:
 
     batch: Any
     _origins: dict[Any, _Origin] = field(default_factory=dict, init=False)
-    _held: list[Any] = field(default_factory=list, init=False)  # keeps addresses unique
+    _held: list[Any] = field(default_factory=list, init=False)  # prevents reuse of memory addresses
     _losses: list[ClassLoss] = field(default_factory=list, init=False)
-    _fed: frozenset[int] = field(default=frozenset(), init=False)  # losses read by a layer
+    _fed: frozenset[int] = field(default=frozenset(), init=False)  # losses that feed a layer
     _paths: list[BatchPath] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses within a loss. A class loss that feeds a layer does not count."""
+        """Returns the class losses within a loss. Class losses that feed a layer are excluded."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 
@@ -289,7 +289,7 @@ class ClassLosses:
 
     @staticmethod
     def _is_identity(args: Sequence[Any]) -> bool:
-        """Returns True if labels select rows of an identity matrix (one-hot encoding)."""
+        """Whether labels select rows of an identity matrix (one-hot encoding)."""
         table, places = args[0], args[1]
         are_rows = len(places) == 1 and places[0] is not None if isinstance(places, list | tuple) else places == 0
         is_square = table.ndim == 2 and table.shape[0] == table.shape[1]
@@ -321,7 +321,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_moves(name: str, args: Sequence[Any], output: Tensor) -> bool:
-    """Returns True if an operation shifts labels within an example, as for next-token prediction."""
+    """Whether an operation shifts labels within an example, as for next-token prediction."""
     dims = args[0].ndim if isinstance(args[0], Tensor) else 1
     if name == "slice" and output.shape != args[0].shape:
         return bool(args[1] % dims) or bool(args[2])
@@ -353,7 +353,7 @@ def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill:
 
 
 def _fill_of(name: str, args: Sequence[Any]) -> int | None:
-    """Returns the number written by a masking operation; ``None`` for other operations."""
+    """Returns the value written by a masking operation; ``None`` for other operations."""
     if name == "mul":
         return 0
     if name not in ("masked_fill", "where"):
@@ -383,7 +383,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _widths(layer: nn.Module) -> set[int]:
-    """Returns possible numbers of a layer's outputs: the declared number, or else the sizes of the layer's matrices."""
+    """Returns possible output sizes of a layer: the declared size, else the sizes of the layer's matrices."""
     for name in ("num_classes", "out_features", "out_channels"):
         width = getattr(layer, name, None)
         if isinstance(width, int) and isinstance(getattr(layer, "weight", None), Tensor):

@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _COLUMNS = ("rounds", "clients", "classes", "iou", "dice")
-_CELL = 14  # pixels per cell in the heat map without axes
+_CELL = 14  # pixels per cell of a heat map without axes
 
 
 class ClientSegmentations(L.Callback):
-    """Scores every client's segmentations by class, and draws the worst and the median image.
+    """Scores the segmentations of each client by class, and draws the worst and the median image.
 
-    Every ``every_n_epochs`` rounds (and in ``trainer.validate``) each client's own model, the global model with the
-    client's personal entries, runs on the client's validation data. The callback writes these files to ``folder``, and
-    the pictures also to TensorBoard:
+    Every ``every_n_epochs`` rounds (and in ``trainer.validate``) the global model with the client's personal entries
+    runs on each client's validation data. The callback writes these files to ``folder``, and the pictures also to
+    TensorBoard:
 
     - ``scores.csv``: round, client, class, IoU and Dice for every class in the client's masks or predictions;
     - ``scores.md``: the last scores as a table, also logged at the end of a fit;
@@ -68,27 +68,28 @@ class ClientSegmentations(L.Callback):
     Args:
         every_n_epochs: Rounds between two evaluations.
         folder: Folder for the files; ``None`` for ``segmentation`` next to the Trainer's logs.
-        class_names: Class names; further classes are shown by number. For a binary task the name of class 1, or both
-            names. By default ``class_names`` or ``classes`` from the module or the datamodule.
+        class_names: Class names; further classes are shown by index. For a binary task, the name of class 1, or both
+            names. By default ``class_names`` or ``classes`` of the module or the datamodule.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette.
-        mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
-        std: Standard deviation used as divisor by the data pipeline.
-        ignore_index: Class index for pixels without a label, or ``None``. ``"auto"``: in a fit the label ignored by the
-            loss, or else 255 unless 255 is a class.
-        inputs: Images in a batch: an index, key or function; ``None`` for the usual places.
-        target: Masks in a batch: an index, key or function; ``None`` for the labels in the loss, found by one traced
-            training step. In ``trainer.validate`` before any fit, ``None`` means no scores and a log line.
+        mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
+        std: Standard deviation by which the data pipeline divides.
+        ignore_index: Class index of pixels without a label, or ``None``. ``"auto"``: in a fit, the label ignored by the
+            loss, else 255 unless 255 is a class.
+        inputs: Position of the images in a batch: an index, key or function; ``None`` for common positions.
+        target: Position of the masks in a batch: an index, key or function; ``None`` for the labels used in the loss,
+            found in a trial training step. In ``trainer.validate`` before a fit, ``None`` gives no scores and a log
+            line.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
-        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, no masks are found in
-            the loss, a validation batch has another structure than a training batch, or a mask has an unknown label.
+        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, the loss uses no
+            masks, a validation batch has another structure than a training batch, or a mask has an unknown label.
 
     Example:
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])
     """
 
-    needs_local_clients = "its pictures are of the clients' data"
+    needs_local_clients = "it draws pictures of client data"
     tag = "segmentation"
     """Prefix for the image names in TensorBoard."""
 
@@ -118,7 +119,7 @@ class ClientSegmentations(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage in ("fit", "validate"):
             find_federation(trainer)
-        if stage == "fit" and trainer.current_epoch == 0:  # otherwise the fit is resumed
+        if stage == "fit" and trainer.current_epoch == 0:  # false if the fit is resumed
             self.rows = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -132,7 +133,7 @@ class ClientSegmentations(L.Callback):
         if not trainer.is_global_zero or not loaders or not self._labels.is_known("ClientSegmentations"):
             return
         folder, round = self._folder(trainer), self._round(trainer)
-        self.rows = [row for row in self.rows if row[0] != round]  # from an earlier validation with the same model
+        self.rows = [row for row in self.rows if row[0] != round]  # set by an earlier validation with the same model
         folder.mkdir(parents=True, exist_ok=True)
         with torch.inference_mode(False), find_federation(trainer).own_models(trainer, pl_module) as load:
             for client, loader in loaders.items():
@@ -143,7 +144,7 @@ class ClientSegmentations(L.Callback):
                 except ClientFault as fault:
                     _log.warning("Client %r is excluded from the segmentation scores: %s.", client, fault)
         self._write(folder)
-        if not self.rows:  # no image has a class
+        if not self.rows:  # images without any class
             return
         picture = heat_map(self.rows)
         _save(picture, folder / "iou.png")
@@ -151,7 +152,9 @@ class ClientSegmentations(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.rows and trainer.is_global_zero:
-            _log.info("Segmentation of the clients after round %d:\n\n%s", round_number(self.rows[-1][0]), self.table())
+            _log.info(
+                "Segmentation scores of the clients after round %d:\n\n%s", round_number(self.rows[-1][0]), self.table()
+            )
 
     def table(self) -> str:
         """Formats the last scores in Markdown, a row per client: mean IoU, mean Dice, and the IoU per class."""
@@ -274,16 +277,16 @@ class ClientSegmentations(L.Callback):
         mask = mask.squeeze(1) if mask.ndim == 4 and mask.shape[1] == 1 else mask
         if mask.ndim != 3 and mask.shape != logits.shape:
             raise MisconfigurationException(
-                f"Expected masks of shape (N, H, W), or of the logits' {tuple(logits.shape)}, for"
-                f" `ClientSegmentations`, but got {tuple(mask.shape)}."
+                f"Expected masks of shape (N, H, W), or of the logits' shape {tuple(logits.shape)}, for "
+                f"`ClientSegmentations`, but got {tuple(mask.shape)}."
             )
         count, labels, void = logits.shape[1], mask.long(), self._void_of(logits)
         is_unknown = (labels < 0) | (labels >= (2 if mask.ndim == 4 else max(2, count)))
         unknown = labels[is_unknown if void is None else is_unknown & (labels != void)]
         if len(unknown):
             raise MisconfigurationException(
-                f"Expected masks of the {max(2, count)} classes in the module's logits, but got the label"
-                f" {int(unknown[0])}: to ignore this label, set `ignore_index` of `ClientSegmentations`."
+                f"Expected masks to contain the {max(2, count)} classes of the module's logits, but got the label "
+                f"{int(unknown[0])}: to ignore this label, set `ignore_index` of `ClientSegmentations`."
             )
         return logits, images, labels
 
@@ -319,7 +322,7 @@ class ClientSegmentations(L.Callback):
 def scores_for(
     logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
-    """Builds the metric for logits with one class or several, on the logits' device."""
+    """Creates the metric for logits of one class or several classes, on the logits' device."""
     count = logits.shape[1]
     several: Literal["multiclass", "multilabel"] = "multilabel" if mask.ndim == 4 else "multiclass"
     return SegmentationScores(
@@ -330,7 +333,7 @@ def scores_for(
 def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
     """Draws the IoU by client and class over the rounds, shape ``(3, H, W)``, uint8, in viridis colours.
 
-    A missing class is grey.
+    Cells without a value are grey.
     """
     rounds = sorted({row[0] for row in rows})
     clients, classes = (list(dict.fromkeys(row[place] for row in rows)) for place in (1, 2))

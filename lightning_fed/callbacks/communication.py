@@ -23,10 +23,10 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """One client's traffic in one round for one model part; numbers count elements of parameters and buffers.
+    """One client's traffic in one round for one model part, in elements of parameters and buffers.
 
-    The client is ``"(all)"`` for the sum over all clients in an early round. Besides model parts there are
-    ``"(extras)"`` for a method's extras and ``"(request)"`` for a client's request for rows.
+    In early rounds, the client ``"(all)"`` stands for the sum over all clients. In addition to model parts,
+    ``"(extras)"`` is a method's extras and ``"(request)"`` a client's request for rows.
     """
 
     round: int
@@ -39,10 +39,10 @@ class Traffic(NamedTuple):
 
 
 class PartTraffic(NamedTuple):
-    """Traffic for a model part or ``"(all)"``, averaged over clients and rounds.
+    """Traffic for a model part, or for ``"(all)"`` parts, averaged over clients and rounds.
 
-    ``full_numel`` is the part's number of elements, as sent in each direction by federated averaging. ``share`` is the
-    number of bytes in both directions relative to federated averaging.
+    ``full_numel`` is the part's number of elements, which federated averaging would send in each direction. ``share``
+    is the number of bytes in both directions, relative to federated averaging.
     """
 
     part: str
@@ -57,21 +57,23 @@ class PartTraffic(NamedTuple):
 class CommunicationReport(FederatedCallback):
     r"""Counts the traffic by model part, and compares the traffic with federated averaging of the whole model.
 
-    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS with :math:`\varphi` as the
-    model without the head and :math:`d` numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each
+    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS with :math:`|\varphi|`
+    elements outside the head and :math:`d` numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each
     direction. Federated averaging would send all entries each time, including personal, frozen and untrained entries.
-    Messages outside a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and ``comm/up_bytes``.
+    Messages outside visits (for BatchNorm recalibration) are included only in ``comm/down_bytes`` and
+    ``comm/up_bytes``.
 
     ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes relative to federated averaging.
     :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` give single rounds.
 
-    The state is ``rows``, the fields in :class:`Traffic` per round, client and part, and ``visits``, counts in early
-    rounds.
+    The state is ``rows``, with the fields of :class:`Traffic` per round, client and part, and ``visits``, with counts
+    for early rounds.
 
     Args:
-        parts: Prefixes of entry names, one per part (``["model.head"]``; the longest match counts), with ``"(rest)"``
-            for other entries. By default the parts are the modules at the first level with different names.
-        client_rounds: Number of latest rounds with separate numbers per client; earlier rounds store sums.
+        parts: Prefixes of entry names, one per part (such as ``["model.head"]``). The longest matching prefix applies,
+            and ``"(rest)"`` contains other entries. By default, the parts are the modules at the first level with
+            different names.
+        client_rounds: Number of recent rounds with separate values per client; earlier rounds store only sums.
 
     Raises:
         ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry matches a prefix.
@@ -92,7 +94,7 @@ class CommunicationReport(FederatedCallback):
         self.parts = tuple(parts)
         self.client_rounds = check_count("client_rounds", client_rounds, lowest=0)
         self._prefixes: Sequence[str] = ()
-        self._sent: dict[Client, Broadcast] = {}  # not yet received
+        self._sent: dict[Client, Broadcast] = {}  # clients whose answer is not yet received
         self._full: dict[str, tuple[int, int]] = {}
         self._visits: dict[tuple[int, Client], dict[str, Traffic]] = {}
         self._counts: dict[int, tuple[int, int]] = {}  # numbers of visits and answers in early rounds
@@ -104,7 +106,7 @@ class CommunicationReport(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the parts, and moves this callback before callbacks that unpack messages."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.remove(self)  # Lightning's loop continues after this position, so no callback is skipped
+        callbacks.remove(self)  # Lightning's loop is already past this position, so no callback is skipped
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
         entries = live_entries(pl_module)
         self._prefixes = self.parts or top_level_parts(list(entries))
@@ -113,7 +115,9 @@ class CommunicationReport(FederatedCallback):
             self._full[part] = sum(tensor.numel() for tensor in tensors.values()), tensor_bytes(tensors)
         missing = [prefix for prefix in self._prefixes if prefix not in self._full]
         if missing:
-            raise OptionError(f"Expected `parts` to be prefixes of the entries' names, but none begins with {missing}.")
+            raise OptionError(
+                f"Expected `parts` to be prefixes of entry names, but no entry name begins with {missing}."
+            )
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         now, self._sent = trainer.current_epoch, {}
@@ -195,7 +199,7 @@ class CommunicationReport(FederatedCallback):
         return markdown_table([header, *rows], "---:")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes all traffic, with the fields in :class:`Traffic` as columns. Rounds count from 1."""
+        """Writes all traffic, with the fields of :class:`Traffic` as columns. Rounds start at 1."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(Traffic._fields)
@@ -261,7 +265,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Finds the prefixes up to the first level with different names: the model's parts."""
+    """Finds the prefixes down to the first level with different names: the model's parts."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

@@ -31,15 +31,15 @@ from lightning_fed.process_group import ProcessGroup
 from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
 
-_ROUNDING = 1e-4  # largest relative difference between norms of equal models
+_ROUNDING = 1e-4  # largest relative difference between the norms of equal models
 
 
 @dataclass
 class _Share:
-    """One process's results for a round.
+    """Results of one process for a round.
 
     ``visit_costs`` are seconds per batch by client, ``finals`` the scheduler states (see ``LocalOptimizers``),
-    ``stored`` the client states (see ``ClientStore.share``), and ``noted`` the values yielded by the callbacks'
+    ``stored`` the client states (see ``ClientStore.share``), and ``noted`` the values that callbacks yield in
     ``share_round``.
     """
 
@@ -55,16 +55,18 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends all processes' values to a ``share_round`` generator; a second yield is an error."""
+    """Sends the values of all processes to a ``share_round`` generator; a second yield is an error."""
     with suppress(StopIteration):
         flow.send(values)
-        raise RuntimeError("Expected one `yield` in `share_round`, but got a second: yield all values together.")
+        raise RuntimeError(
+            "Expected one `yield` in `share_round`, but got a second `yield`: yield all values together."
+        )
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises the processes in a fit; ``balance`` is the quantity to balance, batches or time."""
+    """Synchronises the processes of a fit; ``balance`` is the quantity to balance: batches or time."""
 
-    visit_costs: VisitCosts  # measured costs, for equal shares
+    visit_costs: VisitCosts  # measured costs, used to balance the processes
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._visit_start = time.perf_counter()
 
     def end_batch(self) -> None:
-        """Postpones a request to stop until all processes can stop together, after the round."""
+        """Postpones a stop request until the end of the round, so that all processes stop together."""
         trainer = self._trainer
         if trainer.should_stop:
             trainer.should_stop, self._should_stop = False, True
@@ -108,7 +110,7 @@ class ProcessSynchronisation(RoundSynchronisation):
             self._seconds[planned.visit.client] = (time.perf_counter() - self._visit_start) / planned.num_batches
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
-        """Shares all visits' results with all processes, and merges the aggregators."""
+        """Shares the results of all visits with all processes, and merges the aggregators."""
         server, trainer, module = self._server, self._trainer, self._trainer.lightning_module
         number = server.report.round
         self.end_batch()
@@ -131,8 +133,9 @@ class ProcessSynchronisation(RoundSynchronisation):
         cut = [rank for rank, share in enumerate(shares) if share.is_cut]
         if cut:
             raise RuntimeError(
-                f"Round {round_number(number)} ended in process {cut[0]} before its last visit, without notice to the"
-                " other processes: `on_train_batch_start` must not return -1, and no process may leave the epoch early."
+                f"Round {round_number(number)} ended in process {cut[0]} before its last visit, and the other "
+                "processes were not informed: `on_train_batch_start` must not return -1, and all processes must "
+                "leave the epoch together."
             )
         trainer.should_stop = any(share.should_stop for share in shares)
         add_optimizer_steps(trainer, sum(share.steps for share in shares) - steps)
@@ -148,7 +151,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         for index, flow in enumerate(flows):
             if flow is not None:
                 deliver_values(flow, [share.noted[index] for share in shares])
-        seed_everything(self._schedule.start_seed(number))  # the chain restarts the round below
+        seed_everything(self._schedule.start_seed(number))  # restarts the exception chain at the round's error
         self._merge(state)
 
     def check_state(self, local: LocalModel) -> None:
@@ -159,10 +162,10 @@ class ProcessSynchronisation(RoundSynchronisation):
             return
         if max(norms) - min(norms) > _ROUNDING * max(norms):
             raise RuntimeError(
-                f"The processes have different global models (norms {norms}): an aggregator or a"
-                " callback's `on_server_aggregate` differs between processes. Draw random numbers only from"
-                " PyTorch's, NumPy's or Python's global generators (with equal seeds), and share values recorded in"
-                " `on_server_receive`: see `FederatedCallback.share_round`."
+                f"The global models differ between processes (norms {norms}): an aggregator or a callback's "
+                "`on_server_aggregate` differs between processes. Draw random numbers only from PyTorch's, NumPy's "
+                "or Python's global generators (with equal seeds), and share values recorded in `on_server_receive`: "
+                "see `FederatedCallback.share_round`."
             )
         local.load_global(self._processes.broadcast(state))
 
@@ -181,17 +184,17 @@ class ProcessSynchronisation(RoundSynchronisation):
         server = self._server
         known = _tensors([start, server.chain.state_dict()])
         for rank, part in enumerate(self._processes.gather_one_by_one(server.chain.part, known)):
-            if rank == 0:  # this process has already sent the local part
+            if rank == 0:  # this process has already sent its part
                 server.start_chain()
             server.chain.merge(part)
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
-    """Refuses ``max_steps``, an unshared store, checkpoints within a round, and callbacks without ``share_round``.
+    """Refuses ``max_steps``, a store in one process, checkpoints within a round, and callbacks without ``share_round``.
 
     Raises:
-        MisconfigurationException: For ``max_steps``, an unshared store, checkpoints within a round, or a callback
-            without ``share_round``.
+        MisconfigurationException: For ``max_steps``, a client store in one process, checkpoints within a round, or a
+            callback without ``share_round``.
     """
     if trainer.max_steps != -1:
         raise MisconfigurationException(
@@ -208,8 +211,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
         name = type(callback).__name__
         if isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0:
             raise MisconfigurationException(
-                f"`{name}` would save within a round, at steps counted separately by each process: use"
-                " `every_n_epochs`. A checkpoint within a round contains the last round's model in any case."
+                f"`{name}` would save within a round, at steps that each process counts separately: use "
+                "`every_n_epochs`. A checkpoint within a round would contain the model of the last round anyway."
             )
         if isinstance(callback, FederatedCallback) and not shares_notes(callback):
             notes, uses = (
@@ -218,13 +221,14 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
             )
             if notes and uses:
                 raise MisconfigurationException(
-                    f"`{name}` only sees a client's update in the client's process, but aggregates in all processes:"
-                    " implement `share_round` to share its data with all processes, or return None without data."
+                    f"`{name}` receives an update only in the process that trained the client, but aggregates in all "
+                    "processes: implement `share_round` to share data with all processes, or return None if there is "
+                    "no data to share."
                 )
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback implements ``share_round``."""
+    """Whether a callback implements ``share_round``."""
     return is_overridden("share_round", callback, FederatedCallback)
 
 

@@ -1,4 +1,4 @@
-"""Flower backend: the server half and the client half as Flower apps."""
+"""Flower backend: the server side and the client side as Flower apps."""
 
 from lightning_fed.backends.flower.client import client_app as client_app
 from lightning_fed.backends.flower.server import server_app as server_app

@@ -1,4 +1,4 @@
-"""Certificates and keys for a federation: certificate authority, server certificate and node keys."""
+"""Certificates and keys for a federation: certificate authority, server certificate, and node keys."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> list[Path]:
-    """Writes the server's certificate and key, and if missing the authority's certificate and key.
+    """Writes the server's certificate and key, and the authority's certificate and key if these do not exist.
 
-    The authority's certificate is valid ten times as long, so a new server certificate needs no new ``ca.crt`` on the
-    nodes.
+    The authority's certificate is valid for ten times as long, so a new server certificate needs no new ``ca.crt`` on
+    the nodes.
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(
-            f"The certificate {str(folder / 'server.crt')!r} exists. For a new certificate from the same authority,"
-            " remove `server.crt` and `server.key`."
+            f"The certificate {str(folder / 'server.crt')!r} already exists. For a new certificate from the same "
+            "authority, remove `server.crt` and `server.key` first."
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = []
@@ -62,7 +62,7 @@ def write_node_key(folder: Path, name: str) -> list[Path]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private, public = folder / f"{name}.key", folder / f"{name}.key.pub"
     if private.exists():
-        raise FileExistsError(f"The key {str(private)!r} exists.")
+        raise FileExistsError(f"The key {str(private)!r} already exists.")
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(
         private,
@@ -86,7 +86,7 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # tolerates a slow clock
+        .not_valid_before(now - datetime.timedelta(days=1))  # tolerates a clock that is slow
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
     )

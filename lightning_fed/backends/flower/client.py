@@ -1,4 +1,4 @@
-"""A federation's client as a Flower ``ClientApp``."""
+"""A client of a federation as a Flower ``ClientApp``."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ def client_app(
     bounds: OrderBounds | None = None,
     policy: str | os.PathLike[str] | None = None,
 ) -> LightningClientApp:
-    """Client half as a Flower app, on the machine with the data.
+    """Client side as a Flower app, for the machine with the data.
 
     A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
-    (personal layers, kept optimizer state, callback state) stays in ``store``; the server cannot request the state.
+    (personal layers, optimizer state, callback state) stays in ``store``, and the server cannot request it.
 
-    A machine may serve several clients: all clients in ``data``, or, with ``partition-id`` and ``num-partitions`` in
-    the node configuration, every ``num-partitions``-th client, as in a Flower simulation.
+    A machine may serve several clients: all clients in ``data``. If the node configuration has ``partition-id`` and
+    ``num-partitions``, as in a Flower simulation, the machine serves every ``num-partitions``-th client.
 
     Args:
-        federation: The federation, with the server's arguments.
-        model: The LightningModule, or a function returning the module (called with the federation's seed set).
+        federation: The federation, with the same arguments as on the server.
+        model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the node configuration to one of these.
         trainer: Arguments for ``L.Trainer``.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
-            default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`); if the file is missing, no answer is
+            sent. By default ``site_policy.toml`` in ``store``; if ``store`` shows no sign of a policy, every answer is
+            sent.
 
     Raises:
         ValueError: If ``trainer`` has an argument reserved for the server.
@@ -78,7 +79,7 @@ def client_app(
 
 
 class LightningClientApp(ClientApp):
-    """Flower app returned by :func:`client_app`. A runner answers the messages."""
+    """The Flower app returned by :func:`client_app`. A runner answers the messages."""
 
     def __init__(self, runner: ClientRunner) -> None:
         super().__init__()

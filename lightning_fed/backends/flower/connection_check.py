@@ -1,4 +1,4 @@
-"""Step-by-step check for a node's connection to the server, up to the first fault."""
+"""Step-by-step check of a node's connection to the server, up to the first fault."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Broken(Exception):
 
 
 def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:
-    """Checks name, port, certificate, gateway, versions, clocks, and the node's key; yields a line per passed check."""
+    """Checks name, port, certificate, gateway, versions, clocks and the node's key; yields a line per passed check."""
     name, port = split_address(address)
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
     except OSError as error:
-        raise Broken(f"name: {name!r} is unknown on this machine ({error.strerror}); is the spelling right?") from error
-    yield f"name: {name} is {', '.join(addresses)}"
+        raise Broken(f"name: {name!r} is unknown on this machine ({error.strerror}); check the spelling") from error
+    yield f"name: {name} resolves to {', '.join(addresses)}"
     try:
         socket.create_connection((name, port), _SECONDS).close()
     except OSError as error:
-        raise Broken(f"port: nothing listens at {address} ({error}); does the server run?") from error
+        raise Broken(f"port: no server listens at {address} ({error}); check that the server runs") from error
     yield f"port: {port} is open"
     answer, text = _ask(name, port, ca)
-    yield "certificate: valid, for this name, and from the authority"
+    yield "certificate: valid for this name and signed by the authority"
     try:
         versions = json.loads(text)
         server_version, node_version = versions["flwr"], version("flwr")
@@ -61,25 +61,29 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
         raise Broken(
             f"clock: this machine's clock differs by {skew:+.0f} s from the server's clock; the server refuses the node"
         )
-    yield f"clock: {skew:+.0f} s from the server's"
+    yield f"clock: differs by {skew:+.0f} s from the server's clock"
     if key is not None:
-        yield f"key: the server knows the node as {_start_supernode(address, ca, key)}"
+        yield f"key: the server accepts the node as number {_start_supernode(address, ca, key)}"
 
 
 def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]:
     try:
         context = ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as error:
-        raise Broken(f"certificate: {str(ca)!r} cannot be read ({error}); it is the server's `ca.crt`") from error
+        raise Broken(f"certificate: {str(ca)!r} cannot be read ({error}); copy `ca.crt` from the server") from error
     connection = http.client.HTTPSConnection(name, port, context=context, timeout=_SECONDS)
     try:
         connection.request("GET", "/")
         answer = connection.getresponse()
         return answer, answer.read(10_000).decode(errors="replace")
     except ssl.SSLCertVerificationError as error:
-        raise Broken(f"certificate: {error.verify_message}; is it the right `ca.crt`, name and clock?") from error
+        raise Broken(
+            f"certificate: {error.verify_message}; check `ca.crt`, the server's name and this machine's clock"
+        ) from error
     except ssl.SSLError as error:
-        raise Broken(f"certificate: {name}:{port} does not speak TLS ({error.reason}); is it `--insecure`?") from error
+        raise Broken(
+            f"certificate: {name}:{port} does not use TLS ({error.reason}); the server may run with `--insecure`"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise Broken(f"port: {name}:{port} does not answer ({error!r})") from error
     finally:
@@ -95,9 +99,9 @@ def _find_skew(date: str | None) -> float:
 
 
 def _start_supernode(address: str, ca: Path, key: Path) -> str:
-    """Starts a SuperNode, waits for the server's approval, and returns the node's number."""
+    """Starts a SuperNode, waits for the server's approval, and returns the node number."""
     if not key.is_file():
-        raise Broken(f"key: {str(key)!r} is missing; make a key with `lightning-fed flower certificates --node`")
+        raise Broken(f"key: {str(key)!r} is missing; create a key with `lightning-fed flower certificates --node`")
     command = [
         "flower-supernode", "--root-certificates", str(ca), "--auth-supernode-private-key", str(key),
         "--superlink", address, "--port", str(free_port()), "--isolation", "process", "--max-retries", "0",
@@ -120,6 +124,6 @@ def _start_supernode(address: str, ca: Path, key: Path) -> str:
         log.seek(0)
         output = " ".join(log.read().split())[-300:]
     raise Broken(
-        f"key: the server refuses the node; is {key.name}.pub registered there (`flwr supernode register`), and"
-        f" no other SuperNode running with this key? Flower says: ...{output}"
+        f"key: the server refuses the node; check that {key.name}.pub is registered on the server (`flwr supernode "
+        f"register`) and that no other SuperNode uses this key. Flower's output: ...{output}"
     )

@@ -1,12 +1,12 @@
-"""Gateway: the server's only port for other machines. The gateway only passes on calls from registered SuperNodes.
+"""Gateway: the server's only port for other machines. The gateway forwards only calls from registered SuperNodes.
 
-Flower's SuperLink serves all interfaces on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
+Flower's SuperLink serves all its APIs on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
 ``/v1/control/`` to start and stop runs, read logs, and register nodes, because Flower's free edition has no login.
 Therefore the SuperLink listens on the loopback address, behind the gateway.
 
-Strangers must not exhaust the gateway. A new connection has ten seconds to make a call with a registered key and a
-valid signature in the headers; until then, the gateway reads no body. The number of such connections is limited for
-each address, and a new connection replaces the oldest one. Bodies stream to the SuperLink.
+Unauthenticated peers must not exhaust the gateway. A new connection has ten seconds to send a call with a registered
+key and a valid signature in the headers; until then, the gateway reads no body. The number of such connections is
+limited per address, and a new connection replaces the oldest one. Bodies are streamed to the SuperLink.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 _log = logging.getLogger(__name__)
 
 _CALL = re.compile(r"/v1/fleet/[a-z-]+")
-_MOST_BYTES = 16 * 2**20  # in a body; Flower sends pieces with 5 MB
-_SECONDS = 600.0  # for a piece on a slow connection
-_STRANGER_SECONDS = 10.0  # for TLS and a signed call's headers
-_STRANGERS, _STRANGERS_PER_ADDRESS = 500, 50  # connections without a signed call
-_BURST = 32  # accepted connections in one turn
+_MOST_BYTES = 16 * 2**20  # bytes in a body; Flower sends pieces of 5 MB
+_SECONDS = 600.0  # seconds for a piece on a slow connection
+_STRANGER_SECONDS = 10.0  # seconds for TLS and the headers of a signed call
+_STRANGERS, _STRANGERS_PER_ADDRESS = 500, 50  # maximum number of connections without a signed call
+_BURST = 32  # connections accepted per turn of the event loop
 _CALLS_PER_NODE = 64  # at once
 _OLDEST = 600.0  # maximum age of a signature in seconds; the SuperLink's limit is lower
-_FRESH = 5.0  # seconds for which a key is known as registered
-_STALE = 60.0  # the same, while the database cannot be read
+_FRESH = 5.0  # seconds for which a key is cached as registered
+_STALE = 60.0  # cache time while the database cannot be read
 _OWN_HEADERS = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"content-length"}
 
 Scope = MutableMapping[str, Any]
@@ -58,7 +58,7 @@ Send = Callable[[Scope], Awaitable[None]]
 
 
 class Registry:
-    """Registered nodes' keys, read from the SuperLink's SQLite database."""
+    """Public keys of registered nodes, read from the SuperLink's SQLite database."""
 
     def __init__(self, database: str) -> None:
         self._uri = f"{Path(database).resolve().as_uri()}?mode=ro"
@@ -86,9 +86,9 @@ class Registry:
         if last > now - _FRESH:
             return True
         try:
-            is_there = await asyncio.to_thread(self._look_up, key)  # a locked database must not stop other calls
+            is_there = await asyncio.to_thread(self._look_up, key)  # a locked database must not block other calls
         except sqlite3.Error as error:
-            _log.error("The SuperLink's database cannot be read: %s.", error)
+            _log.error("Cannot read the SuperLink's database: %s.", error)
             if last > now - _STALE:
                 return True
             raise
@@ -111,14 +111,14 @@ class Connection(socket.socket):
     peer: tuple[Any, ...]  # address and port
 
     def close(self) -> None:
-        """Closes the connection, which makes room for another stranger."""
+        """Closes the connection, so that another stranger can connect."""
         if self.listener.strangers.get(self.peer) is self:
             del self.listener.strangers[self.peer]
         super().close()
 
 
 class Listener(socket.socket):
-    """Listening socket that limits the number of strangers' connections."""
+    """Listening socket with a limit for connections from strangers."""
 
     def __init__(self, family: int, address: tuple[Any, ...]) -> None:
         super().__init__(family, socket.SOCK_STREAM)
@@ -126,14 +126,14 @@ class Listener(socket.socket):
         if family == socket.AF_INET6:
             self.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         self.bind(address)
-        self.strangers: dict[tuple[Any, ...], Connection] = {}  # by address and port, the oldest first
+        self.strangers: dict[tuple[Any, ...], Connection] = {}  # by address and port, oldest first
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. At the limit, closes the oldest stranger from this or the busiest address."""
+        """Accepts a connection. At the limit, closes the oldest stranger of this address or of the busiest address."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
-        if self._burst >= _BURST:  # others have a turn: every connection takes memory for TLS
+        if self._burst >= _BURST:  # lets other tasks run: every connection needs memory for TLS
             raise BlockingIOError
         self._burst += 1
         accepted, address = super().accept()
@@ -150,12 +150,12 @@ class Listener(socket.socket):
         return connection, address
 
     def watch(self, peer: tuple[Any, ...], connection: Connection) -> None:
-        """Closes the connection after the time limit for strangers, unless :meth:`trust` is called earlier."""
+        """Closes the connection after the time limit for strangers, unless :meth:`trust` is called before."""
         self.strangers[peer] = connection
         asyncio.get_running_loop().call_later(_STRANGER_SECONDS, self._expire, peer, connection)
 
     def trust(self, peer: tuple[Any, ...]) -> Connection | None:
-        """Removes a peer with a signed call from the strangers; returns the connection."""
+        """Removes a peer with a valid signature from the strangers; returns the connection."""
         return self.strangers.pop(peer, None)
 
     def _end_burst(self) -> None:
@@ -172,9 +172,9 @@ class Listener(socket.socket):
 
 
 class Gateway:
-    """ASGI application that passes SuperNodes' calls to a SuperLink.
+    """ASGI application to forward SuperNodes' calls to a SuperLink.
 
-    To ``GET /`` it answers with the versions of Flower and lightning-fed, for ``lightning-fed doctor --flower``.
+    ``GET /`` returns the versions of Flower and lightning-fed, for ``lightning-fed doctor --flower``.
     """
 
     def __init__(self, superlink: str, ca: str, registry: Registry, listeners: list[Listener] | None = None) -> None:
@@ -205,18 +205,18 @@ class Gateway:
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
             node = await self._registry.find_node(headers)
-        except sqlite3.Error:  # a SuperNode ends after 401, and tries again after 503
-            await _answer(send, 503, b"the gateway cannot read the registered keys now")
+        except sqlite3.Error:  # a SuperNode exits after 401 and retries after 503
+            await _answer(send, 503, "the gateway cannot read the registered keys at the moment")
             return
         if node is None:
             await _answer(send, 401, b"the gateway only forwards signed calls from registered SuperNodes")
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > _MOST_BYTES:
-            await _answer(send, 413, b"a call is too large")
+            await _answer(send, 413, "the call is too large")
             return
         if self._calls[node] >= _CALLS_PER_NODE:
-            await _answer(send, 503, b"this SuperNode has too many calls at once")
+            await _answer(send, 503, "this SuperNode has too many concurrent calls")
             return
         trusted = [
             (listener, connection)
@@ -250,7 +250,7 @@ class Gateway:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except _TooLargeError:
-            await _answer(send, 413, b"a call is too large")
+            await _answer(send, 413, "the call is too large")
         except (httpx.HTTPError, TimeoutError) as error:
             _log.warning("The SuperLink does not answer: %r.", error)
             if has_begun:
@@ -259,11 +259,11 @@ class Gateway:
 
 
 class _TooLargeError(Exception):
-    """A body with more bytes than allowed, or a broken body."""
+    """A body above the size limit, or with an early end."""
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:
-    """Yields parts from a request's body; refuses a large or broken body."""
+    """Yields pieces of a request's body; refuses a body above the size limit or with an early end."""
     size, has_more = 0, True
     while has_more:
         message = await receive()
@@ -285,7 +285,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
-    """Runs a gateway until the end of the process; ``database`` is the SuperLink's SQLite file with the nodes' keys."""
+    """Runs a gateway until the process ends; ``database`` is the SuperLink's SQLite file with node keys."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(
@@ -295,6 +295,6 @@ def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: st
     uvicorn.Server(config).run(sockets=list(listeners))
 
 
-if __name__ == "__main__":  # in a separate process, see `start.py`
+if __name__ == "__main__":  # runs in a separate process, see `start.py`
     _superlink, _host, _port, _ca, _certificate, _key, _database = sys.argv[1:]
     serve_gateway(_superlink, _host, int(_port), _ca, _certificate, _key, _database)

@@ -1,4 +1,4 @@
-"""A federation's server as a Flower ``ServerApp``."""
+"""The server of a federation as a Flower ``ServerApp``."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ def server_app(
     patience: float = 600.0,
     key: str | os.PathLike[str] | None = None,
 ) -> ServerApp:
-    """Server half as a Flower app.
+    """Server side as a Flower app.
 
     The app waits for the clients and then trains like ``Trainer.fit``: after every round, Lightning validates, logs and
     saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. A new run
     needs another folder.
 
-    The network only carries messages: the global model and additional tensors in one direction, updates in the other.
-    Messages are validated and never unpickled. A round excludes a client without a valid answer within the time limit.
+    Messages to clients contain the global model and additional tensors; messages to the server contain updates.
+    Messages are validated and never unpickled. A client without a valid answer within the time limit is excluded from
+    the round.
 
     Args:
-        federation: The federation. The client half needs equal arguments.
+        federation: The federation. The client side needs the same arguments.
         model: The LightningModule, or a function returning the module (called with the federation's seed set).
         val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
             datamodule with a validation loader (``setup`` receives the stage ``"validate"``).
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
-        clients: The client names, or the number of clients. Training starts when all are connected; later clients are
-            ignored, and a resumed run waits for the original clients. A mapping binds each client to a SuperNode's
-            public key (text of the ``.key.pub`` file) or number (from ``flwr supernode register``); other nodes can
-            then neither answer for the client nor receive the client's messages.
+        clients: The client names, or the number of clients. Training starts when all clients are connected. Clients
+            that connect later are ignored, and a resumed run waits for the original clients. A mapping assigns each
+            client a SuperNode's public key (text of the ``.key.pub`` file) or number (from ``flwr supernode
+            register``); then no other node can answer for the client or receive its messages.
         folder: Folder for checkpoints, including ``last.ckpt``.
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
-        patience: Seconds for all clients to connect.
-        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages, required by sites with the
-            server's public key in the policy.
+        patience: Seconds to wait for all clients to connect.
+        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) that signs messages. Required if a site policy
+            lists the server's public key.
 
     Raises:
         ValueError: If an argument is outside the allowed range, or a Trainer argument is unsupported.
-        MisconfigurationException: At the start of the app, if a callback or option needs the clients' data on the
-            server.
+        MisconfigurationException: At the start of the app, if a callback or option needs client data on the server.
 
     Example:
         >>> from torch import nn

@@ -1,4 +1,4 @@
-"""Start of a server's and a node's processes: Flower's programs with safe options, gateway and worker."""
+"""Starts the processes of a server or node: Flower's programs with safe options, gateway and worker."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _GRACE_SECONDS = 10.0
 
 
 def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000) -> None:
-    """Runs SuperLink, SuperExec and gateway, until one process ends.
+    """Runs SuperLink, SuperExec and gateway until one of these processes ends.
 
-    The SuperLink listens on the loopback address at ``port``, accepts registered nodes only, and stores state in
-    ``server`` in Flower's folder. A shared secret between SuperLink and SuperExec prevents other users from running an
-    app. The folder ``keys`` is from :func:`write_certificates`; the gateway listens on ``host``, by default the name in
-    ``address``.
+    The SuperLink listens on the loopback address at ``port``, accepts only registered nodes, and stores state in
+    ``server`` in Flower's folder. A shared secret between SuperLink and SuperExec prevents other users of the machine
+    from running an app. :func:`write_certificates` creates the folder ``keys``; the gateway listens on ``host``, by
+    default the name in ``address``.
     """
     name, gateway_port = split_address(address)
     ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
@@ -62,16 +62,16 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
             (*GATEWAY, superlink, listens, str(gateway_port), ca, certificate, key, str(folder / "superlink.db")),
         ],
         listening=[("127.0.0.1", port), None, (listens, gateway_port)],
-        ready=f"Nodes reach the server at {address}, `flwr` on this machine at {superlink}.",
+        ready=f"Nodes connect to the server at {address}; `flwr` on this machine connects to {superlink}.",
         environment=SERVER_ENVIRONMENT,
     )  # fmt: skip
 
 
 def start_node(app: Path, keys: Path, address: str, client: str, config: str = "") -> None:
-    """Runs worker, SuperNode and SuperExec, until one process ends.
+    """Runs worker, SuperNode and SuperExec until one of these processes ends.
 
     The SuperNode listens on the loopback address. A shared secret between SuperNode and SuperExec prevents other users
-    on the machine from answering for the client. Secret and socket are in ``node-<client>`` in Flower's folder.
+    of the machine from answering for the client. The secret and the socket are in ``node-<client>`` in Flower's folder.
     """
     split_address(address)
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
@@ -90,12 +90,12 @@ def start_node(app: Path, keys: Path, address: str, client: str, config: str = "
              "--superexec-auth-secret-file", secret, "--parent-pid", str(os.getpid())),
         ],
         listening=[None, ("127.0.0.1", port), None],
-        ready=f"The node of client {client!r} looks for the server at {address}.",
+        ready=f"The node of client {client!r} connects to the server at {address}.",
     )  # fmt: skip
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits an address into name and port."""
+    """Splits an address into host name and port."""
     name, _, port = address.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 2**16:
         raise OptionError(f"Expected an address such as 'fed.example.org:9092', but got {address!r}.")
@@ -103,12 +103,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def flower_home() -> Path:
-    """Flower's folder: ``FLWR_HOME`` or ``~/.flwr``."""
+    """Returns Flower's folder: ``FLWR_HOME`` or ``~/.flwr``."""
     return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
 
 
 def flower_environment() -> dict[str, str]:
-    """Environment for Flower's programs: no telemetry, and programs from this Python environment first."""
+    """Environment variables for Flower's programs: no telemetry, and this Python environment first in ``PATH``."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**_ENVIRONMENT, **os.environ, "PATH": path}
 
@@ -129,7 +129,7 @@ def _write_secret(folder: Path) -> str:
 def _check_files(*files: str) -> None:
     for file in files:
         if not Path(file).is_file():
-            raise FileNotFoundError(f"Expected the file {file!r}: make it with `lightning-fed flower certificates`.")
+            raise FileNotFoundError(f"Expected the file {file!r}: create it with `lightning-fed flower certificates`.")
 
 
 def _check_free(host: str, port: int) -> None:
@@ -140,8 +140,8 @@ def _check_free(host: str, port: int) -> None:
                 probe.bind(address)
             except OSError as error:
                 raise OptionError(
-                    f"Cannot listen at {host}:{port}: {error.strerror}. If this machine has another address than the"
-                    " address for nodes, set `--host`."
+                    f"Cannot listen at {host}:{port}: {error.strerror}. If this machine has another address than the "
+                    "nodes use, set `--host`."
                 ) from error
 
 
@@ -159,9 +159,9 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts the processes in order.
+    """Starts the processes in order, and ends all of them together.
 
-    After an exit or a signal, ends all and raises ``SystemExit`` with the exit status.
+    After an exit or a signal, ends all processes and raises ``SystemExit`` with the exit status.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []
@@ -179,7 +179,7 @@ def _run_together(
         while all(process.poll() is None for process in processes):
             time.sleep(0.2)
         ended = next(process for process in processes if process.poll() is not None)
-        _log.error("%s has ended with status %s.", Path(str(ended.args[0])).name, ended.returncode)  # type: ignore[index]
+        _log.error("%s exited with status %s.", Path(str(ended.args[0])).name, ended.returncode)  # type: ignore[index]
         raise SystemExit(ended.returncode or 1)
     except KeyboardInterrupt:
         _log.info("Ending.")

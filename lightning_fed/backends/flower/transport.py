@@ -1,4 +1,4 @@
-"""Transport over Flower's grid: nodes of clients, messages, answers and time limits."""
+"""Transport over Flower's grid: nodes, messages, answers and time limits."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
 _ARRAY = 40 * 2**20  # bytes per array
-_RETRY_SECONDS = 10.0  # until the next request to a node without a valid list of clients
-_HELLO_SECONDS = 20.0  # for a healthy new node to list the clients
-_COLLECTION = 3600.0  # seconds after the time limit to read answers from before the time limit
+_RETRY_SECONDS = 10.0  # seconds until the next request to a node without a valid list of clients
+_HELLO_SECONDS = 20.0  # seconds for a new node to list the clients
+_COLLECTION = 3600.0  # seconds after the time limit for reading answers that arrived in time
 
 
 def split_bytes(data: bytes) -> list[memoryview]:
-    """Splits a packet's bytes into arrays, because Flower makes four copies of an array to assemble the array."""
+    """Splits a packet's bytes into several arrays, because Flower makes four copies of each array."""
     return [memoryview(data)[start : start + _ARRAY] for start in range(0, max(len(data), 1), _ARRAY)]
 
 
@@ -52,23 +52,24 @@ def to_records(packet: Packet) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> Packet:
-    """Converts Flower's records to a packet; raises ``PacketError`` without text and tensors."""
+    """Converts Flower's records to a packet; raises ``PacketError`` if text or tensors are missing."""
     try:
         text, record = content["packet"]["text"], content["tensors"]
         arrays = [record[str(i)] for i in range(len(record))]
     except (KeyError, TypeError) as error:
-        raise PacketError("it is not a message from lightning-fed") from error
+        raise PacketError("the message is not from lightning-fed") from error
     parts = [array.data for array in arrays if isinstance(array, Array) and array.stype == _STYPE]
     if not isinstance(text, str) or not parts or len(parts) < len(arrays):
-        raise PacketError("it is not a message from lightning-fed")
+        raise PacketError("the message is not from lightning-fed")
     return Packet(text, parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 class FlowerTransport(Transport):
-    """Sends packets over Flower's grid. Asks each node for its clients, and again after the node has reconnected.
+    """Sends packets over Flower's grid. Asks each node for its clients, also after the node has reconnected.
 
     ``bound`` maps a client to the permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other
-    nodes receive no message. With ``None``, the first connected node to name a client serves the client.
+    nodes receive no message for the client. With ``None``, the first connected node that lists a client serves the
+    client.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class FlowerTransport(Transport):
         keys = None if bound is None else {client: read_node_key(node) for client, node in bound.items()}
         self._keys, self._bound = keys, None if bound is None else dict[Client, int | None]()
         self._nodes: dict[int, list[Client]] = {}
-        self._hello_messages: dict[int, tuple[str, float]] = {}  # message and deadline of the request for clients
-        self._retry_times: dict[int, float] = {}  # time of the next request for clients
+        self._hello_messages: dict[int, tuple[str, float]] = {}  # message and deadline of the request for client names
+        self._retry_times: dict[int, float] = {}  # time of the next request for client names
 
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
         deadline = time.monotonic() + patience
@@ -97,9 +98,11 @@ class FlowerTransport(Transport):
                 break
             if time.monotonic() > deadline:
                 missing = (
-                    f"{len(known)} of {expected} are connected" if wanted is None else f"missing are {wanted - known}"
+                    f"{len(known)} of {expected} are connected"
+                    if wanted is None
+                    else f"the missing clients are {wanted - known}"
                 )
-                raise TimeoutError(f"The federation's clients did not connect within {patience:.0f} s: {missing}.")
+                raise TimeoutError(f"The clients of the federation did not connect within {patience:.0f} s: {missing}.")
             time.sleep(self._poll)
         chosen = client_keys(dict.fromkeys(known if wanted is None else wanted))
         if isinstance(expected, int) and len(chosen) > expected:
@@ -108,7 +111,8 @@ class FlowerTransport(Transport):
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
         node = self._find_node(client)
-        # Messages outlive the time limit: the round may still wait for an earlier client when an answer arrives.
+        # Messages stay valid beyond the time limit, because the round may still wait for an earlier client when an
+        # answer arrives.
         return (
             None if node is None else self._push(node, kind, packet, f"{round}", self._deadline.seconds + _COLLECTION)
         )
@@ -116,8 +120,8 @@ class FlowerTransport(Transport):
     def pull(self, name: str) -> Answer | None:
         try:
             message = next(iter(self._grid.pull_messages([name])), None)
-        except Exception as error:  # Flower cannot assemble the node's message
-            self._grid.get_node_ids()  # raises, too, if the connection is at fault
+        except Exception as error:  # Flower cannot assemble the message of the node
+            self._grid.get_node_ids()  # also raises if the connection fails
             return unreadable(error)
         if message is None:
             return None
@@ -133,7 +137,7 @@ class FlowerTransport(Transport):
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Asks a client's node for its clients again, because the node was restarted with other data."""
+        """Asks a client's node for its clients again, because the node restarted with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]
@@ -147,7 +151,7 @@ class FlowerTransport(Transport):
         return next((node for node, clients in self._nodes.items() if client in clients), None)
 
     def _find_node(self, client: Client) -> int | None:
-        # A new node may serve the client, and has some time to answer.
+        # A new node may take over the client, and gets some time to answer.
         while (node := self._node_of(client)) is None:
             if all(until < time.monotonic() for _, until in self._hello_messages.values()):
                 return None
@@ -156,10 +160,10 @@ class FlowerTransport(Transport):
         return node
 
     def discover(self) -> None:
-        """Asks new nodes for clients, and removes disconnected nodes. Returns immediately."""
+        """Asks new nodes for their clients, and removes disconnected nodes. Returns immediately."""
         connected = self._find_nodes()
         for node in [node for node in self._nodes if node not in connected]:
-            _log.warning("The node with the clients %s has disconnected.", self._nodes.pop(node))
+            _log.warning("The node of the clients %s has disconnected.", self._nodes.pop(node))
         now = time.monotonic()
         for node in connected - self._nodes.keys() - self._hello_messages.keys():
             if self._retry_times.get(node, now) > now:
@@ -192,18 +196,20 @@ class FlowerTransport(Transport):
                 raise PacketError(answer)
             header, _ = read_packet(answer, "hello")
             clients = header.get("clients")
-            # The log prints the names.
+            # The log shows the client names.
             if not isinstance(clients, list) or not all(is_client(key) and str(key).isprintable() for key in clients):
-                raise PacketError(f"its list of clients is {clients!r}"[:200])
+                raise PacketError(f"the list of clients is {clients!r}"[:200])
         except Exception as error:  # the content is untrusted
-            _log.warning("Node %d has no valid list of clients: %s.", node, one_line(describe(error)))
+            _log.warning("Node %d sent no valid list of clients: %s.", node, one_line(describe(error)))
             self._retry_times[node] = time.monotonic() + _RETRY_SECONDS
             return
         if self._bound is not None:
             unbound = [client for client in clients if self._bound.get(client) != node]
             if unbound:
                 _log.warning(
-                    "Node %d lists the clients %s, which are bound to other nodes: ignored.", node, unbound[:10]
+                    "Node %d lists the clients %s, but these clients are bound to other nodes: ignored.",
+                    node,
+                    unbound[:10],
                 )
             clients = [client for client in clients if self._bound.get(client) == node]
         duplicates = [client for client in clients if self._node_of(client) is not None]
@@ -214,16 +220,16 @@ class FlowerTransport(Transport):
                 duplicates,
             )
         self._nodes[node] = clients
-        _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
+        _log.info("Node %d serves the clients %s.", node, json.dumps(self._nodes[node]))
 
 
 def read_node_key(node: int | str) -> int | bytes:
-    """Converts a node's public key to Flower's format. A node number is unchanged."""
+    """Converts a node's public key to Flower's format. A node number is returned unchanged."""
     if not isinstance(node, str):
         return node
     try:
         return load_ssh_public_key(node.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ValueError(
-            f"Expected a node's public key, the text of its `.pub` file, but got {node[:60]!r}."
+            f"Expected a node's public key (the text of its `.pub` file), but got {node[:60]!r}."
         ) from error

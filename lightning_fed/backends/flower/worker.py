@@ -1,4 +1,4 @@
-"""Worker: long-lived client process, with a model and data built once, for the SuperNode's short-lived processes."""
+"""Worker: long-lived client process that builds model and data once, for the SuperNode's short-lived processes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _log = logging.getLogger(__name__)
 
 
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
-    """Answers messages from a Unix socket, one after another.
+    """Answers messages from a Unix socket, one at a time.
 
-    The socket's folder must be private to the current user, otherwise the call raises ``PermissionError``. A socket
-    without a running worker is replaced. Messages are never unpickled.
+    Raises ``PermissionError`` if other users can access the socket's folder. Replaces a socket without a running
+    worker. Messages are never unpickled.
     """
     if not isinstance(app, LightningClientApp):
-        raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")
+        raise TypeError(f"Expected an app from `client_app`, but got {app!r}.")
     path = Path(socket)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_mode & 0o077:
         raise PermissionError(
-            "Expected a folder for the socket that only you can reach (chmod 700), but others can reach"
-            f" {str(path.parent)!r}."
+            "Expected a folder for the socket that only you can access (chmod 700), but other users can access "
+            f"{str(path.parent)!r}."
         )
     if path.exists() and not path.is_socket():
-        raise FileExistsError(f"Expected a path for a socket, but {str(path)!r} is a file.")
+        raise FileExistsError(f"Expected the path of a socket, but {str(path)!r} is a regular file.")
     if _is_served(path):
         raise FileExistsError(f"Another worker uses the socket {str(path)!r}.")
     path.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
                 with listener.accept() as connection:
                     _answer(app.runner, connection)
             except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # the SuperNode's process failed
-                _log.warning("A message was not answered: %r.", error)
+                _log.warning("Could not answer a message: %r.", error)
 
 
 def _is_served(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""NVFLARE backend: the server half as a controller, the client half as an executor."""
+"""NVFLARE backend: the server side as a controller, the client side as an executor."""
 
 from lightning_fed.backends.nvflare.controller import FederationController as FederationController
 from lightning_fed.backends.nvflare.executor import FederationExecutor as FederationExecutor

@@ -1,4 +1,4 @@
-"""A federation's server as an NVFLARE controller."""
+"""The server of a federation as an NVFLARE controller."""
 
 from __future__ import annotations
 
@@ -26,29 +26,28 @@ _log = logging.getLogger(__name__)
 
 
 class FederationController(Controller):  # type: ignore[misc]
-    """Server half as an NVFLARE controller. Each message is a task for one site.
+    """Server side as an NVFLARE controller. Each message is a task for one site.
 
     The controller trains like ``Trainer.fit``: after every round, Lightning validates, logs and saves the global model
     in ``folder``. A resubmitted job resumes from the last complete round; a new run needs another folder.
 
     Args:
-        federation: The federation. The client half needs equal arguments.
-        model: The LightningModule, or a function returning the module (called with the federation's seed set).
+        federation: The federation. The client side needs the same arguments.
+        model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         val_data: Validation data for the global model, as for :class:`~lightning_fed.data.FederatedDataModule`, or a
             datamodule with a validation loader.
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
-        clients: Client names equal to the site names, or a mapping from client to site name.
-        folder: Folder for checkpoints (``last.ckpt``), outside the job: NVFLARE deletes the job's folder.
+        clients: Client names, equal to the site names, or a mapping from client to site name.
+        folder: Folder for checkpoints (``last.ckpt``), outside the job's folder, because NVFLARE deletes that folder.
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
-        patience: Seconds for all sites to connect.
-        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages, required by sites with the
-            server's public key in the policy.
+        patience: Seconds to wait for all sites to connect.
+        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) that signs messages. Required if a site policy
+            lists the server's public key.
 
     Raises:
         ValueError: If an argument is outside the allowed range, or a Trainer argument is unsupported.
-        MisconfigurationException: At the start of the job, if a callback or option needs the clients' data on the
-            server.
+        MisconfigurationException: At the start of the job, if a callback or option needs client data on the server.
 
     Example:
         >>> from torch import nn
@@ -93,23 +92,23 @@ class FederationController(Controller):  # type: ignore[misc]
         self._key = None if key is None else read_private_key(key)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Keeps the job alive after an undecodable answer."""
+        """Prevents NVFLARE from ending the job after an answer that cannot be decoded."""
         _survive_bad_answers()
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         self._runner.run(FlareTransport(self, fl_ctx, abort_signal, self._sites, self._deadline, key=self._key))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Does nothing: training is over."""
+        """Does nothing, because training has ended."""
 
     def process_result_of_unknown_task(
         self, client: Site, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
-        _log.warning("Dropped a late answer from site %r to %r.", client.name, task_name)
+        _log.warning("Discarded a late answer from site %r to %r.", client.name, task_name)
 
 
 def _survive_bad_answers() -> None:
-    # NVFLARE decodes an answer before the controller sees the answer, and exits after an undecodable answer: one site
-    # could end the job. Without the exit, the round excludes the site at the deadline.
+    # NVFLARE decodes an answer before the controller receives it, and exits if decoding fails, so one site could end
+    # the job. Without the exit, the round excludes the site at the deadline.
     if hasattr(cell, "_is_server_job_cell"):  # NVFLARE >= 2.8
         cell._is_server_job_cell = lambda _: False  # noqa: SLF001 - NVFLARE has no option

@@ -1,4 +1,4 @@
-"""A federation's client as an NVFLARE executor."""
+"""A client of a federation as an NVFLARE executor."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ _log = logging.getLogger(__name__)
 
 
 class FederationExecutor(Executor):  # type: ignore[misc]
-    """Client half as an NVFLARE executor, on the machine with the data.
+    """Client side as an NVFLARE executor, for the machine with the data.
 
     A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
-    stays in ``store``; the server cannot request the state.
+    stays in ``store``, and the server cannot request it.
 
     Args:
-        federation: The federation, with the server's arguments.
-        model: The LightningModule, or a function returning the module (called with the federation's seed set).
+        federation: The federation, with the same arguments as on the server.
+        model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the site configuration (``{"site": name}``) to one of these.
         trainer: Arguments for ``L.Trainer``.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
-            default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`); if the file is missing, no answer is
+            sent. By default ``site_policy.toml`` in ``store``; if ``store`` shows no sign of a policy, every answer is
+            sent.
 
     Example:
         >>> import torch
@@ -85,5 +86,5 @@ class FederationExecutor(Executor):  # type: ignore[misc]
             site = {"site": fl_ctx.get_identity_name()}
             return to_shareable(self._runner.answer(task_name, from_shareable(shareable), site))
         except PacketError as error:
-            _log.warning("A task %r could not be answered: %s.", task_name, error)
+            _log.warning("Could not answer task %r: %s.", task_name, error)
             return make_reply(ReturnCode.BAD_TASK_DATA)

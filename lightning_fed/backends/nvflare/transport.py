@@ -1,4 +1,4 @@
-"""Transport for packets as NVFLARE tasks: one task per packet and answer."""
+"""Transport of packets as NVFLARE tasks: one task per packet and answer."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def to_shareable(packet: Packet) -> Shareable:
 
 
 def from_shareable(content: Shareable) -> Packet:
-    """Converts an NVFLARE record to a packet; raises ``PacketError`` without text and data."""
+    """Converts an NVFLARE record to a packet; raises ``PacketError`` if text or data are missing."""
     text, data = content.get("text"), content.get("data")
     if not isinstance(text, str) or not isinstance(data, bytes):
-        raise PacketError("it is not a message from lightning-fed")
+        raise PacketError("the message is not from lightning-fed")
     return Packet(text, data)
 
 
 class FlareTransport(Transport):
     """Sends packets as tasks from a controller.
 
-    NVFLARE's certificates identify an answer's site, and ``sites`` maps clients to site names. A reconnected site
-    resumes the task, or delivers the finished answer.
+    NVFLARE's certificates identify the site of an answer, and ``sites`` maps clients to site names. A reconnected site
+    resumes the task or delivers the finished answer.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FlareTransport(Transport):
         super().__init__(deadline, poll, key)
         self._controller, self._context, self._abort = controller, context, abort
         self._sites = dict(sites)
-        self._tasks: dict[str, tuple[Client, Task]] = {}  # without an answer
+        self._tasks: dict[str, tuple[Client, Task]] = {}  # tasks without an answer
         self._answers: dict[str, Callable[[], Answer]] = {}
 
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
@@ -65,7 +65,7 @@ class FlareTransport(Transport):
         return wanted
 
     def discover(self) -> None:
-        """Does nothing: NVFLARE lists the sites."""
+        """Does nothing, because NVFLARE lists the sites."""
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
         """Sends a task to a client's site, and cancels older tasks for the client."""
@@ -90,12 +90,12 @@ class FlareTransport(Transport):
         return None if is_lost else site
 
     def forget(self, client: Client) -> None:
-        """Does nothing: ``sites`` is fixed."""
+        """Does nothing, because ``sites`` is fixed."""
 
     def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        """Stores an answer; called from NVFLARE's threads."""
+        """Stores an answer. NVFLARE's threads call this method."""
         name, result = client_task.task.msg_root_id, client_task.result
-        client_task.result = None  # the task would keep the result in memory until the end of the job
+        client_task.result = None  # the task would hold the result in memory until the end of the job
         self._tasks.pop(name, None)
         code = result.get_return_code()
         try:

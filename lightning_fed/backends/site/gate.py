@@ -1,4 +1,4 @@
-"""A site's gate: checks every order (a message from the server) and every answer, and records both."""
+"""Gate of a site: checks every order (a message from the server) and every answer, and records both."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _log = logging.getLogger(__name__)
 POLICY_FILE = "site_policy.toml"
 """Default file name of the policy, in the client state folder."""
 
-_MOST_REFUSALS = 200  # lines per rule and day: a server without permission must not fill the disk
+_MOST_REFUSALS = 200  # log lines per rule and day, so that a server without permission cannot fill the disk
 
-NOT_ANSWERED = "the site does not answer this order; the site's log has the reason"
+NOT_ANSWERED = "the site does not answer this order; the site's log states the reason"
 """Text of every refusal and fault under a policy. A text with details could leak data."""
 
-_TRACES = ("site_record", HEAD_FILE)  # prefixes of file names written under a policy
+_TRACES = ("site_record", HEAD_FILE)  # prefixes of file names that indicate a policy
 
-_PROTOCOL = (NOT_HELD, NOT_HERE)  # the server reacts to these texts; neither depends on data
+_PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text depends on data
 
 
 class SiteGate:
     """Checks orders and answers against the site's policy, and appends both to the site's record.
 
-    For every message, the gate rereads the policy before the visit and before the answer leaves. If the policy is
-    unreadable or the record is damaged, only a constant text leaves. If no policy is required, the gate is in force as
+    For every message, the gate reads the policy again before the visit and before the answer is sent. If the policy is
+    unreadable or the record is damaged, the answer is a constant text. If no policy is required, the gate is active as
     soon as the policy file, a record, or a file with a similar name exists.
     """
 
@@ -56,14 +56,14 @@ class SiteGate:
         if self.is_in_force():
             try:
                 read_policy(path)
-                _log.info("The site's policy is %s.", path)
+                _log.info("The site policy is %s.", path)
             except PolicyError as error:
-                _log.error("No answer will leave: %s.", error)
+                _log.error("No answers will be sent: %s.", error)
         else:
-            _log.info("No policy at %s: every answer leaves.", path)
+            _log.info("No policy at %s: every answer is sent.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        """Answers a packet. The packet's text may have a signature; ``answer`` receives the unsigned packet."""
+        """Answers a packet. The packet's text may be signed; ``answer`` receives the packet without the signature."""
         bare = Packet(split_signature(packet.text)[0], packet.data)
         if not self.is_in_force():
             return answer(bare)
@@ -71,14 +71,14 @@ class SiteGate:
             return self._guard(kind, packet, bare, answer)
         except PacketError:
             raise
-        except Exception:  # an exception's class can depend on the data
-            _log.exception("The gate failed: no answer leaves.")
+        except Exception:  # the class of an exception may depend on data
+            _log.exception("The gate failed: no answer is sent.")
             raise PacketError(NOT_ANSWERED) from None
 
     def _guard(self, kind: str, packet: Packet, bare: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         order = read_order(kind, packet.text, packet.data)
         if order is None:
-            raise PacketError("it is not a message from lightning-fed")
+            raise PacketError("the message is not from lightning-fed")
         refused = self._decide(order, None)
         if refused is not None:
             return refused
@@ -95,7 +95,7 @@ class SiteGate:
         return left
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Checks the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
+        """Checks the entry names of an update before training; raises ``Refusal`` for a forbidden entry."""
         if self.is_in_force():
             try:
                 read_policy(self._path).judge_entries(names)
@@ -103,12 +103,13 @@ class SiteGate:
                 raise Refusal("entries", str(error)) from error
 
     def is_in_force(self) -> bool:
-        """True if the site has a policy, or traces of a missing policy."""
+        """Whether the site has a policy, or signs of a missing policy."""
         self._is_required = self._is_required or self._path.is_symlink() or self._path.exists() or self._has_traces()
         return self._is_required
 
     def _has_traces(self) -> bool:
-        # A deleted or misspelt policy must not open the site: a record, a head or a similar file name shows the intent.
+        # A deleted or misspelt policy must not open the site. A record, a head or a similar file name indicates a
+        # policy.
         for folder in {self._path.parent, self._store}:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
@@ -117,7 +118,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Records an order or a reply, and returns the packet for the server; ``None`` if the visit may begin."""
+        """Records an order or a reply, and returns the packet to send; ``None`` if the visit may begin."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)
@@ -135,7 +136,7 @@ class SiteGate:
                 if (reply is not None or order.answer != "clients") and not _is_flood(record, rule):
                     self._append(record, policy, order, reply, rule, names)
         except (PolicyError, RecordError, OSError) as error:
-            _log.error("No answer leaves: %s.", error)
+            _log.error("No answer is sent: %s.", error)
             reply = write_fault(Fault(order.client or "", NOT_ANSWERED))
         if reply is not None and order.client is None and find_kind(reply.text) == "fault":
             raise PacketError(_reason_of(reply))
@@ -144,7 +145,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns the matching pattern per rule and the names in the answer; refuses a forbidden answer."""
+        """Returns the matching pattern for each rule and the names in the answer; refuses a forbidden answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":
@@ -161,13 +162,15 @@ class SiteGate:
         now = _now(record)
         lines = [line.content for line in record.recent if line.time > now - DAY and line.content["event"] != CLOCK]
         size = 0 if reply is None else _size(reply)
-        if reply is None:  # an order counts even if the visit fails
+        if reply is None:  # an order counts towards the limits even if the visit fails
             same = [content for content in lines if _is_order(content) and _subject(content) == _subject(vars(order))]
             if len(same) >= policy.rounds_per_day:
                 ahead = (now - time.time()) / DAY
                 if ahead > 1:
                     _log.error(
-                        "The record's clock is %.1f days ahead: `lightning-fed audit --set-clock` sets it.", ahead
+                        "The record's clock is %.1f days ahead: correct the clock with `lightning-fed audit "
+                        "--set-clock`.",
+                        ahead,
                     )
                 raise Refusal("rounds_per_day", f"the site policy allows {policy.rounds_per_day} rounds per day")
             allowed, names = dict[str, Any](), list[str]()
@@ -225,7 +228,7 @@ class SiteGate:
 
 
 def _now(record: Record) -> float:
-    # Time never runs backwards against the record: a changed system clock must not reset the daily limits.
+    # Times in the record never decrease, so a changed system clock cannot reset the daily limits.
     return max(time.time(), record.last.time)
 
 
@@ -261,8 +264,8 @@ def _reason_of(fault: Packet) -> str:
 
 def _without_reason(policy: SitePolicy, order: Order, fault: Packet) -> Packet:
     reason = _reason_of(fault)
-    # The site's log always has the reason. The server receives the reason only with `faults = "text"`.
+    # The site's log always states the reason. The server receives the reason only with `faults = "text"`.
     if reason in _PROTOCOL:
         return fault
-    _log.warning("An order (%s) for client %r is not answered: %s.", order.answer, order.client, reason)
+    _log.warning("The site does not answer an order (%s) for client %r: %s.", order.answer, order.client, reason)
     return write_fault(Fault(order.client or "", (policy.faults == "text" and reason) or NOT_ANSWERED))

@@ -1,4 +1,4 @@
-"""Ownership checks for a site's files: other users must not be able to change or replace the files."""
+"""Ownership checks of a site's files, so that other users cannot change or replace the files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def check_parents(path: Path) -> None:
-    """Raises ``OSError`` if other users can replace the file, through write access to a folder above the file.
+    """Raises ``OSError`` if other users can replace the file through write access to a parent folder.
 
-    In a folder with the sticky bit (``/tmp``) users cannot rename other users' entries.
+    In a folder with the sticky bit (``/tmp``), users cannot rename files of other users.
     """
     for depth, folder in enumerate(path.resolve().parents):
         status = folder.stat()

@@ -1,4 +1,4 @@
-"""Site policy: a TOML file with rules for outgoing data. Without a matching rule, data stays on the site."""
+"""Site policy: a TOML file with rules for outgoing data. Data that no rule allows stays on the site."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANSWERS = {"query": "clients", "train": "update", "query.request": "request", "e
 _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
     "hello": ({"clients"}, {}),
     "fault": ({"client", "reason"}, {}),
-    "request": ({"client", "same"}, {"rows": None, "extras": "extras"}),  # "same" has the names for the rows
+    "request": ({"client", "same"}, {"rows": None, "extras": "extras"}),  # "same" means: as for the row names
     "sum": ({"client", "stage"}, {"rows": None}),
     "update": (
         {"client", "num_samples", "metrics", "steps", "after", "keeps", "unsent"},
@@ -55,7 +55,7 @@ _LARGEST = 2**20  # bytes; limit for the policy file
 
 
 def hide_counts(text: str, policy: SitePolicy) -> str:
-    """Replaces an update's optimizer steps by 0, unless the policy allows the number."""
+    """Sets an update's number of optimizer steps to 0, unless the policy allows this number."""
     packet = json.loads(text)
     if packet["kind"] != "update" or "steps" in policy.counts:
         return text
@@ -64,11 +64,11 @@ def hide_counts(text: str, policy: SitePolicy) -> str:
 
 
 class PolicyError(Exception):
-    """Raised for an unreadable policy. No answer leaves the site in this case."""
+    """Raised for an unreadable policy. The site then sends no answer."""
 
 
 class Refusal(ClientFault):
-    """Refusal to answer an order, with the violated rule and the reason for the site's log."""
+    """Raised to refuse an order, with the violated rule and a reason for the site's log."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -77,7 +77,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """The client half to check: method name, update steps (innermost first) and callbacks."""
+    """The client side to check: method name, update steps (innermost first) and callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -86,10 +86,10 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """A server's message to check; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
+    """A message from the server to check; ``answer`` is the requested answer kind, see :data:`ANSWERS`.
 
-    ``text`` is without the signature, ``client`` is ``None`` for the query for all names, ``stage`` belongs to a secure
-    sum, and ``sum_size`` is ``None`` for an unknown number of clients.
+    ``text`` excludes the signature. ``client`` is ``None`` for the query for all names. ``stage`` is the stage of a
+    secure sum. ``sum_size`` is ``None`` if the number of clients is unknown.
     """
 
     answer: str
@@ -105,14 +105,14 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """An update step or callback required by a policy, with minimum and maximum values for attributes."""
+    """An update step or callback that a policy requires, with minimum and maximum values for attributes."""
 
     name: str
     at_least: Mapping[str, float] = field(default_factory=dict)
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns the reason why a client half violates the requirement, or ``None``."""
+        """Returns the reason why a client violates the requirement, or ``None``."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -135,7 +135,7 @@ class RequiredStep:
                 value: Any = getattr(step, name, None)
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 if not is_number or not (value >= bound if word == "at least" else value <= bound):
-                    return f"{self.name} has {name}={value!r:.50}, but must have {word} {bound:g}"
+                    return f"{self.name} has {name}={value!r:.50}, but the policy requires {word} {bound:g}"
         return None
 
 
@@ -144,21 +144,23 @@ class SitePolicy:
     """A site's rules. A list contains patterns (see :mod:`fnmatch`); an empty list allows nothing.
 
     Args:
-        digest: File digest.
-        servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also unsigned.
-        runs: Run names.
-        methods: Method names, case-insensitive.
-        answers: Answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and ``"evaluation"``. Every
-            allowed server receives the clients' names.
-        entries: Names of model entries.
-        extras: Names of the method's additional tensors and of BatchNorm statistics.
-        metrics: Names of logged numbers, and of values and metrics from an evaluation.
-        counts: ``"num_samples"`` and ``"steps"`` allow the numbers of examples and optimizer steps.
+        digest: The file's hash.
+        servers: Allowed public keys, as lines from ``.pub`` files; ``"*"`` allows all servers, including unsigned
+            messages.
+        runs: Allowed run names.
+        methods: Allowed method names, case-insensitive.
+        answers: Allowed answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and
+            ``"evaluation"``. Every allowed server receives the client names.
+        entries: Allowed model entry names.
+        extras: Allowed names of the method's additional tensors and of BatchNorm statistics.
+        metrics: Allowed names of logged values, and of values and metrics from an evaluation.
+        counts: Allowed counts: ``"num_samples"`` for the examples, ``"steps"`` for the optimizer
+            steps.
         rounds_per_day: Maximum answers per kind and client in any 24 hours.
         bytes_per_day: Maximum bytes in all answers in any 24 hours.
-        clients_per_sum: Minimum clients in a secure sum; a value makes the secure sum mandatory.
-        steps: Required update steps in the chain.
-        faults: ``"constant"`` sends the same text for every refusal and fault; ``"text"`` sends the reason.
+        clients_per_sum: Minimum clients in a secure sum; if set, a secure sum is mandatory.
+        steps: Update steps that the chain must contain.
+        faults: Text for refusals and faults: always the same (``"constant"``), or the reason (``"text"``).
         record: Record file; relative to the policy's folder.
 
     Example:
@@ -189,7 +191,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks an order before training. Returns the matching pattern by rule; raises ``Refusal``."""
+        """Checks an order before training. Returns the matching pattern for each rule; raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -205,31 +207,32 @@ class SitePolicy:
         for required in self.steps:
             fault = required.find_fault(half)
             if fault is not None:
-                raise Refusal("steps", f"the site policy requires other steps: {fault}")
+                raise Refusal("steps", f"the site policy requires other update steps: {fault}")
         if self.clients_per_sum is not None:
             if not any(isinstance(step, SecureSum) for step in half.steps):
                 raise Refusal("clients_per_sum", "the site policy requires a secure sum, but the federation has none")
             if order.sum_size is not None and order.sum_size < self.clients_per_sum:
                 raise Refusal(
                     "clients_per_sum",
-                    f"the secure sum has {order.sum_size} clients, but the site policy requires {self.clients_per_sum}",
+                    f"the secure sum has {order.sum_size} clients, but the site policy requires at least "
+                    f"{self.clients_per_sum}",
                 )
         return allowed
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Checks the names of an update's entries before training; raises ``Refusal`` for a forbidden entry."""
+        """Checks an update's entry names before training; raises ``Refusal`` for a forbidden entry."""
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an outgoing answer. Returns the matching patterns by rule, and all names in the answer."""
+        """Checks an outgoing answer. Returns the matching pattern for each rule, and all names in the answer."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
-            raise Refusal("answers", f"the site policy does not know answers of the kind {kind!r}")
+            raise Refusal("answers", f"the site policy has no rule for answers of the kind {kind!r}")
         known_fields, known_groups = _CONTENTS[kind]
         unknown = sorted((header.keys() - known_fields) | (tensors.keys() - known_groups.keys()))
         if unknown:
-            raise Refusal("answers", f"the site policy does not know {unknown[0]!r} in answers of the kind {kind!r}")
+            raise Refusal("answers", f"the site policy has no rule for {unknown[0]!r} in answers of the kind {kind!r}")
         for name in COUNTS:
             if name not in self.counts and header.get(name, 0) not in (0, 1):
                 raise Refusal("counts", f"the site policy does not allow {name!r} in counts")
@@ -239,7 +242,7 @@ class SitePolicy:
         for group, rows in tensors.items():
             rule = known_groups[group]
             if answer == "evaluation" and rule == "extras":
-                rule = "metrics"  # sums and states
+                rule = "metrics"  # values that are sums or states
             if rule is not None:
                 names[rule] += [row[0] for row in rows]
         for name, rule in _NAMED_FIELDS.items():
@@ -264,13 +267,13 @@ class SitePolicy:
 def read_policy(path: Path) -> SitePolicy:
     """Reads a policy, and checks the owner and permissions of the file.
 
-    Raises ``PolicyError`` for unreadable content, unknown rules, a symbolic link, and a file or folder that other users
-    (except root) own or can change.
+    Raises ``PolicyError`` for unreadable content, unknown rules or a symbolic link, and if users other than root and
+    the current user own or can change the file or its folder.
     """
     try:
         content = _read_own_file(path)
         values = tomllib.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
         raise PolicyError(f"{str(path)!r} cannot be read: {error}") from error
     try:
         return _make_policy(hashlib.sha256(content).hexdigest(), values)
@@ -290,7 +293,7 @@ def _read_own_file(path: Path) -> bytes:
             raise OSError("the path is not a regular file")
         content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise OSError(f"the file has more than {_LARGEST} bytes")
+            raise OSError(f"the file is larger than {_LARGEST} bytes")
         return content
 
 
@@ -298,17 +301,17 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
     known = [item.name for item in fields(SitePolicy) if item.name != "digest"]
     unknown = sorted(values.keys() - set(known))
     if unknown:
-        raise ValueError(f"expected rules from {known}, but got {unknown[0]!r}")
+        raise ValueError(f"expected only rules from {known}, but got {unknown[0]!r}")
     needs = [name for name in values if name in _NEEDS]
-    if list(values)[: len(needs)] != needs:  # a half-written file lacks the end
-        raise ValueError(f"expected {', '.join(_NEEDS)} before all other rules, and as `steps = [...]`")
+    if list(values)[: len(needs)] != needs:  # a partially written file lacks the end
+        raise ValueError(f"expected {', '.join(_NEEDS)} before all other rules, in the form `steps = [...]`")
     read: dict[str, Any] = {}
     for name, value in values.items():
         if name == "steps":
             read[name] = tuple(_make_step(step) for step in value)
         elif name == "record":
             if not isinstance(value, str) or not value:
-                raise ValueError(f"expected `record` to be a file's name, but got {value!r}")
+                raise ValueError(f"expected `record` to be a file name, but got {value!r}")
             read[name] = value
         elif name == "faults":
             if value not in ("constant", "text"):
@@ -316,11 +319,11 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
             read[name] = value
         elif name in ("rounds_per_day", "bytes_per_day", "clients_per_sum"):
             if type(value) is not int or value < 0:
-                raise ValueError(f"expected `{name}` to be a whole number, but got {value!r}")
+                raise ValueError(f"expected `{name}` to be an integer, but got {value!r}")
             read[name] = value
         else:
             if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-                raise ValueError(f"expected `{name}` to be a list of texts, but got {value!r}")
+                raise ValueError(f"expected `{name}` to be a list of strings, but got {value!r}")
             read[name] = tuple(value)
     kinds = [kind for kind in ANSWERS.values() if kind != "clients"]
     for name, allowed in (("answers", kinds), ("counts", [*COUNTS])):
@@ -337,7 +340,9 @@ def _make_step(value: Any) -> RequiredStep:
     step = RequiredStep(**value)
     bounds = [*step.at_least.values(), *step.at_most.values()]
     if not isinstance(step.name, str) or not all(type(bound) in (int, float) for bound in bounds):
-        raise ValueError(f"expected a step with a `name`, and numbers in `at_least` and `at_most`, but got {value!r}")
+        raise ValueError(
+            f"expected each step to have a `name`, and numbers in `at_least` and `at_most`, but got {value!r}"
+        )
     return step
 
 
@@ -353,7 +358,7 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
 
 
 def _simple_name(name: str) -> str:
-    """Logged or metric name in a tensor's name: ``val_loss`` for ``value|p|val_loss``, ``acc`` for ``state|acc|tp``."""
+    """Name of a value or metric in a tensor name: ``val_loss`` in ``value|p|val_loss``, ``acc`` in ``state|acc|tp``."""
     kind, _, rest = name.partition("|")
     if kind in ("state", "updates"):
         key = rest.partition("|")[0]
@@ -362,12 +367,12 @@ def _simple_name(name: str) -> str:
 
 
 def find_kind(text: str) -> str:
-    """Packet kind for an answer's text."""
+    """Returns the packet kind of an answer's text."""
     return str(json.loads(text)["kind"])
 
 
 def read_order(kind: str, text: str, data: bytes) -> Order | None:
-    """Reads a server's message with signature; ``None`` for an invalid message."""
+    """Reads a signed message of a server; ``None`` for an invalid message."""
     text, signature = split_signature(text)
     try:
         header = json.loads(text)["header"]
@@ -386,7 +391,7 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
             size = sum(map(bool, header["survivors"]))
         client, run, round = place["client"], header["run"], place["round"]
         if find_bad_place(run, client, round) is not None or stage not in ("", *get_args(Stage)):
-            return None  # the visit would not begin either, so the record needs no line
+            return None  # the visit would fail too, so the record needs no line
         return Order(ANSWERS[kind], text, data, signature, client, run, round, stage, size)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -2,8 +2,8 @@
 
 A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The
 chain reveals changed, removed, added, moved and truncated lines. A second file contains the head: number and digest of
-the last line. A missing record, or a record in conflict with the head, is an error. A user with write access to both
-files can forge both files; comparison with an earlier head on another machine reveals such a forgery.
+the last line. A missing record, or a record that contradicts the head, is an error. A user with write access can forge
+both files; a copy of an earlier head on another machine reveals such a forgery.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """A line: number (from 1), digest and decoded JSON. The last line's digest is the head of the record."""
+    """One line of a record: number (from 1), digest and decoded JSON. The last line's digest is the head."""
 
     number: int
     digest: str
@@ -56,7 +56,8 @@ class Line:
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
     """Reads and verifies lines.
 
-    A crash can leave a truncated line in the file. The next line stores the digest of the truncated line as ``"torn"``.
+    A crash can leave a truncated line at the end of the file. The next line contains the digest of the truncated line
+    as ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})
@@ -87,7 +88,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 
 def read_record(path: Path) -> Iterator[Line]:
-    """Reads and verifies a complete record under a shared lock; raises ``RecordError`` for an altered line."""
+    """Reads and verifies a complete record under a shared lock; raises ``RecordError`` for a changed line."""
     with path.open("rb") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -95,7 +96,7 @@ def read_record(path: Path) -> Iterator[Line]:
 
 
 def write_line(head: str, content: Mapping[str, Any]) -> bytes:
-    """Encodes the line after the line with digest ``head``."""
+    """Encodes the line that follows the line with digest ``head``."""
     text = json.dumps(dict(content), sort_keys=True).encode()
     return f"{_digest(head, text)} ".encode() + text + b"\n"
 
@@ -114,8 +115,8 @@ CLOCK = "clock"
 class Record:
     """An append-only record, shared by one or more processes.
 
-    ``recent`` has the lines in the last 24 hours before ``last``. A missing file is created, unless the head file lists
-    lines.
+    ``recent`` contains the lines from the 24 hours before ``last``. A missing file is created, unless the head file
+    lists lines.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -127,17 +128,17 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens and locks the record, and verifies all lines since the last call; refuses an altered record."""
+        """Opens and locks the record, and verifies all lines since the last call; refuses a changed record."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
-            raise RecordError(f"the record is missing, but {str(self._head)!r} has the head of line {head[0]}")
+            raise RecordError(f"the record is missing, but {str(self._head)!r} contains the head of line {head[0]}")
         check_parents(self._path)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # some systems lack some flags
+        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # some systems do not define all flags
             flags |= getattr(os, name, 0)
         descriptor = os.open(self._path, flags, 0o600)
         try:
-            if is_new and os.name == "posix":  # a new file's name is in the folder
+            if is_new and os.name == "posix":  # makes the new file's name durable
                 _sync_folder(self._path.parent)
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -163,7 +164,7 @@ class Record:
     def _read_head(self) -> tuple[int, str]:
         try:
             head = json.loads(self._head.read_text())
-            return int(head["line"]), str(head["digest"])  # of the last line
+            return int(head["line"]), str(head["digest"])  # digest of the last line
         except FileNotFoundError:
             return 0, START
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -197,9 +198,11 @@ class Record:
         if head is None:
             return
         if self.last.number < count or digest not in (None, expected):
-            raise RecordError(f"line {count} is missing, or differs from the head in {str(self._head)!r}")
-        if not count and self.last.number > 1:  # a crash after the first line leaves no head
-            raise RecordError(f"the record has {self.last.number} lines, but the head {str(self._head)!r} is missing")
+            raise RecordError(f"line {count} is missing or contradicts the head in {str(self._head)!r}")
+        if not count and self.last.number > 1:  # a crash after the first line leaves no head file
+            raise RecordError(
+                f"the record has {self.last.number} lines, but the head file {str(self._head)!r} is missing"
+            )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Signatures for a server's messages, with Ed25519 keys in OpenSSH format; a site policy lists permitted servers."""
+"""Signatures of server messages, with Ed25519 keys in OpenSSH format. A site policy lists the allowed servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-_SIGNATURE = re.compile(r"([1-9][0-9]{0,19}):([0-9a-f]{128})")  # exactly one valid spelling per signature
+_SIGNATURE = re.compile(r"([1-9][0-9]{0,19}):([0-9a-f]{128})")  # exactly one valid encoding per signature
 
 LIFETIME = 20 * 3600.0
 """Maximum lifetime of an order in seconds. A site remembers all orders for one day and refuses repeated orders."""
@@ -23,9 +23,9 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
     try:
         key = load_ssh_private_key(Path(path).read_bytes(), None)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"Expected a key of `ssh-keygen -t ed25519 -N ''` in {str(path)!r}: {error}") from error
+        raise ValueError(f"Expected a key from `ssh-keygen -t ed25519 -N ''` in {str(path)!r}: {error}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"Expected a key of `ssh-keygen -t ed25519` in {str(path)!r}, but got another type of key.")
+        raise ValueError(f"Expected a key from `ssh-keygen -t ed25519` in {str(path)!r}, but got another type of key.")
     return key
 
 
@@ -33,30 +33,30 @@ def read_public_key(line: str) -> Ed25519PublicKey:
     """Reads an Ed25519 public key from a line of a ``.pub`` file."""
     try:
         key = load_ssh_public_key(line.encode())
-    except Exception as error:  # a malformed line raises several error types
-        raise ValueError(f"Expected a line like 'ssh-ed25519 AAAA... name', but got {line!r}.") from error
+    except Exception as error:  # a malformed line can raise several exception types
+        raise ValueError(f"Expected a line such as 'ssh-ed25519 AAAA... name', but got {line!r}.") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(f"Expected a key of the type ssh-ed25519, but got {line!r}.")
+        raise ValueError(f"Expected a key of type ssh-ed25519, but got {line!r}.")
     return key
 
 
 def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
     """Signs a message: type, text (run, client, round and order) and tensors as bytes.
 
-    The result is the text, and a second line with expiry (nanoseconds since 1970) and signature.
+    The result is the text, and a second line with expiry time (nanoseconds since 1970) and signature.
     """
     expiry = str(time.time_ns() + int(min(seconds, LIFETIME) * 1e9))
     return f"{text}\n{expiry}:{key.sign(_signed(kind, expiry, text, data)).hex()}"
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Splits a message into the text and the line with expiry and signature; empty without a signature."""
+    r"""Splits a message into the text and the line with expiry time and signature; this line is empty if unsigned."""
     text, _, signature = text.partition("\n")
     return text, signature
 
 
 def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519PublicKey) -> bool:
-    """True if the key signed this message and the signature has not expired."""
+    """Whether the key signed this message and the signature has not expired."""
     parts = _SIGNATURE.fullmatch(signature)
     if parts is None or not 0 <= int(parts[1]) - time.time_ns() <= LIFETIME * 1e9:
         return False
@@ -68,7 +68,7 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Digest of type, expiry, text and data. The signature's spelling does not change the digest."""
+    """Hash of type, expiry time, text and data, independent of the signature's encoding."""
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 LOG_FILE = "site.log"
 """File name of the log, in the folder of the client state."""
 
-_BYTES, _FILES = 10 * 2**20, 3  # a server must not fill the disk
+_BYTES, _FILES = 10 * 2**20, 3  # bytes, so that a server cannot fill the disk
 
 
 def keep_log(folder: Path) -> None:

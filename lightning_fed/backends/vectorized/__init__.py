@@ -1,4 +1,4 @@
-"""Vectorised visits: simultaneous training for several small clients with ``torch.func.vmap``."""
+"""Vectorised visits: several small clients train at once with ``torch.func.vmap``."""
 
 from lightning_fed.backends.vectorized.plan import Vectorized as Vectorized
 

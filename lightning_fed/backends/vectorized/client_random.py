@@ -1,4 +1,4 @@
-"""Random numbers under ``torch.func.vmap``, equal to separate draws for each example."""
+"""Random numbers under ``torch.func.vmap`` that equal separate draws for each example."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WRITERS: set[Any] = {
 
 
 class PerClientRandom(TorchFunctionMode):
-    """Draws dropout masks and random tensors for one example after another inside ``torch.func.vmap``.
+    """Draws dropout masks and random tensors separately for each example inside ``torch.func.vmap``.
 
     ``vmap(..., randomness="different")`` draws for all examples at once, so the numbers differ from separate runs.
-    Unknown random functions reach ``vmap``, with an error under the default ``randomness="error"``.
+    ``vmap`` handles other random functions, and raises an error with the default ``randomness="error"``.
     """
 
     def __init__(self, switch_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:
@@ -49,7 +49,7 @@ class PerClientRandom(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Dropout on ones gives the mask, without a gradient.
+        # Dropout applied to ones gives the mask, without a gradient.
         return input * self._drawn(lambda like: func(torch.ones_like(like), *args, **kwargs), (input.detach(),), {})
 
     def _drawn(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -62,7 +62,7 @@ class PerClientRandom(TorchFunctionMode):
 
 
 class _Draw(torch.autograd.Function):
-    """Calls a function for one example after another, under ``vmap``."""
+    """Calls a function separately for each example under ``vmap``."""
 
     @staticmethod
     def forward(draw: Callable[..., Tensor], index: Tensor, *args: Any) -> Tensor:

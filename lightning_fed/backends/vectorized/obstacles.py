@@ -33,7 +33,7 @@ _VISIT_HOOKS = (
 
 
 class Obstacle(Exception):
-    """Raised with the reason why visits cannot be vectorised."""
+    """Raised if visits cannot be vectorised, with the reason."""
 
 
 def check_vectorizable(fit: FederatedFit) -> None:
@@ -42,18 +42,20 @@ def check_vectorizable(fit: FederatedFit) -> None:
     clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
     sliced = [name for name, policy in fit.policies.items() if policy == "sliced"]
     obstacles = {
-        "manual optimization steps one client's model": not module.automatic_optimization,
+        "the module uses manual optimization, which steps only one client's model": not module.automatic_optimization,
         "the module does not have exactly one optimizer": len(trainer.optimizers) != 1,
-        "several processes share the clients": trainer.world_size > 1,
-        f"{type(trainer.strategy).__name__} is not a single-device strategy": (
+        "several processes share the clients, and a group of clients must be in one process": trainer.world_size > 1,
+        f"the strategy {type(trainer.strategy).__name__} is not a single-device strategy": (
             not isinstance(trainer.strategy, SingleDeviceStrategy)
         ),
-        f"the precision {trainer.precision!r} has one loss scale for all clients": (loss_scaler(trainer) is not None),
-        "clipping by norm would take the norm over all clients (use gradient_clip_algorithm='value')": bool(clips),
-        "`optimizer_state='keep'` gives each client a different step count": fit.options.optimizer_state == "keep",
-        "`max_steps` counts the steps of one client after another": trainer.max_steps != -1,
-        "`limit_train_batches` counts the batches of one client after another": trainer.limit_train_batches != 1.0,
-        f"{type(rule).__name__} gives clients models with different shapes": rule.resizes,
+        f"with precision {trainer.precision!r} all clients would share one loss scale": (
+            loss_scaler(trainer) is not None
+        ),
+        "clipping by norm would use the norm over all clients (use gradient_clip_algorithm='value')": bool(clips),
+        "with `optimizer_state='keep'` the clients have different step counts": fit.options.optimizer_state == "keep",
+        "`max_steps` counts steps of sequential clients": trainer.max_steps != -1,
+        "`limit_train_batches` counts batches of sequential clients": trainer.limit_train_batches != 1.0,
+        f"with {type(rule).__name__} clients can have models of different shapes": rule.resizes,
         f"clients hold only some rows of {sliced[:1]}": bool(sliced),
     }
     for obstacle, is_there in obstacles.items():
@@ -82,11 +84,11 @@ def check_entries(module: nn.Module, names: Iterable[str]) -> None:
         if name not in known:
             continue
         if has_gradient_hooks(value):
-            raise Obstacle(f"a hook of the parameter {name!r} would see the gradients of all clients")
+            raise Obstacle(f"a hook on the parameter {name!r} would receive the gradients of all clients")
         if value.numel():
             first_name = names_by_storage.setdefault(value.untyped_storage().data_ptr(), name)
             if first_name != name:
-                raise Obstacle(f"{first_name!r} and {name!r} share memory, and separate stacks would break the sharing")
+                raise Obstacle(f"{first_name!r} and {name!r} share memory, and stacking would separate the two tensors")
 
 
 def _check_hooks(owner: Any, hooks: Iterable[str], base: type) -> None:
@@ -98,4 +100,4 @@ def _check_hooks(owner: Any, hooks: Iterable[str], base: type) -> None:
             definer.__module__.startswith("lightning.") and type(owner) is not L.pytorch.callbacks.LambdaCallback
         )
         if not is_lightnings:
-            raise Obstacle(f"`{type(owner).__name__}.{hook}` is written for one client's batch or model")
+            raise Obstacle(f"`{type(owner).__name__}.{hook}` expects the batch or model of a single client")

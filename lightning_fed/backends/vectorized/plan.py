@@ -1,4 +1,4 @@
-"""Decision for or against vectorised visits, before the first round of a fit."""
+"""Decides before the first round of a fit whether visits are vectorised."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Vectorized(VisitsAtOnce):
-    """Trains several small clients at once: an option for ``visits=``.
+    """Trains several small clients at once: a value for ``visits=``.
 
-    If the module does not support simultaneous training, the clients train one after another, and the log has the
-    reason.
+    If the module cannot train several clients at once, the clients train sequentially, and the log states the reason.
 
     Args:
-        clients: Maximum number of clients at once.
+        clients: Maximum number of clients that train at once.
 
     Raises:
         ValueError: If ``clients`` is not a positive integer.
@@ -54,7 +53,7 @@ class Vectorized(VisitsAtOnce):
         trainer, module, population = fit.trainer, fit.module, fit.population
         entries = entry_names(module)
         paths = tensors_by_path(module).items()
-        # A visit changes BatchNorm statistics with any policy.
+        # A visit changes BatchNorm statistics with every policy.
         statistics = {
             buffer for layer in layers_in_training(module).values() for buffer in layer.buffers(recurse=False)
         }
@@ -73,13 +72,13 @@ class Vectorized(VisitsAtOnce):
                 draws = check_vectorisation(trainer, module, names, batch)
         except Obstacle as obstacle:
             _log.warning(
-                "`visits=Vectorized(%d)` has no effect, and clients train one after another: %s.",
+                "`visits=Vectorized(%d)` has no effect, and clients train sequentially: %s.",
                 self.clients,
                 obstacle,
             )
             return None
         is_equal = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-        size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # number of model copies
+        size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # number of model copies in memory
         model = StackedModel(module, names, size, draws)
         return VisitPlan(partial(StackedVisits, model=model), VisitGroups(size, is_equal, has_drawn))
 
@@ -94,8 +93,8 @@ def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]
             with detect_draws() as has_drawn:
                 item = next(population.stream([planned], isolated=True))
         except Exception as error:
-            _log.debug("Client %r has no batch for the trial: %s", visit.client, describe(error))
+            _log.debug("Client %r has no batch for the trial step: %s", visit.client, describe(error))
             continue
         if item.error is None and item.batch is not None:
             return item.batch, has_drawn[0]
-    raise Obstacle("no client of the first round has a batch for the trial")
+    raise Obstacle("no client in the first round has a batch for the trial step")

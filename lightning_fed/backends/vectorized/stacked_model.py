@@ -1,4 +1,4 @@
-"""Several clients' models in one module, stacked along a leading client axis."""
+"""Models of several clients in one module, stacked along a leading client axis."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lightning_fed.numerics.precision import at_least_float32
 class StackedModel:
     """Stacked parameters and buffers of several clients, with a joint training step.
 
-    The module receives one client's values after another, and :meth:`add_client` copies the values into the stack.
-    Between :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects hold the stack, so an elementwise
-    optimizer steps all clients. Afterwards :meth:`load_row` copies a client's values back into the module.
+    The module holds one client's values at a time, and :meth:`add_client` copies these values into the stack. Between
+    :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects hold the stack, so an elementwise optimizer steps
+    all clients. Afterwards :meth:`load_row` copies a client's values back into the module.
     """
 
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
@@ -42,7 +42,7 @@ class StackedModel:
         }
         self._buffers = {path: value for path, value in tensors.items() if path not in self._parameters}
         firsts = {value: path for path, value in tensors.items()}
-        # A layer with two names appears once: otherwise `functional_call` would restore the wrong tensors.
+        # A layer with two names is included once: otherwise `functional_call` would restore the wrong tensors.
         slots = {(slot.layer, slot.attribute): slot for slot in reversed(tensor_slots(module))}.values()
         self._first_names = {f"module.{slot.path}": firsts[slot.tensor] for slot in slots if slot.tensor in firsts}
         self._stack = {
@@ -51,8 +51,8 @@ class StackedModel:
         self._indices = torch.arange(size)
         self._module_data: dict[str, Tensor] = {}
         self._saved_rows: dict[int, dict[str, Tensor]] = {}
-        self._step_inputs = self._parameters  # input for a step
-        self._rows: dict[str, Tensor] = {}  # stack without unused rows
+        self._step_inputs = self._parameters  # inputs for one step
+        self._rows: dict[str, Tensor] = {}  # the stack without unused rows
         self._used_names: dict[tuple[int, ...], set[str]] = {}  # clients in a part to parameters with gradients
         self._count = 0
 
@@ -68,7 +68,7 @@ class StackedModel:
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
 
     def use_copies(self) -> None:
-        """Trains on copies of the stack from now on, to detect steps that use the module's tensors directly."""
+        """Switches to copies of the stack, to detect steps that use the module's tensors directly."""
         copies = copy_state(self._rows)
         self._rows = copies
         self._step_inputs = {
@@ -78,23 +78,23 @@ class StackedModel:
     def check_step(self) -> None:
         """Checks that all clients used the same parameters in a step with batches of several shapes.
 
-        Raises ``RuntimeError`` if the clients' losses depend on different parameters. In a separate run, a parameter
-        without a gradient is constant; in a stack, the client's row has gradient zero, and momentum and weight decay
-        change the row.
+        Raises ``RuntimeError`` if the clients' losses depend on different parameters. In sequential training, the
+        optimizer skips a parameter without a gradient. In a stack, the client's row has gradient zero, so momentum and
+        weight decay change the row.
         """
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}
         for other_clients, used in others:
             if used != first:
                 raise RuntimeError(
-                    f"The losses of clients at positions {list(clients)} and {list(other_clients)} of a group depend"
-                    f" on different parameters (for example {min(used ^ first)!r}): these clients cannot train at once."
-                    " Use `visits='auto'`."
+                    f"The losses of the clients at positions {list(clients)} and {list(other_clients)} in a group "
+                    f"depend on different parameters (for example {min(used ^ first)!r}), so these clients cannot "
+                    "train at once: use `visits='auto'`."
                 )
 
     @torch.no_grad()
     def save_row(self, row: int) -> None:
-        """Saves a row after the client's last batch, while other clients train."""
+        """Saves a row after the client's last batch, while other clients continue."""
         self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:
@@ -120,11 +120,11 @@ class StackedModel:
     ) -> Tensor:
         """Runs the training step for the clients in a batch, and returns losses with shape ``(clients,)``.
 
-        After an error, buffers and generators are restored.
+        After an error, buffers and random generators are restored.
         """
         rows = _rows_of(part.clients, self._count)
         trained = {name: parameter for name, parameter in self._step_inputs.items() if parameter.requires_grad}
-        # The step itself may write untrained parameters (a teacher's moving average), so these join the buffers.
+        # The step may write untrained parameters (such as a teacher's moving average), so these are treated as buffers.
         parameters, buffers = (
             {name: entry if rows is None else entry[rows] for name, entry in group.items()}
             for group in (trained, {name: value for name, value in self._rows.items() if name not in trained})
@@ -146,7 +146,7 @@ class StackedModel:
                 values.append(torch.as_tensor(call.value).detach())
 
             client_entries = parameters | buffers
-            # Tied parameters appear under every name.
+            # Tied parameters are listed under every name.
             entries = {name: client_entries[first] for name, first in self._first_names.items()}
             batch = rebuild_batch(part.batch, iter(tensors))
             draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
@@ -155,8 +155,8 @@ class StackedModel:
             loss = loss_in(output)
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
-                    f"Expected `training_step` to return a loss, but got {loss!r}. To skip batches, have one client"
-                    " train after another: `visits='auto'`."
+                    f"Expected `training_step` to return a loss, but got {loss!r}. To skip batches, train clients "
+                    "sequentially: `visits='auto'`."
                 )
             return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}
 
@@ -164,7 +164,7 @@ class StackedModel:
         written = {name: buffers[name].clone() for name in self._buffers if name in buffers}
         states = numbers.snapshot() if self._draws else None
         try:
-            if len(part.clients) == 1:  # without `vmap`, an error belongs to this client
+            if len(part.clients) == 1:  # without `vmap`, the error belongs to this client
                 row, row_buffers = (
                     {name: entry[0] for name, entry in group.items()} for group in (parameters, buffers)
                 )
@@ -174,14 +174,14 @@ class StackedModel:
                 losses, values, after = vmap(run_client)(parameters, buffers, tensors, indices)
         except Exception:
             for name, value in written.items():
-                buffers[name].data.copy_(value)  # `data`: other graphs check the version counter
+                buffers[name].data.copy_(value)  # `data`: other autograd graphs check the version counter
             if states is not None:
                 numbers.restore(states)
             raise
         if rows is not None:
             self._used_names[part.clients] = used
         for name, value in after.items():
-            if isinstance(rows, list) or value.data_ptr() != buffers[name].data_ptr():  # not written in place
+            if isinstance(rows, list) or value.data_ptr() != buffers[name].data_ptr():  # never written in place
                 self._rows[name][slice(None) if rows is None else rows] = value.detach()
         for call, value in zip(calls, values, strict=True):
             self._log(part, call, value)
@@ -198,7 +198,7 @@ class StackedModel:
 
 
 def joint_loss(losses: Sequence[Tensor]) -> Tensor:
-    """Mean of the clients' losses, with the gradient of the sum: every client gets an unscaled gradient.
+    """Mean of the clients' losses with the gradient of the sum, so each client gets an unscaled gradient.
 
     Example:
         >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
@@ -232,7 +232,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Caller(nn.Module):
-    """Calls a function on behalf of a module: ``functional_call`` needs a module around the function."""
+    """Calls a function as a module, because ``functional_call`` needs a module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -255,14 +255,14 @@ def _add_name(names: set[str], name: str, gradient: Tensor) -> None:
 
 
 def empty_stack(value: Tensor, size: int) -> Tensor:
-    """Allocates memory for several tensors with the same shape."""
-    if value.ndim == 2:  # batched products return transposed gradients for matrices
+    """Allocates memory for several tensors of the same shape."""
+    if value.ndim == 2:  # batched matrix products return transposed gradients
         return value.new_empty(size, *value.shape[::-1]).mT
     return value.new_empty(size, *value.shape)
 
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Replaces parameters by stacked values, and copies the optimizers' state for each client."""
+    """Replaces parameters by stacked values, and copies the optimizer state for each client."""
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})

@@ -1,4 +1,4 @@
-"""Driver for simultaneous visits in one stacked model."""
+"""Drives simultaneous visits in one stacked model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Drives grouped visits in lockstep, under ``torch.func.vmap``; a visit without a group trains alone."""
+    """Drives the visits of a group in lockstep, under ``torch.func.vmap``. A visit without a group trains alone."""
 
     trains_at_once = True
 
@@ -38,7 +38,7 @@ class StackedVisits(VisitDriver):
             self.current = self.open_visit(planned)
             self.current.advance()
             self._visits.append(self.current)
-            self._model.add_client()  # a row also for a failed client, without training
+            self._model.add_client()  # a failed client also needs a row, but does not train
         self.current = None
         self._model.enter(self.fit.trainer.optimizers)
 
@@ -50,9 +50,9 @@ class StackedVisits(VisitDriver):
         if len(parts) == len(self.group) and not self.fit.has_warned("contents") and _has_equal_shapes(parts):
             self.fit.record_warning("contents")
             _log.warning(
-                "`Vectorized`: the batches of %d clients have equal shapes, but different texts, numbers or objects"
-                " (file names?). The clients' steps run separately, which is slower than sequential training:"
-                " remove values from the batches that `training_step` does not need.",
+                "`Vectorized`: the batches of %d clients have equal shapes, but contain different strings, numbers "
+                "or objects (perhaps file names). The clients' steps run separately, which is slower than sequential "
+                "training: remove values from the batches that `training_step` does not need.",
                 len(parts),
             )
         losses: list[Tensor] = []
@@ -64,14 +64,14 @@ class StackedVisits(VisitDriver):
                 raise
             except Exception as error:
                 rows = part.split()
-                if len(rows) > 1:  # no model has changed: plain steps with single rows find the client
+                if len(rows) > 1:  # no model has changed yet: repeating the step with single rows identifies the client
                     parts += rows
                 else:
                     self._fail(self.group[part.clients[0]], error)
         return joint_loss(losses) if losses else self._skip_batch()
 
     def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Runs the module's backward pass; an error in a joint pass ends the fit."""
+        """Runs the module's backward pass. An error in a joint backward pass ends the fit."""
         if self.current is not None:
             super().backward(backward, args, kwargs)
         else:
@@ -110,7 +110,7 @@ class StackedVisits(VisitDriver):
         self._model.check_step()
         finished = self.group[0].num_batches - self._loader.batches_left
         for row, visit in enumerate(self._visits):
-            if visit.planned.num_batches == finished:  # the other clients have more batches
+            if visit.planned.num_batches == finished:  # other clients have more batches
                 self._model.save_row(row)
             elif visit.planned.num_batches > finished and visit.planned.fault is None:
                 visit.advance(has_loss=True)

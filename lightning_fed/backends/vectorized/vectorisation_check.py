@@ -1,4 +1,4 @@
-"""Trial before vectorised visits: compares two clients trained at once with two clients trained one after the other."""
+"""Trial before vectorised visits: compares two clients trained at once with the same clients trained sequentially."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, loss_i
 from lightning_fed.lightning.logged_values import LogCall, intercepted
 from lightning_fed.model.entries import copy_state, tensors_by_path
 
-_WRITES = "`training_step` writes the attribute {!r}, which all clients would share"
+_WRITES = "`training_step` sets the attribute {!r}, which all clients would share"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_SEEDS = (1, 2)  # for the two clients
-_TOLERANCE = 0.01  # for rounding, also on devices with low internal precision; real differences are larger
-_LOW_TOLERANCE = 0.1  # for low precision
+_SEEDS = (1, 2)  # values for the two clients
+_TOLERANCE = 0.01  # tolerance for rounding, also on devices with low internal precision; real differences are larger
+_LOW_TOLERANCE = 0.1  # tolerance for low precision
 
 
 def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
-    """Trains two clients on a batch, at once and one after the other; raises ``Obstacle`` for different results.
+    """Trains two clients on a batch, at once and sequentially; raises ``Obstacle`` if results differ.
 
     Returns whether the step draws random numbers. The trial restores the module's values, metrics and attributes; the
     caller restores the random generators.
@@ -56,18 +56,18 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
         except Obstacle:
             raise
         except Exception as error:
-            raise Obstacle(f"in a trial `training_step` raised {describe(error)}") from error
+            raise Obstacle(f"in a trial step `training_step` raised {describe(error)}") from error
     try:
         _try_optimizer(optimizer)
     except Obstacle:
         raise
     except Exception as error:
-        raise Obstacle(f"in a trial {type(optimizer).__name__} raised {describe(error)}") from error
+        raise Obstacle(f"in a trial step {type(optimizer).__name__} raised {describe(error)}") from error
     return draws
 
 
 class _TwoClients:
-    """Training steps for two clients with different models, on the same batch."""
+    """Training steps of two clients with different models on the same batch."""
 
     def __init__(self, module: L.LightningModule, names: Sequence[str]) -> None:
         self._module, self._names = module, names
@@ -116,11 +116,13 @@ class _TwoClients:
             else:
                 alone = (one + other) / 2 if quantity == "loss" else torch.cat([one, other])
             if alone.shape != joint.shape or not (alone - joint).norm() <= tolerance * alone.norm() + 1e-12:
-                raise Obstacle(f"in a trial with two clients at once, the {quantity} differed from sequential training")
+                raise Obstacle(
+                    f"in a trial step with two clients at once, the {quantity} differed from sequential training"
+                )
         if not self._run_at_once(batch, draws, is_isolated=True)[0].isfinite().all() and together[0].isfinite().all():
             raise Obstacle(
-                "`training_step` uses parameters or buffers outside the module's attributes (a list, the"
-                " optimizer), which all clients would share"
+                "`training_step` uses parameters or buffers that are not attributes of the module (from a list or "
+                "the optimizer), which all clients would share"
             )
         return draws
 
@@ -131,14 +133,16 @@ class _TwoClients:
         with detect_draws() as has_drawn:
             output = self._step(batch, *self._rest)
         if versions != [tensor_version(parameter) for parameter in self._trained]:
-            raise Obstacle("`training_step` writes parameters that the optimizer trains")
+            raise Obstacle("`training_step` writes to parameters that the optimizer trains")
         if has_drawn[0]:
-            raise Obstacle("`training_step` draws from Python's or NumPy's generator, which all clients would share")
+            raise Obstacle(
+                "`training_step` draws from Python's or NumPy's random generator, which all clients would share"
+            )
         loss = loss_in(output)
         return self._results(loss, lambda value: [value])
 
     def _run_at_once(self, batch: Any, draws: bool, is_isolated: bool = False) -> tuple[Tensor, ...]:
-        """Results for both clients at once. With ``is_isolated`` the module's tensors are NaN during the step."""
+        """Results of both clients trained at once. With ``is_isolated`` the module's tensors are NaN."""
         stack = StackedModel(self._module, self._names, len(_SEEDS), draws)
         self._logged = []
         for client in range(len(_SEEDS)):
@@ -173,10 +177,10 @@ class _TwoClients:
         by_client = [gradient for client in zip(*whole, strict=True) for gradient in client]
         logged, self._logged = self._logged, []
         buffers = [self._entries[name] for name in self._buffer_names()]
-        return tuple(map(_joined, ([loss], logged, by_client, buffers)))  # in the order of the comparison
+        return tuple(map(_joined, ([loss], logged, by_client, buffers)))  # in the order of comparison
 
     def _buffer_names(self) -> list[str]:
-        # A step may also write parameters outside the optimizer.
+        # A step may also write to parameters that no optimizer has.
         return [name for name, value in self._entries.items() if not value.requires_grad]
 
     def _all_attributes(self) -> Iterator[tuple[str, Any]]:
@@ -195,7 +199,7 @@ class _TwoClients:
     @torch.no_grad()
     def _load(self, client: int) -> None:
         for name, entry in self._entries.items():
-            start = self._start[name]  # the second client's model differs
+            start = self._start[name]  # the second client has a different model
             entry.copy_(start * 0.9 if client and start.is_floating_point() else start)
 
 
@@ -223,7 +227,7 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 
 
 def _has_escaped(value: Any) -> bool:
-    """True if a value contains a tensor from a finished ``vmap``."""
+    """Whether a value contains a tensor from a finished ``vmap``."""
     if isinstance(value, Tensor):
         return is_vmap_tensor(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
@@ -239,7 +243,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 def _try_optimizer(optimizer: Optimizer) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
-    # The second client's gradients are larger, to reveal optimizers with a joint norm.
+    # The second client has larger gradients, to detect optimizers with a joint norm.
     steps = [
         [
             torch.randn(2, *shape, generator=generator) * torch.tensor([1.0, 3.0]).view(2, *[1] * len(shape))
@@ -253,16 +257,16 @@ def _try_optimizer(optimizer: Optimizer) -> None:
     for stacked, first, second in zip(_stepped(optimizer, steps, 2), *alone, strict=True):
         moved = torch.stack([first, second])
         if not (stacked - moved).norm() <= 1e-4 * moved.norm():
-            raise Obstacle(f"{type(optimizer).__name__} is not elementwise, and would mix the clients")
+            raise Obstacle(f"{type(optimizer).__name__} is not elementwise, so its steps would mix the clients")
 
 
 def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: int | None) -> list[Tensor]:
     twin = object.__new__(type(optimizer))
-    # A scheduler's replacement for `step` would step the original optimizer.
+    # A `step` replaced by a scheduler would step the original optimizer.
     vars(twin).update(copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "step"}))
     parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
     for group in twin.param_groups:
-        group["lr"] = group.get("lr") or 0.1  # a warm-up may begin with 0
+        group["lr"] = group.get("lr") or 0.1  # a warm-up may begin with learning rate 0
     if clients is not None:
         stack_parameters(
             parameters,

@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """Last finished visit of a client: a repeated request (equal ``data``) gets the same update, without training."""
+    """Last finished visit of a client. A repeated request (equal ``data``) gets the same update without training."""
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)
-        # `needed` of the same order can change after a restart of the server.
+        # After a restart of the server, `needed` may differ for the same order.
         order = hashlib.sha256(repr(replace(train_request, needed=0)).encode())
         order.update(data)
         self._key = order.hexdigest().encode()
@@ -36,9 +36,9 @@ class AnswerFile:
             return None
 
     def store(self, answer: Packet) -> None:
-        """Replaces the stored answer. If writing fails, a lost answer requires training again."""
+        """Replaces the stored answer. If writing fails, the client must train again when the answer is lost."""
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))
         except OSError as error:
-            _log.warning("Cannot store the answer for a repeated order: %s.", describe(error))
+            _log.warning("Cannot store the answer: if it is lost, the client must train again: %s.", describe(error))

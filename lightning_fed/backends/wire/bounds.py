@@ -1,4 +1,4 @@
-"""Client-side limits for the work that a server may request."""
+"""Client-side limits on the work that a server may request."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from lightning_fed.backends.wire.packets import TrainRequest, find_bad_rate
 
 @dataclass(frozen=True)
 class OrderBounds:
-    """Limits for work requested by the server. A client refuses a train request outside the limits.
+    """Limits on the work that the server may request. A client refuses a train request outside the limits.
 
     Args:
-        max_epochs: Maximum passes over the client's data in a visit.
-        max_batches: Maximum batches in a visit.
-        min_batches: Minimum batches in a visit. An update from a single batch reveals most about the examples.
-        max_lr: Maximum learning rate for optimizers and schedulers.
-        min_clients: Minimum clients in a secure sum with this client. A sum over few clients reveals more about each.
+        max_epochs: Maximum number of passes over the client's data in a visit.
+        max_batches: Maximum number of batches in a visit.
+        min_batches: Minimum number of batches in a visit. An update from a single batch reveals the most about its
+            examples.
+        max_lr: Maximum learning rate of optimizers and schedulers.
+        min_clients: Minimum number of clients in a secure sum with this client. A sum over fewer clients reveals more.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
@@ -42,7 +43,7 @@ class OrderBounds:
             check_positive("max_lr", self.max_lr)
         if self.max_batches is not None and self.min_batches > self.max_batches:
             raise ValueError(
-                f"Expected `min_batches` of at most max_batches={self.max_batches}, but got {self.min_batches}."
+                f"Expected `min_batches` to be at most max_batches={self.max_batches}, but got {self.min_batches}."
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:
@@ -60,4 +61,4 @@ class OrderBounds:
         if 0 < batches < self.min_batches:
             return f"the server asks for {batches} batches, but this client requires at least {self.min_batches}"
         rate = None if self.max_lr is None else find_bad_rate(train_request.hyperparameters, self.max_lr)
-        return None if rate is None else f"the server's learning rate {rate}, but this client allows {self.max_lr}"
+        return None if rate is None else f"the server's option {rate}, but this client allows {self.max_lr}"

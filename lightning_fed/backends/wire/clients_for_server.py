@@ -1,4 +1,4 @@
-"""The server's half of a federation with remote clients: exchanges a round's messages."""
+"""Server side of a federation with remote clients: exchanges the messages of a round."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ from lightning_fed.server.schedule import Cohort, Visit
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS, _MANUAL_STEPS = 1_000_000, 100
-_MOST_TIMES = 100  # times the median step count, the limit for a visit's count
+_MOST_TIMES = 100  # factor for the median step count: limit for a client's step count
 _LOSS_SCALES = 2.0**-30, 2.0**40
 
 
 class RemotePopulation(Population):
-    """Clients without data in this process."""
+    """Population of clients whose data are on other machines."""
 
     def num_samples(self, client: Client) -> int:
         raise self._error(client)
@@ -81,13 +81,13 @@ class RemotePopulation(Population):
     @staticmethod
     def _error(client: Client) -> MisconfigurationException:
         return MisconfigurationException(
-            f"The data of client {client!r} are on the client's machine, and unknown to the server. A callback or"
-            " option that needs data on the server works with clients in one process only."
+            f"The data of client {client!r} are on the client's machine and not available on the server. A callback "
+            "or option that needs client data on the server works only with clients in one process."
         )
 
 
 class RemoteClientSide(RemoteSide):
-    """A federation's remote clients; ``client_store`` records each client's last round with stored state."""
+    """Remote clients of a federation. ``client_store`` records the last round in which each client stored state."""
 
     has_server = True
 
@@ -97,26 +97,26 @@ class RemoteClientSide(RemoteSide):
         self._transport, self._client_store, self._seed = transport, client_store, seed
         self.population = RemotePopulation(clients)
         self._cohort = Cohort(())
-        self._distrusted: set[Client] = set()  # in secure sums
+        self._distrusted: set[Client] = set()  # clients distrusted in secure sums
         self._train_request: dict[str, Any] = {}
         self._server_entries: State = {}
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns no visits, because clients train elsewhere. Lightning runs one empty batch and waits for answers."""
+        """Returns no visits, because clients train remotely. Lightning runs one empty batch and waits for answers."""
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 
     def start(self, fit: FederatedFit) -> None:
-        """Does nothing: the round uses the Trainer's optimizers and schedulers."""
+        """Does nothing, because the round uses the Trainer's optimizers and schedulers."""
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
     def exchange(self, round: Round) -> None:
-        """Runs the round's visits, in the order of the cohort; a faulty answer excludes only the sender."""
+        """Runs the visits of a round in cohort order. A faulty answer excludes only its sender."""
         fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
-                "Expected per-step schedulers that the server can repeat, but the steps of `ReduceLROnPlateau`"
-                " depend on a client's measurements: choose another schedule, or step it once per round."
+                "Expected per-step schedulers that the server can repeat, but `ReduceLROnPlateau` depends on a "
+                "client's measurements: choose another schedule, or step the scheduler once per round."
             )
         frozen = {name: value for name, value in round.local.server_entries.items() if fit.policies[name] == "frozen"}
         filled = [
@@ -124,9 +124,9 @@ class RemoteClientSide(RemoteSide):
         ]
         if filled:
             raise MisconfigurationException(
-                "Expected buffers with NaN or infinite initial values to stay unchanged, because such buffers are not"
-                f" sent, but the server's validation or training has filled {sorted(filled)}: name the buffers in"
-                " `personal` (each side keeps separate values), or start with finite values (sent and averaged)."
+                "Expected buffers with NaN or infinite initial values to stay unchanged, because such buffers are "
+                f"not sent, but validation or training on the server changed {sorted(filled)}: add the buffers to "
+                "`personal` (each client has separate values), or start with finite values (sent and averaged)."
             )
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
@@ -147,25 +147,25 @@ class RemoteClientSide(RemoteSide):
                 except Exception as error:
                     if remote.request is None:
                         raise
-                    # The request names rows outside the model.
+                    # The request contains rows outside the model.
                     server.refuse(client, f"its request cannot be answered: {describe(error)}", without_frames(error))
                     continue
                 yield remote.visit, remote.broadcast, "" if remote.request is None else digest_request(remote.request)
 
         for client, reply in self._ask(server, VISIT, messages()):
             run_to_step(fit, flows.pop(client), reply)
-            del reply  # a large model, during the wait for the next one
+            del reply  # frees a large model while waiting for the next one
         self._end_optimizers(round, [remote for remote in visits.values() if remote.steps is not None])
         if secure_sum is not None:
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: _RemoteVisit) -> Flow:
-        """The server's half of a visit, with the events of :meth:`ClientVisit.run`: broadcast, training, answer."""
+        """Server side of a visit, with the events of :meth:`ClientVisit.run`: broadcast, training, answer."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         remote.broadcast = yield Ask(remote.request or Request(client))
         answer = self._open((yield Step()), client, round.state)
         if not isinstance(answer, tuple):
-            _exclude(server, client, answer, "it sent a request instead of an answer")
+            _exclude(server, client, answer, "it sent a request instead of an update")
             return
         update, reported = answer
         try:
@@ -179,7 +179,7 @@ class RemoteClientSide(RemoteSide):
             server.refuse(client, str(error))
             return
         except Exception as error:
-            server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
+            server.refuse(client, f"its answer is invalid: {describe(error)}", without_frames(error))
             return
         if (yield UpdateAnswer(update)):
             remote.steps = steps
@@ -200,7 +200,7 @@ class RemoteClientSide(RemoteSide):
                 final = optimizers.advanced(of_schedulers)
             except Exception as error:  # a schedule with fewer steps
                 _log.warning(
-                    "Round %d: the schedulers do not continue from client %r, which reports %s steps: %s.",
+                    "Round %d: the schedulers do not resume from client %r, which reports %s steps: %s.",
                     round_number(remote.visit.round), remote.visit.client, of_schedulers, describe(error),
                 )  # fmt: skip
                 continue
@@ -215,7 +215,7 @@ class RemoteClientSide(RemoteSide):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Sends the question with the model, and receives answers in the order of the clients."""
+        """Sends a query with the model, and receives answers in client order."""
         entries = live_entries(fit.module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
@@ -275,9 +275,9 @@ class RemoteClientSide(RemoteSide):
     def _ask(
         self, server: ServerInterface, kind: str, messages: Iterable[tuple[Visit, Broadcast, str]]
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends messages, each with the digest of the client's request, and yields the answers in order.
+        """Sends messages, each with the hash of the client's request, and yields the answers in order.
 
-        A client without the unsent entries receives all entries in a second message.
+        A client that does not store the omitted entries receives all entries in a second message.
         """
         sent: dict[Client, tuple[Visit, Broadcast, str]] = {}
         digests: dict[frozenset[str], str] = {frozenset(): ""}
@@ -318,7 +318,7 @@ class RemoteClientSide(RemoteSide):
         if not lacking:
             return
         _log.info(
-            "Round %d: %d clients do not hold the expected model, and receive all entries.",
+            "Round %d: %d clients do not store the expected entries, so the server sends all entries.",
             round_number(number),
             len(lacking),
         )
@@ -352,11 +352,11 @@ class RemoteClientSide(RemoteSide):
         answer = self._open(reply, client, model)
         if isinstance(answer, tuple):
             return answer[0]
-        return answer.reason if isinstance(answer, Fault) else "it sent another kind of answer"
+        return answer.reason if isinstance(answer, Fault) else "it sent an answer of another kind"
 
     def _open(self, reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
         answer = read_answer(reply, client, model)
-        if isinstance(answer, Fault) and answer.reason == NOT_HERE:  # the transport looks for another node
+        if isinstance(answer, Fault) and answer.reason == NOT_HERE:  # the transport then searches for another node
             self._transport.forget(client)
         return answer
 
@@ -369,19 +369,20 @@ def _is_lacking(reply: Packet | str) -> bool:
 
 
 def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
-    """Adds an update's unsent entries from the broadcast; raises ``BadUpdate`` for another number of entries."""
+    """Adds unsent entries from the broadcast; raises ``BadUpdate`` if their number differs."""
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())
     if len(missing) != count:
-        raise BadUpdate(f"it reports {count} unsent entries, but {len(missing)} are missing")
+        raise BadUpdate(f"it reports {count} unsent entries, but {len(missing)} entries are missing")
     whole = update.state | {name: sent[name] for name in missing}
     update.state = {name: whole[name] for name in (*sent, *(update.state.keys() - sent.keys()))}
     update.unsent = missing
 
 
 def _most_steps(visit: Visit, is_automatic: bool) -> int:
-    # The server does not know a client's batches per epoch. Manual optimization may make several steps per batch.
+    # The server does not know a client's number of batches per epoch. Manual optimization may take several steps per
+    # batch.
     if visit.steps is None:
         return _MOST_STEPS
     return min(visit.steps * (1 if is_automatic else _MANUAL_STEPS), _MOST_STEPS)
@@ -389,7 +390,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A client's reported number of steps in a visit, also by scheduler (if any), and the loss scale's state."""
+    """Steps reported by a client for a visit: in total, by scheduler (if any), and the state of the loss scale."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -400,33 +401,33 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     """Reads the step counts and the loss scale from an answer.
 
     The server repeats scheduler steps by count, because a learning rate must not come from a client. A loss scale comes
-    from the client, inside a plausible range.
+    from the client and must be plausible.
     """
     if said.steps > most:
-        raise BadUpdate(f"it reports {said.steps} steps, and {most} are possible")
+        raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
     if after is None:
         return _Steps(said.steps)
     steps: Any = after.get("steps") if isinstance(after, dict) else None
     is_list = isinstance(steps, list) and len(steps) == len(optimizers.step_schedulers)
     if not is_list or not all(type(step) is int and 0 <= step <= most for step in steps):
-        raise BadUpdate(f"its scheduler steps cannot be used: {steps!r:.100}, expected 0 to {most} each")
+        raise BadUpdate(f"its scheduler steps are invalid: got {steps!r:.100}, expected 0 to {most} for each scheduler")
     start, scaler = pack_numbers(optimizers.start["scaler"]), after.get("scaler")
     if not start or not scaler:
         return _Steps(said.steps, steps)
     try:
         fitted = fit_numbers(scaler, start)
     except ValueError as error:
-        raise BadUpdate(f"its loss scale cannot be used: {error}") from error
+        raise BadUpdate(f"its loss scale is invalid: {error}") from error
     moved = {name for name in start if fitted[name] != start[name]} - {"scale", "_growth_tracker"}
     if moved or not _LOSS_SCALES[0] <= fitted["scale"] <= _LOSS_SCALES[1]:
-        raise BadUpdate(f"its loss scale cannot be used: {fitted}")
+        raise BadUpdate(f"its loss scale is invalid: {fitted}")
     return _Steps(said.steps, steps, fitted)
 
 
 @dataclass
 class _RemoteVisit:
-    """A visit on another machine: index in the round, client's request, server's message, and reported steps."""
+    """A visit on another machine: position in the round, client's request, server's message, and reported steps."""
 
     visit: Visit
     position: int
@@ -436,13 +437,13 @@ class _RemoteVisit:
 
 
 class _Unreadable(Fault):
-    """Fault in place of a reply that cannot be read."""
+    """Fault in place of an unreadable reply."""
 
 
 def _exclude(
     server: ServerInterface, client: Client, answer: Request | tuple[ClientUpdate, Answer] | Fault, otherwise: str
 ) -> None:
-    """Excludes a client without a good answer: as refused after a bad answer, as failed without an answer."""
+    """Excludes a client without a valid answer: as refused after an invalid answer, as failed without an answer."""
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)
     else:
@@ -450,11 +451,11 @@ def _exclude(
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads any reply; an unreadable reply is the client's fault."""
+    """Reads any reply. An unreadable reply is a fault of the client."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:
         bad_size = find_bad_size(reply, model)
         return read_reply(reply, client) if bad_size is None else _Unreadable(client, bad_size)
-    except Exception as error:  # also unexpected errors in a reader
+    except Exception as error:  # also catches unexpected errors while reading
         return _Unreadable(client, unreadable(error))

@@ -1,4 +1,4 @@
-"""Clients and validation data for the server half or the client half."""
+"""Clients and validation data, on the server side or the client side."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_fed.data.population import Population
 
 
 class HalfData(EvaluationData):
-    """Validation data and batch hooks of a datamodule, for the server's or the client's half of a federation.
+    """Validation data and batch hooks of a datamodule, on the server or client side of a federation.
 
-    ``data=ClientsBatch()`` replaces the clients' validation and test data on a server without data.
+    On a server without data, ``data=ClientsBatch()`` replaces the clients' validation and test data.
     """
 
     def __init__(self, data: Any = None) -> None:
@@ -26,7 +26,7 @@ class HalfData(EvaluationData):
         super().__init__(None if source is not None else data, data if isinstance(data, ClientsBatch) else None)
         if source is not None:
             hooks = [*FORWARDED, "val_dataloader", "test_dataloader"]
-            if isinstance(source, EvaluationData):  # clients with evaluation data
+            if isinstance(source, EvaluationData):  # clients that have evaluation data
                 hooks += ["val_clients", "test_clients", "has_clients"]
             for hook in hooks:
                 setattr(self, hook, getattr(source, hook))
@@ -42,8 +42,8 @@ def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
         data = FederatedDataModule(data)
     if isinstance(data, FederatedDataModule) == (partition is not None) or not isinstance(data, L.LightningDataModule):
         raise MisconfigurationException(
-            "Expected `data` to be clients (a mapping, or a FederatedDataModule), or a datamodule that the"
-            f" federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
+            "Expected `data` to contain clients (a mapping or a FederatedDataModule), or a datamodule that the "
+            f"federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
         )
     data.prepare_data()
     data.setup("fit")

@@ -17,27 +17,29 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile:
-    """File with the entries sent only once by the server, shared by all clients on a node.
+    """File with entries sent only once by the server, shared by all clients on a node.
 
-    Each message may reach a new process, which reads the entries from this file.
+    A new process may handle each message, and reads the entries from this file.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "held.safetensors"
 
     def read(self) -> State:
-        """Returns the entries; empty for a missing or unreadable file."""
+        """Returns the entries; empty if the file is missing or unreadable."""
         try:
             return dict(load_file(self._path))
-        except Exception:  # the client requests the entries again
+        except Exception:  # the client will request the entries again
             return {}
 
     def store(self, state: State) -> None:
-        """Adds or replaces entries. A failed write leaves the file unchanged."""
+        """Adds or replaces entries. If writing fails, the file stays unchanged."""
         # Copies, because safetensors refuses tensors that share memory.
         whole = self.read() | copy_state(state)
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial:
                 save_file({name: value.contiguous().cpu() for name, value in whole.items()}, partial)
-        except Exception as error:  # a full disk, or a type unknown to safetensors
-            _log.warning("Cannot store model entries; the client will request the entries again: %s.", describe(error))
+        except Exception as error:  # a full disk, or a dtype unknown to safetensors
+            _log.warning(
+                "Cannot store model entries, so the client will request the entries again: %s.", describe(error)
+            )

@@ -1,4 +1,4 @@
-"""Serialisation of optimizer, scheduler and loss scaler states between server half and client half."""
+"""Serialises optimizer, scheduler and loss scaler states between server and client."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def _pack(value: Any, path: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
-        # Tables with other keys, such as the milestones of `MultiStepLR`, are constants and equal on both halves.
+        # Tables with other keys, such as the milestones of `MultiStepLR`, are constants and equal on both sides.
         return {name: _pack(item, f"{path}.{name}") for name, item in value.items() if isinstance(name, str)}
     if isinstance(value, list | tuple):
         return [_pack(item, path) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise MisconfigurationException(
-        f"Expected optimizers and schedulers with options that can be sent, but {path.lstrip('.')!r} is a"
-        f" {type(value).__name__}: numbers, texts and lists of them can."
+        "Expected optimizer and scheduler options that can be sent (numbers, strings, and lists of both), but "
+        f"{path.lstrip('.')!r} is a {type(value).__name__}."
     )
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Keeps the received numbers with a local counterpart; raises ``ValueError`` if the structures do not match.
+    """Selects the received numbers that exist locally; raises ``ValueError`` if the structures do not match.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
@@ -56,11 +56,11 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
     is_number = isinstance(numbers, int | float) and (numbers == like or abs(numbers) < _LARGE)
     if is_number and (like is None or isinstance(like, int | float)):
         return numbers
-    raise ValueError(f"{path.lstrip('.')!r} does not fit the server's")
+    raise ValueError(f"{path.lstrip('.')!r} does not match the server's structure")
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Class names of optimizers; for a wrapper, the wrapped optimizer's."""
+    """Class names of optimizers; for a wrapper, the class name of the wrapped optimizer."""
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 
@@ -69,8 +69,8 @@ def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Seque
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(
-            f"the server's optimizers have {[len(options) for options in groups]} parameter groups, and the client's"
-            f" {shapes}: both need the same model"
+            f"the server's optimizers have {[len(options) for options in groups]} parameter groups, but the client's "
+            f"have {shapes}: both need the same model"
         )
     for optimizer, sent in zip(optimizers, groups, strict=True):
         for group, values in zip(optimizer.param_groups, sent, strict=True):
@@ -93,6 +93,6 @@ def on_device(state: State, device: torch.device) -> State:
 
 
 def digest_request(request: Request) -> str:
-    """Digest of a client's request."""
+    """Hash of a client's request."""
     parts = {"rows": request.rows, "extras": request.extras}
     return digest({f"{kind}:{name}": part[name] for kind, part in parts.items() for name in part})

@@ -1,4 +1,4 @@
-"""Check for Trainer arguments reserved by the federation."""
+"""Check for Trainer arguments set by the federation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 
 def check_options(trainer: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
-    """Returns the user's arguments for ``L.Trainer``; refuses reserved names."""
+    """Returns the user's arguments for ``L.Trainer``; refuses arguments set by the federation."""
     if not (trainer is None or isinstance(trainer, Mapping)):
         raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")
     options = dict(trainer or {})
     refused = [name for name in options if name in reserved]
     if refused:
-        raise ValueError(f"Expected `trainer` without {list(reserved)}, which are set here, but got {refused}.")
+        raise ValueError(
+            f"Expected `trainer` without {list(reserved)}, because the federation sets these arguments, "
+            f"but got {refused}."
+        )
     return options

@@ -1,6 +1,6 @@
-"""Messages as text and bytes: a JSON header, followed by the raw memory of all tensors. Nothing is pickled.
+"""Messages as text and bytes: a JSON header, followed by the raw memory of all tensors. Messages are never pickled.
 
-All tensors form one byte string, for networks with chunks or objects.
+All tensors form one byte string, for networks that send chunks or objects.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_fed.server.schedule import Visit
 VERSION = 6
 """Version of the message format. A message with another version is an error."""
 
-_MANY = 2**53  # largest exact integer in a float
-_LARGEST = 2**48  # elements in a tensor
+_MANY = 2**53  # largest integer that a float represents exactly
+_LARGEST = 2**48  # maximum number of elements in a tensor
 _LARGE = 2**20  # bytes; larger entries are not copied
 _LONGEST_NAME = 1000
 _MOST_DIMENSIONS = 64  # PyTorch's limit
-_HIGHEST_RATE = 1e6  # sanity limit for learning rates
-_TEXT = 2**20, 2**11  # bytes in a header: constant, and per entry
-_DATA = 2**26, 8  # bytes in a reply's tensors: constant, and per byte of the model
+_HIGHEST_RATE = 1e6  # upper limit for plausible learning rates
+_TEXT = 2**20, 2**11  # bytes in a header: constant part, and per entry
+_DATA = 2**26, 8  # bytes in a reply's tensors: constant part, and per byte of the model
 
 VISIT, REQUEST, STATISTICS, QUESTION, HELLO = "train", "query.request", "evaluate", "evaluate.question", "query"
 """Message types: query for an update, for requested rows, for BatchNorm statistics, for a callback's answer, and for a
@@ -49,15 +49,15 @@ _DTYPES = {
 }  # fmt: skip
 
 
-NOT_HERE = "its data are not at this node"
+NOT_HERE = "its data are not on this node"
 """Fault if the node does not serve the client."""
 
-NOT_HELD = "it does not hold the entries missing in the message"
+NOT_HELD = "it does not store the entries omitted from the message"
 """Fault if the client's entries differ from the server's record. The server then sends all entries."""
 
 
 class PacketError(ValueError):
-    """Raised with a one-line reason for an invalid message. The reason may quote received data."""
+    """Raised for an invalid message, with a one-line reason that may quote received data."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(one_line(reason))
@@ -65,7 +65,7 @@ class PacketError(ValueError):
 
 @dataclass(frozen=True)
 class Packet:
-    """A message in transport form: JSON header and concatenated tensor memory. ``data`` counts as communication."""
+    """A message for transport: JSON header and concatenated tensor memory. The size of ``data`` is logged."""
 
     text: str
     data: bytes = b""
@@ -73,21 +73,22 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Request to train, sent with the broadcast: the visit and the start state.
+    """Request to train, sent with the broadcast: the visit and its initial state.
 
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
-        kept: Index of the round with the client's last good update and stored state; -1 without such a round.
-        needed: Earliest round from which the server may resume. Of older states, the client only needs the newest.
-        seed: Seed of the federation, for the construction of the model.
-        frozen: Digest of entries that are never sent; server and client must have equal values.
-        hyperparameters: Optimizer options for the round, and start of per-step schedulers and loss scale.
-        asked: Digest of the client's request; empty without a request.
-        held: Digest of the entries missing in the message, because the client stores them; empty without such entries.
+        kept: Index of the round in which the client last stored state and sent a valid update; -1 without such a round.
+        needed: Earliest round from which the server may resume. From older rounds, the client needs only the latest
+            state.
+        seed: Seed of the federation, used to build the model.
+        frozen: Hash of entries that are never sent; server and client must have equal values.
+        hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and the loss scale.
+        asked: Hash of the client's request; empty without a request.
+        held: Hash of the entries omitted from the message because the client stores them; empty if none are omitted.
         keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        question: Query from a callback, outside of a round; ``None`` in a round.
+        question: Query of a callback outside a round; ``None`` in a round.
     """
 
     run: str
@@ -106,10 +107,11 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's report, sent with the update.
+    """Report of a client, sent with the update.
 
-    ``after`` has the step count of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``). ``keeps``
-    is true if the client stored state for the next visit. ``unsent`` counts unchanged entries missing in the update.
+    ``after`` contains the step count of each per-step scheduler (``"steps"``) and the loss scale (``"scaler"``).
+    ``keeps`` states whether the client stored state for the next visit. ``unsent`` is the number of unchanged entries
+    omitted from the update.
     """
 
     steps: int = 0
@@ -120,7 +122,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer; for an exception only the class, because the text may contain private details."""
+    """Reason for a missing answer. For an exception, only its class, because the text may contain private details."""
 
     client: Client
     reason: str
@@ -130,7 +132,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Makes a packet from a header with plain containers, and groups of tensors by name."""
+    """Creates a packet from a header (plain containers) and groups of tensors by name."""
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
     for group, state in tensors.items():
@@ -141,43 +143,45 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
                 raise PacketError(f"entry {name!r} is {value.dtype} with layout {value.layout}, which cannot be sent")
             table[group].append((name, dtype, list(value.shape)))
             flat = value.detach().cpu().contiguous().reshape(-1)
-            parts.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")  # without a copy
+            parts.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")  # no copy
     text = json.dumps({"version": VERSION, "kind": kind, "header": dict(header), "tensors": table})
     return Packet(text, b"".join(parts))
 
 
 def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tuple[dict[str, Any], dict[str, State]]:
-    """Reads a packet's header and tensors. With several allowed kinds, the header contains the ``"kind"``."""
+    """Reads a packet's header and tensors. If several kinds are allowed, the header contains ``"kind"``."""
     try:
         content = json.loads(packet.text)
         version, kind, header, table = (content[name] for name in ("version", "kind", "header", "tensors"))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise PacketError("it is not a message from lightning-fed") from error
+        raise PacketError("the message is not from lightning-fed") from error
     if version != VERSION:
-        raise PacketError(f"it has version {version!r} instead of {VERSION}: install the same release everywhere")
+        raise PacketError(
+            f"the message has version {version!r} instead of {VERSION}: install the same release on all machines"
+        )
     if kind not in kinds or not isinstance(header, dict) or not isinstance(table, dict):
-        raise PacketError(f"it is {kind!r} instead of {' or '.join(map(repr, kinds))}")
+        raise PacketError(f"the message is {kind!r} instead of {' or '.join(map(repr, kinds))}")
     if client is not None and (header.get("client") != client or isinstance(header.get("client"), bool)):
-        raise PacketError(f"it answers for client {header.get('client')!r:.100}")
+        raise PacketError(f"the message answers for client {header.get('client')!r:.100}")
     start, tensors = 0, {}
     for group, rows in table.items():
         tensors[group] = state = dict[str, Tensor]()
         for row in rows if isinstance(rows, list) else [None]:
             name, dtype, shape, size = _checked(row)
             if start + size > len(packet.data):
-                raise PacketError(f"entry {name!r} needs more bytes than the message has")
+                raise PacketError(f"entry {name!r} needs more bytes than the message contains")
             if name in state:
                 raise PacketError(f"entry {name!r} appears twice")
             state[name] = _tensor_at(packet.data, start, size, dtype, group == "state").reshape(shape)
             start += size
     if start != len(packet.data):
-        raise PacketError(f"its entries have {start} bytes, but it has {len(packet.data)}")
+        raise PacketError(f"its entries need {start} bytes, but the message contains {len(packet.data)}")
     return (header if len(kinds) == 1 else {**header, "kind": kind}), tensors
 
 
 def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model: bool) -> Tensor:
-    # Large model entries share the packet's memory, because a packet is read only once. Other tensors are copied: a
-    # small tensor, or a tensor stored beyond the round, would keep the whole packet alive.
+    # Large model entries share the packet's memory, because a packet is read only once. Other tensors are copied,
+    # because a small tensor, or a tensor stored beyond the round, would keep the whole packet in memory.
     if size == 0:
         return torch.zeros(0, dtype=dtype)
     if is_model and size >= _LARGE and start % dtype.itemsize == 0:
@@ -187,15 +191,15 @@ def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model:
 
 def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
     if not (isinstance(row, list) and len(row) == 3 and _is_name(row[0]) and _is_shape(row[2])):
-        raise PacketError(f"its table has the invalid entry {row!r}")
+        raise PacketError(f"its tensor table has the invalid row {row!r}")
     name, dtype, shape = row
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise PacketError(f"its entry {name!r} has the type {dtype!r}")
+        raise PacketError(f"its entry {name!r} has the invalid dtype {dtype!r}")
     return name, _DTYPES[dtype], shape, math.prod(shape) * _DTYPES[dtype].itemsize
 
 
 def is_answer(packet: Packet) -> bool:
-    """True for a packet that may be an answer; false for faults and unreadable short packets.
+    """Whether a packet may be an answer; false for faults and unreadable short packets.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -210,7 +214,7 @@ def is_answer(packet: Packet) -> bool:
 
 
 def is_client(key: object) -> bool:
-    """True for a valid client key: a string, or an integer below 2^63.
+    """Whether a value is a valid client key: a string, or an integer below 2^63.
 
     Example:
         >>> is_client("ann"), is_client(3), is_client(True), is_client(None)
@@ -220,17 +224,17 @@ def is_client(key: object) -> bool:
 
 
 def find_bad_place(run: object, client: object, round: object) -> str | None:
-    """Describes an invalid run, client or round in a message; returns ``None`` if all are valid.
+    """Describes an invalid run, client or round in a message; ``None`` if all are valid.
 
     Example:
         >>> find_bad_place("0a", "ann", 3), find_bad_place("../0a", "ann", 3)
         (None, "the run is '../0a'")
     """
     if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{1,64}", run):  # used as a folder name
-        return f"the run is {run!r:.100}"
+        return f"the run {run!r:.100} is invalid"
     if not is_client(client):
-        return f"the client is {client!r:.100}"
-    return None if type(round) is int and 0 <= round < _MANY else f"the round is {round!r:.100}"
+        return f"the client {client!r:.100} is invalid"
+    return None if type(round) is int and 0 <= round < _MANY else f"the round {round!r:.100} is invalid"
 
 
 def _is_name(name: object) -> bool:
@@ -244,22 +248,22 @@ def _is_shape(shape: object) -> bool:
         return False
     if not all(type(length) is int and 0 <= length < _LARGEST for length in shape):
         return False
-    # An empty tensor's other dimensions need the limit, too.
+    # The other dimensions of an empty tensor must also be limited.
     size: int = math.prod(max(length, 1) for length in shape)
     return size < _LARGEST
 
 
-# --- the federation's messages ---------------------------------------------------------------------------------------
+# --- messages of the federation -----------------------------------------------------------------------------------
 
 
 def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
-    """Makes a packet from a train request, optionally with the broadcast."""
+    """Creates a packet from a train request, optionally with the broadcast."""
     tensors = {} if broadcast is None else {"state": broadcast.sent, "extras": broadcast.extras}
     return write_packet(kind, vars(train_request) | {"visit": asdict(train_request.visit)}, **tensors)
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
-    """Reads a packet from :func:`write_train_request`. Without a broadcast, the returned broadcast has no tensors."""
+    """Reads a packet from :func:`write_train_request`. Without a broadcast, the result's broadcast is empty."""
     header, tensors = read_packet(packet, kind)
     try:
         visit = Visit(**header.pop("visit"))
@@ -290,12 +294,12 @@ def _check_train_request(train_request: TrainRequest) -> None:
         if type(number) is not int or not lowest <= number < _MANY:
             raise TypeError(f"{name} is {number!r}")
     if visit.seed >= 2**32:
-        raise TypeError(f"visit's seed is {visit.seed}")
+        raise TypeError(f"the seed {visit.seed} of the visit is invalid")
     if visit.portion is not None and not (isinstance(visit.portion, int | float) and 0 <= visit.portion < 1):
         raise TypeError(f"portion is {visit.portion!r}")
     for name, kind in _TYPES.items():
         if not isinstance(getattr(train_request, name), kind):
-            raise TypeError(f"{name} is {getattr(train_request, name)!r:.100}")
+            raise TypeError(f"the field {name} has the invalid value {getattr(train_request, name)!r:.100}")
     if not all(map(is_client, train_request.peers or ())):
         raise TypeError(f"peers is {train_request.peers!r:.100}")
     bad_rate = find_bad_rate(train_request.hyperparameters)
@@ -304,7 +308,7 @@ def _check_train_request(train_request: TrainRequest) -> None:
 
 
 def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") -> str | None:
-    """Returns the first learning rate (names with ``lr``) outside the allowed range, as text, or ``None``.
+    """Describes the first learning rate (names with ``lr``) outside the allowed range, or returns ``None``.
 
     Example:
         >>> find_bad_rate({"groups": [[{"lr": 0.1, "momentum": 0.9}]], "schedulers": [{"base_lrs": [-1.0]}]})
@@ -322,32 +326,32 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes a reply that is too large for the model, before the reply is read; otherwise returns ``None``."""
+    """Describes a reply that is too large for the model, before the reply is read, or returns ``None``."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
         return (
-            f"its answer has {len(packet.text)} characters and {len(packet.data)} bytes, and no more than {longest} and"
-            f" {largest} are read"
+            f"its answer has {len(packet.text)} characters and {len(packet.data)} bytes, but the limits are {longest} "
+            f"and {largest}"
         )
     return None
 
 
 def write_request(request: Request) -> Packet:
-    """Makes a packet from a client's request. Rows shared by several entries are sent once."""
+    """Creates a packet from a client's request. Rows shared by several entries are sent once."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
 
 
 def write_update(update: ClientUpdate, answer: Answer) -> Packet:
-    """Makes a packet from a client's update."""
+    """Creates a packet from a client's update."""
     header = {name: getattr(update, name) for name in ("client", "num_samples", "metrics")} | asdict(answer)
     return write_packet("update", header, state=update.sent, extras=update.extras)
 
 
 def write_fault(fault: Fault) -> Packet:
-    """Makes a packet from a fault."""
+    """Creates a packet from a fault."""
     return write_packet("fault", asdict(fault))
 
 
@@ -363,7 +367,9 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
         metrics = {name: float(value) for name, value in header["metrics"].items() if isinstance(value, int | float)}
         num_samples, steps, unsent = header["num_samples"], header["steps"], header["unsent"]
         if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps, unsent)):
-            raise PacketError(f"it reports {num_samples!r} examples, {steps!r} steps and {unsent!r} entries left out")
+            raise PacketError(
+                f"it reports invalid counts: {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries"
+            )
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
         return update, Answer(steps, header["after"], header["keeps"] is True, unsent)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

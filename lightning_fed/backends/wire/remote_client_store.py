@@ -1,4 +1,4 @@
-"""Record of the rounds in which remote clients stored state. The state itself stays on the clients."""
+"""Record with the latest round of stored state for each remote client. The state itself stays on the clients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_fed.messages import Client, State
 
 
 class RemoteClientStore(ClientStore):
-    """For every client, the round of the last good update: the next visit starts from the state stored in this round.
+    """For each client, the round of the last valid update. The client's next visit resumes from this round.
 
-    A visit without a used update (answer lost, late or invalid, or server killed) has no effect: the next train request
-    names the previous state.
+    A visit without a used update (answer lost, late or invalid, or server killed) has no effect: the next train
+    request names the previous state.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class RemoteClientStore(ClientStore):
         self.restore(0, {})
 
     def kept(self, client: Client) -> int:
-        """Index of the round with the client's last good update; -1 without such a round."""
+        """Index of the round with the client's last valid update; -1 without such a round."""
         return self._of_round.get(client, self._rounds.get(client, -1))
 
     def get(self, client: Client) -> State | None:
@@ -53,13 +53,13 @@ class RemoteClientStore(ClientStore):
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values())}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the rounds from a checkpoint; raises ``ValueError`` for a checkpoint of a fit in one process."""
+        """Restores the rounds from a checkpoint; raises ``ValueError`` for a checkpoint from a single-process fit."""
         if "folder" in state or state.get("states"):
             raise ValueError(
-                "Expected a checkpoint with remote clients, but got a checkpoint with client states from one process."
+                "Expected a checkpoint of a fit with remote clients, but got client states from a single-process fit."
             )
         self.run = state.get("run") or uuid.uuid4().hex
-        if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # a folder name
+        if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # used as a folder name
             raise ValueError(f"Expected a hexadecimal name of the fit in the checkpoint, but got {self.run!r}.")
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}
@@ -67,5 +67,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """Earliest round for resuming the server: the round of the second-to-last checkpoint."""
+        """Earliest possible round for resuming the server: the round of the second-to-last checkpoint."""
         return self._checkpoints[0]

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks a run's folder; raises ``RuntimeError`` if another process holds the lock."""
+    """Locks the folder of a run; raises ``RuntimeError`` if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         if fcntl is not None:
@@ -29,13 +29,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise RuntimeError(
-                    f"Another server trains in {str(folder)!r}: stop this server, or use another folder."
+                    f"Another server is training in {str(folder)!r}: stop that server, or use another folder."
                 ) from error
         yield
 
 
 def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
-    """Returns the stored client names of a resumed run if ``clients`` is only a number, otherwise ``clients``."""
+    """Returns the stored client names of a resumed run if ``clients`` is only a number, else ``clients``."""
     path = folder / "clients.json"
     if not (folder / "last.ckpt").exists() or not path.exists():
         return clients
@@ -43,7 +43,7 @@ def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequenc
     if isinstance(clients, int) and clients == len(known):
         return known
     if isinstance(clients, int) or set(clients) != set(known):
-        _log.warning("The run started with the clients %s, but resumes with %s.", known, clients)
+        _log.warning("The run started with the clients %s but resumes with %s.", known, clients)
     return clients
 
 

@@ -1,4 +1,4 @@
-"""Client half for any network: answers packets with a one-round fit in an ordinary Trainer."""
+"""Client side for any network: answers packets with a one-round fit in an ordinary Trainer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 ClientsData = L.LightningDataModule | Mapping[Client, Any]
 
-_LARGE = 16 * 2**20  # bytes; garbage collection only pays off for larger models
+_LARGE = 16 * 2**20  # bytes; garbage collection pays off only for larger models
 _QUIET: dict[str, Any] = {
     "devices": 1,
     "logger": False,
@@ -72,7 +72,7 @@ _OURS = (
 
 
 class ClientRunner:
-    """Answers packets. The runner lives as long as the process, so the next visit reuses model and data.
+    """Answers packets. The runner exists as long as the process, so model and data are built once.
 
     Takes the arguments of :func:`~lightning_fed.backends.flower.client_app`.
     """
@@ -108,13 +108,13 @@ class ClientRunner:
         )
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """Answers a packet, subject to the site policy. ``node`` is the receiving node's configuration."""
+        """Answers a packet, subject to the site policy. ``node`` is the configuration of the receiving node."""
         try:
             return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
         except PacketError:
             raise
-        except Exception as error:  # other messages and nodes still get answers
-            _log.exception("A message of type %r for the node %s could not be answered.", kind, dict(node))
+        except Exception as error:  # other messages and nodes must still get answers
+            _log.exception("Could not answer a message of type %r for the node %s.", kind, dict(node))
             raise PacketError(find_public_reason(error)) from None
         finally:
             _free(len(packet.data))
@@ -126,7 +126,7 @@ class ClientRunner:
 
     def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
         if kind not in ANSWERS:
-            raise PacketError(f"this client does not answer messages of type {kind!r:.100}")
+            raise PacketError(f"this client does not support messages of type {kind!r:.100}")
         population, datamodule = self._data_at(node)
         clients = _clients_at(node, population)
         if kind == HELLO:
@@ -137,16 +137,16 @@ class ClientRunner:
         train_request, broadcast = read_train_request(packet, kind)
         try:
             self._check_order(kind, train_request, clients, population)
-            is_kept = kind == VISIT and self._summed is None  # a secure sum's keys are for single use
+            is_kept = kind == VISIT and self._summed is None  # keys of a secure sum must not be reused
             finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
             last = None if finished is None else finished.read()
             if last is not None:
                 number = round_number(train_request.visit.round)
-                _log.info("Round %d: client %r repeats its answer.", number, train_request.visit.client)
+                _log.info("Round %d: client %r sends its stored answer again.", number, train_request.visit.client)
                 return last
             reply = self._carry_out(kind, train_request, broadcast, population, datamodule)
             excess = find_bad_size(reply, live_entries(self._module))
-            if excess is not None:  # the server would not read the reply
+            if excess is not None:  # the server would refuse to read the reply
                 raise ClientFault(excess)
             if finished is not None:
                 finished.store(reply)
@@ -186,7 +186,7 @@ class ClientRunner:
             return write_update(remote.answer, Answer())
         update = remote.server.update
         if update is None:
-            raise ClientFault(remote.server.fault or "it has no answer")
+            raise ClientFault(remote.server.fault or "it has no answer to send")
         store = FolderStore(self._store / run, keep_all=True)
         if train_request.needed:
             store.prune(client, train_request.needed)
@@ -251,7 +251,7 @@ class ClientRunner:
             return trainer.global_step
         finally:
             self._module.zero_grad(set_to_none=True)
-            # References to the Trainer would keep the round's tensors alive until the next visit.
+            # References to the Trainer would keep the round's tensors in memory until the next visit.
             self._module.trainer, datamodule.trainer = None, None
             del trainer, half
             _free(sum(value.nbytes for value in live_entries(self._module).values()))  # before the answer is written
@@ -264,11 +264,11 @@ class ClientRunner:
 
 
 def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:
-    if "partition-id" in node and "num-partitions" in node:  # a Flower simulation
+    if "partition-id" in node and "num-partitions" in node:  # in a Flower simulation
         return list(population.clients[int(node["partition-id"]) :: int(node["num-partitions"])])
     return list(population.clients)
 
 
 def _free(num_bytes: int) -> None:
-    if num_bytes > _LARGE:  # reference cycles would keep a large model alive until some later visit
+    if num_bytes > _LARGE:  # reference cycles would keep a large model in memory until a later visit
         gc.collect()

@@ -1,4 +1,4 @@
-"""Client half of a secure sum: the round's secrets between messages, and the masked update."""
+"""Client side of a secure sum: the secrets of a round, stored between messages, and the masked update."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ from lightning_fed.messages import Client, ClientUpdate, State, file_name
 _log = logging.getLogger(__name__)
 
 NOT_MASKED = "its federation has a secure sum, but the server requests an unmasked update"
-NOT_SUMMED = "the server has a secure sum, but its federation has none"
+NOT_SUMMED = "the server uses a secure sum, but its federation has none"
 
 
 class ClientSum:
-    """Client half of the secure sums in a run.
+    """Client side of the secure sums in a run.
 
     A round has four steps, each at most once: publish keys, share secrets, open other clients' shares, mask the update
-    and release shares. A file stores the values for the next step, because each message may reach a new process. A step
-    deletes the file of the step before, and the last step leaves no file. Therefore the client masks only one vector
-    with the same masks, and releases only one of two shares for every other client.
+    and release shares. A file stores the values for the next step, because a new process may handle each message. A
+    step deletes the file of the step before, and the last step leaves no file. Therefore the client never masks two
+    vectors with the same masks, and releases only one of two shares for every other client.
 
-    A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. After releasing
-    shares, the client only repeats the release for the same clients: the difference of two sums would reveal an update.
+    A sum that restarts (because a client sent unreadable shares, or the server was killed) uses new keys. After
+    releasing shares, the client repeats the release only for the same clients, because the difference of two sums would
+    reveal an update.
 
-    ``share`` is the fraction of the clients necessary to unmask a sum, more than one half.
+    ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
 
     def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
@@ -68,7 +69,7 @@ class ClientSum:
             return write_sum_reply(request, steps[request.stage](request))
         except (SumError, ClientFault) as fault:
             _log.warning(
-                "Round %d: client %r does not join the secure sum: %s.",
+                "Round %d: client %r does not take part in the secure sum: %s.",
                 round_number(request.round),
                 self._client,
                 fault,
@@ -83,13 +84,13 @@ class ClientSum:
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
-                raise SumError("the server names peers without shared secrets")
+                raise SumError("the server names peers that shared no secrets with this client")
             vector = torch.cat([value.reshape(-1).cpu() for value in numbers.values()]).numpy().view(np.uint32)
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
         except SumError as error:
             raise ClientFault(str(error)) from error
-        # Deletes the secrets: only other clients' shares can still restore them.
+        # Deletes the secrets: afterwards only the shares of other clients can restore them.
         self._put(round, "masked", {"least": least, "shares": [[peer, shares[peer]] for peer in peers]})
         masked = torch.split(torch.from_numpy(vector.view(np.int32)), [value.numel() for value in numbers.values()])
         for (name, value), part in zip(numbers.items(), masked, strict=True):
@@ -97,7 +98,7 @@ class ClientSum:
 
     def _publish(self, request: SumRequest) -> tuple[bytes, ...]:
         if self._folder.exists():
-            for path in self._folder.glob("*-*"):  # leftovers from failed sums and killed processes
+            for path in self._folder.glob("*-*"):  # remains of failed sums and killed processes
                 path.unlink(missing_ok=True)
         secrets = make_secrets()
         self._put(request.round, "keys", {name: value.hex() for name, value in vars(secrets).items()})
@@ -109,8 +110,8 @@ class ClientSum:
         self._check_count(len(peers), request.least)
         if request.least < self._share * len(peers) - 1e-9:
             raise SumError(
-                f"{request.least} of {len(peers)} clients could unmask the sum, but its federation requires a fraction"
-                f" of {self._share:.3g}"
+                f"{request.least} of {len(peers)} clients could unmask the sum, but its federation requires a "
+                f"fraction of at least {self._share:.3g}"
             )
         check_peers(peers, self._client, secrets.public, request.least)
         sealed, own = share_secrets(secrets, self._client, peers, request.least, self._context(request.round))
@@ -122,7 +123,7 @@ class ClientSum:
         known = self._take(request.round, "shared")
         keys, sealing = _keys_of(known), bytes.fromhex(known["sealing"])
         if self._client not in request.peers or not set(request.peers) <= keys.keys():
-            raise SumError("the server forwards shares from clients without shared secrets")
+            raise SumError("the server forwards shares from clients that sent no keys")
         self._check_count(len(request.peers), int(known["least"]))
         context, missing = self._context(request.round), _hex(Share(NO_SHARE, NO_SHARE))
         shares = {self._client: known["own"]}
@@ -134,7 +135,7 @@ class ClientSum:
             except SumError as error:
                 number = round_number(request.round)
                 _log.warning("Round %d: client %r: %s (from client %r).", number, self._client, error, peer)
-                shares[peer] = missing  # other clients' shares may suffice
+                shares[peer] = missing  # the shares of other clients may suffice
         self._put(request.round, "opened", {**known, "shares": list(shares.items())})
         return tuple(NOT_OPENED if shares[peer] == missing else OPENED for peer in request.peers)
 
@@ -143,9 +144,9 @@ class ClientSum:
         shares = {peer: Share(*map(bytes.fromhex, share)) for peer, share in known["shares"]}
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
         if list(shares) != list(request.peers):
-            raise SumError("the server requests shares for other clients than its masking peers")
+            raise SumError("the server requests shares of clients that are not peers of the masked update")
         if self._client not in survivors:
-            raise SumError("it is not a client of the sum to unmask")
+            raise SumError("it is not one of the clients in the sum to unmask")
         self._check_count(len(survivors), int(known["least"]))
         self._note_release(request.round, survivors)
         return tuple(shares[peer].seed if peer in survivors else shares[peer].pairing for peer in request.peers)
@@ -156,14 +157,14 @@ class ClientSum:
     def _check_count(self, count: int, least: int) -> None:
         needed = max(least, self._min_clients)
         if count < needed:
-            raise SumError(f"the sum has {count} clients, but needs {needed}")
+            raise SumError(f"the sum has {count} clients, but requires at least {needed}")
 
     def _note_release(self, round: int, survivors: list[Client]) -> None:
         path = self._folder / "released.json"
         released = json.loads(path.read_text()) if path.exists() else {}
         clients = hashlib.sha256(json.dumps(sorted(survivors, key=repr)).encode()).hexdigest()[:32]
         if released.setdefault(str(round), clients) != clients:
-            raise SumError("the round's sum was unmasked before, for other clients")
+            raise SumError("the sum of this round was already unmasked for other clients")
         write_text_atomically(path, json.dumps(released))
 
     def _put(self, round: int, stage: str, values: dict[str, Any]) -> None:
@@ -173,7 +174,7 @@ class ClientSum:
         write_private(path, json.dumps(values).encode())
 
     def _take(self, round: int, stage: str) -> dict[str, Any]:
-        """Returns and deletes an earlier step's values. Only one of several concurrent processes gets the values."""
+        """Returns and deletes the values from an earlier step. Only one of several concurrent processes gets values."""
         path = self._folder / f"{round}-{stage}.json"
         claimed = path.with_suffix(f".{os.getpid()}")
         try:
@@ -189,9 +190,9 @@ class ClientSum:
 
 
 def maskable(update: ClientUpdate, sent: State) -> State:
-    """Returns the tensors of an update to mask, by name. ``sent`` is the model received by the client.
+    """Returns the tensors of an update that must be masked, by name. ``sent`` is the model received by the client.
 
-    Changed entries of other dtypes, and metrics, raise ``ClientFault``, because a mask would not cover these.
+    Raises ``ClientFault`` for metrics and for changed entries of other dtypes, because a mask would not cover these.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

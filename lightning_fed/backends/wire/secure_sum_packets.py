@@ -1,4 +1,4 @@
-"""Messages of a secure sum: keys, shares, and unmasking."""
+"""Messages of a secure sum: keys, shares and unmasking."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ OPENED, NOT_OPENED = b"\1", b"\0"
 
 _MOST_CLIENTS = 10_000
 _MANY = 2**53
-_TEXT = 2**12, 2**8  # characters in a reply: constant, and per row
+_TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 
 
 @dataclass(frozen=True)
 class SumRequest:
     """Request to a client, for one step of a secure sum.
 
-    The stages are: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares sealed by
-    ``peers`` (``"open"``); release shares for ``peers``, to unmask the survivors' sum (``"unmask"``, with ``survivors``
-    for every peer). ``least`` is the number of shares necessary to restore a secret. ``rows`` has published keys
-    (``"shares"``), or shares sealed for the client, with zeros for the client (``"open"``), per peer.
+    The stages are: publish keys (``"keys"``); share secrets with ``peers`` (``"shares"``); open shares that ``peers``
+    have sealed (``"open"``); release shares of ``peers`` to unmask the sum of the survivors (``"unmask"``, with
+    ``survivors`` as a flag for each peer). ``least`` is the number of shares required to restore a secret. ``rows`` has
+    one row per peer: published keys (``"shares"``), or shares sealed for the client (``"open"``; zeros for the client
+    itself).
     """
 
     stage: Stage
@@ -64,7 +65,7 @@ shares."""
 
 
 def write_sum_request(request: SumRequest) -> Packet:
-    """Makes a packet from a request."""
+    """Creates a packet from a request."""
     header = {name: value for name, value in vars(request).items() if name != "rows"}
     return write_packet("sum", header, rows={"rows": _to_tensor(request.rows, ROW_BYTES[request.stage])})
 
@@ -76,7 +77,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
         raise PacketError("its request has missing or unknown fields")
     stage, peers, survivors = header["stage"], header["peers"], header["survivors"]
     if stage not in get_args(Stage):
-        raise PacketError(f"the step is {stage!r:.100}")
+        raise PacketError(f"the step {stage!r:.100} is invalid")
     bad_place = find_bad_place(header["run"], header["client"], header["round"])
     if bad_place is not None:
         raise PacketError(bad_place)
@@ -85,7 +86,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
     if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
         raise PacketError("its list of clients is invalid")
     if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):
-        raise PacketError(f"its {len(peers)} clients have duplicates, or do not fit the step")
+        raise PacketError(f"its {len(peers)} clients have duplicates or do not fit the step")
     expected = len(peers) if stage == "unmask" else 0
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
         raise PacketError("its list of survivors is invalid")
@@ -94,16 +95,16 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Makes a packet from a client's answer."""
+    """Creates a packet from a client's answer."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Reads a client's answer, rows or a fault; raises ``PacketError`` for another client or a too large answer."""
+    """Reads a client's rows or fault; raises ``PacketError`` if the answer is too large or from another client."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
-        raise PacketError(f"it has {len(packet.text)} characters and {len(packet.data)} bytes")
+        raise PacketError(f"its answer is too large: {len(packet.text)} characters and {len(packet.data)} bytes")
     header, tensors = read_packet(packet, "sum", "fault", client=request.client)
     if header["kind"] == "fault":
         return Fault(request.client, one_line(str(header.get("reason"))))
@@ -125,7 +126,7 @@ def _to_tensor(rows: tuple[bytes, ...], size: int) -> torch.Tensor:
 
 def _to_rows(tensors: Mapping[str, Mapping[str, Any]], count: int, size: int) -> tuple[bytes, ...]:
     if tensors.keys() != {"rows"} or tensors["rows"].keys() != {"rows"}:
-        raise PacketError("its tensors are not rows")
+        raise PacketError("its tensors are not rows of bytes")
     value: torch.Tensor = tensors["rows"]["rows"]
     if value.dtype != torch.uint8 or value.shape != torch.Size([count, size]):
         raise PacketError(f"its rows are {value.dtype} of shape {list(value.shape)} instead of {[count, size]}")

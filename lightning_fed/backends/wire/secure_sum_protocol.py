@@ -8,13 +8,13 @@ Vectors contain integers modulo 2^32. Client u masks vector x_u by
     y_u = x_u + PRG(b_u) + sum over v of +-PRG(s_uv)
 
 with a private seed b_u and a pairwise seed s_uv = s_vu. Pairwise masks cancel in the sum: one client adds the mask, the
-other client subtracts the mask. Every client shares two secrets among all clients: b_u, and the secret behind all s_uv.
-Any ``least`` clients can restore either secret. For a client in the sum they restore b_u; for a lost client they
-restore the other secret. They never restore both secrets of a client, because both together reveal x_u.
+other client subtracts the mask. Every client shares two secrets among all clients: b_u, and the secret from which all
+s_uv derive. Any ``least`` clients can restore either secret. For a client in the sum these clients restore b_u; for a
+lost client, the other secret. Restoring both secrets of a client would reveal x_u, and is refused.
 
 The primitives come from ``cryptography`` (X25519, HKDF with SHA-256, ChaCha20-Poly1305, AES-256 in counter mode) and
-``pycryptodome`` (Shamir's secret sharing). Flower's mask generator is unsuitable: its seed has only 32 bits, so an
-attacker can try all seeds.
+``pycryptodome`` (Shamir's secret sharing). Flower's mask generator is unsuitable, because its seed has only 32 bits and
+an attacker can try all seeds.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ SEALED = NONCE + 2 * SECRET + 16
 
 
 class SumError(ValueError):
-    """Raised with the reason for a failed secure sum. The reason never quotes received data.
+    """Raised if a secure sum fails. The reason never quotes received data.
 
-    ``dealer`` is the client responsible for the shares, unless many other clients lie.
+    ``dealer`` is the client with the faulty shares, unless many other clients lie.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -68,10 +68,10 @@ class SumError(ValueError):
 
 @dataclass(frozen=True)
 class Secrets:
-    """A client's secrets for one round.
+    """Secrets of a client for one round.
 
-    ``sealing`` is the private key (32 bytes, never shared) for the encryption of shares, ``pairing`` (16 bytes) the
-    secret behind the private key for pairwise masks, and ``seed`` (16 bytes) belongs to the private mask.
+    ``sealing`` is the private key (32 bytes, never shared) for encrypting shares. ``pairing`` (16 bytes) is the secret
+    from which the private key of pairwise masks derives. ``seed`` (16 bytes) is the seed of the private mask.
     """
 
     sealing: bytes
@@ -80,7 +80,7 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """The published row, ``PUBLIC`` bytes."""
+        """The published row of ``PUBLIC`` bytes."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 
@@ -94,13 +94,13 @@ class Share:
 
 
 def make_secrets() -> Secrets:
-    """Draws secrets from the operating system's generator."""
+    """Draws secrets from the operating system's random generator."""
     sealing = X25519PrivateKey.generate().private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
     return Secrets(sealing, os.urandom(SECRET), os.urandom(SECRET))
 
 
 def check_public(public: bytes) -> None:
-    """Raises ``SumError`` if a key in a published row has the wrong length or does not allow a key exchange."""
+    """Raises ``SumError`` if a key in a published row has a wrong length or does not allow a key exchange."""
     if len(public) != PUBLIC:
         raise SumError(f"its keys have {len(public)} bytes instead of {PUBLIC}")
     probe = os.urandom(KEY)
@@ -111,14 +111,14 @@ def check_public(public: bytes) -> None:
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
     """Checks the other clients' published rows, before a client shares secrets.
 
-    Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is not more than half of the
-    clients: two halves could then restore different secrets.
+    Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is at most half of the clients,
+    because two halves could then restore different secrets.
     """
     if peers.get(client) != own:
-        raise SumError("its own keys are missing in the sum")
+        raise SumError("its keys are missing in the sum")
     for part in (slice(0, KEY), slice(KEY, 2 * KEY)):
         if len({public[part] for public in peers.values()}) < len(peers):
-            raise SumError("two clients of the sum have the same key")
+            raise SumError("two clients in the sum have the same key")
     if not len(peers) / 2 < least <= len(peers):
         raise SumError(
             f"{least} of {len(peers)} clients could restore its secrets, but more than half must be necessary"
@@ -128,10 +128,10 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
 def share_secrets(
     secrets: Secrets, client: Client, peers: Mapping[Client, bytes], least: int, context: bytes
 ) -> tuple[dict[Client, bytes], Share]:
-    """Shares a client's secrets. Any ``least`` clients can restore either secret, fewer clients cannot.
+    """Shares a client's secrets. Any ``least`` clients can restore either secret; fewer clients cannot.
 
-    The result has sealed shares for all other clients, and the client's own share. ``peers`` are in the common order,
-    and ``context`` is from :func:`context_of`.
+    The result contains sealed shares for all other clients, and the share that the client keeps. ``peers`` are in the
+    common order, and :func:`context_of` returns ``context``.
     """
     count = len(peers)
     pairing = [part for _, part in Shamir.split(least, count, secrets.pairing, ssss=False)]
@@ -159,7 +159,7 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
-    """Masks a client's vector in place; ``others`` are published rows of the other clients with opened shares."""
+    """Masks a client's vector in place; ``others`` are the published rows of other clients with opened shares."""
     vector += _numbers(_derive(secrets.seed, b"own", context), len(vector))
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
 
@@ -173,14 +173,15 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Computes the masks in a sum of masked vectors.
+    """Computes the masks contained in a sum of masked vectors.
 
-    Returns the sum of all masks, for subtraction, and the clients with wrong, unnecessary shares. ``shares`` are by
-    client and peer: the seed of a survivor, the pairing secret of a lost client. ``positions`` count among the clients
-    with shared secrets, from 0. Raises ``SumError`` for too few clients or restored secrets unlike the published rows.
+    Returns the sum of all masks, to be subtracted, and the clients with wrong but unneeded shares. ``shares``
+    are by client and peer: for a survivor, the share of its seed; for a lost client, the share of its pairing secret.
+    ``positions`` count from 0 among the clients that shared secrets. Raises ``SumError`` if too few clients remain or
+    restored secrets do not match the published rows.
     """
     if len(shares) < least:
-        raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
+        raise SumError(f"{len(shares)} clients have answered, but {least} are required to unmask the sum")
     total, liars = np.zeros(size, np.uint32), set[Client]()
     for peer, public in peers.items():
         is_there = peer in survivors
@@ -199,7 +200,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores a client's secret from shares, including wrong shares; also returns the clients with wrong shares."""
+    """Restores a client's secret although some shares may be wrong; also returns the clients with wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:
@@ -212,8 +213,8 @@ def _restore(
     )
     if len(opened) < least:
         raise SumError(
-            f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r},"
-            f" and its {secret_name} needs {least} shares: either it or all of these clients are at fault",
+            f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r}, and its "
+            f"{secret_name} requires {least} shares: either this client or all of these clients are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
@@ -227,8 +228,8 @@ def _restore(
         }  # fmt: skip
         return secret, wrong
     raise SumError(
-        f"the shares of client {dealer!r} do not restore its {secret_name}: either it or more than"
-        f" {len(opened) - least} of the {len(opened)} answering clients are at fault",
+        f"the shares of client {dealer!r} do not restore its {secret_name}: either this client or more than "
+        f"{len(opened) - least} of the {len(opened)} answering clients are at fault",
         dealer,
     )
 
@@ -238,7 +239,7 @@ def _add_pairs(vector: Vector, pairing: bytes, public: bytes, others: Iterable[b
     for other in others:
         key = other[KEY : 2 * KEY]
         mask = _numbers(_derive(_exchange(private, key), b"pair", context), len(vector))
-        if own < key:  # the client with the larger key subtracts
+        if own < key:  # the client with the larger key subtracts the mask
             vector += mask
         else:
             vector -= mask

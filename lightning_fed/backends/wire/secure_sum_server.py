@@ -1,4 +1,4 @@
-"""Server half of a secure sum: forwards keys and shares between clients, and unmasks the sum."""
+"""Server side of a secure sum: forwards keys and shares between clients, and unmasks the sum."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class ServerSum:
-    """Server half of the secure sum in one round.
+    """Server side of the secure sum of one round.
 
-    ``distrusted`` are clients with unusable shares in earlier sums, updated by this class. ``peers`` has the published
-    rows of the clients with shared secrets, in the common order.
+    ``distrusted`` are clients whose shares were unusable in earlier sums; this class updates the set. ``peers``
+    contains the published rows of the clients that shared secrets, in the common order.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class ServerSum:
         self.distrusted = distrusted
         self._transport, self._server, self._sum, self._run = transport, server, secret_sum, run
         self.peers: dict[Client, bytes] = {}
-        self._positions: dict[Client, int] = {}  # among clients with published keys
-        self._sealed: dict[Client, dict[Client, bytes]] = {}  # by sender and receiver
+        self._positions: dict[Client, int] = {}  # positions among clients that published keys
+        self._sealed: dict[Client, dict[Client, bytes]] = {}  # sealed shares by sender and receiver
 
     def share_secrets(self, clients: Sequence[Client]) -> None:
         """Runs the steps before the visits: publish keys, share secrets, open shares.
 
-        A client without an answer is excluded; if too few clients remain, all are excluded. A client with unusable
-        shares is excluded too, and the other clients restart with new keys, because nothing is masked yet.
+        A client without an answer is excluded. If too few clients remain, all clients are excluded. A client with
+        unusable shares is also excluded; the other clients restart with new keys, because no update is masked yet.
         """
         for client in [client for client in clients if client in self.distrusted]:
-            self._server.fail(client, "its shares failed in an earlier sum of this run")
+            self._server.fail(client, "its shares failed in an earlier secure sum of this run")
         clients = [client for client in clients if client not in self.distrusted]
         while self._are_enough(clients):
             published = self._publish(clients)
@@ -70,7 +70,7 @@ class ServerSum:
             if len(clients) == len(opened):
                 self.peers = {client: published[client] for client in clients}
                 return
-            words = "Round %d: the secure sum restarts with new keys from the other %d clients."
+            words = "Round %d: the secure sum restarts with new keys of the other %d clients."
             _log.warning(words, round_number(self._server.report.round), len(clients))
 
     def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
@@ -92,7 +92,7 @@ class ServerSum:
         self._sealed = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
 
     def _open(self) -> dict[Client, dict[Client, bytes]]:
-        """Forwards the shares; returns the flags for opened shares, by receiver and sender."""
+        """Forwards the sealed shares; returns by receiver and sender whether a share could be opened."""
         peers = tuple(self._sealed)
 
         def fields(client: Client) -> dict[str, Any]:
@@ -101,18 +101,20 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """True if too few clients can open a client's shares; the client is then excluded from all sums of the run."""
+        """Whether too few clients can open a client's shares; such a client is excluded from all sums of the run."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
         words = f"{missing} of {len(opened)} clients cannot open its shares"
         if len(opened) - missing >= self._sum.least:
             number = round_number(self._server.report.round)
-            _log.warning("Round %d: client %r: %s; the other clients' shares are enough.", number, client, words)
+            _log.warning("Round %d: client %r: %s; the shares of the other clients suffice.", number, client, words)
             return False
         self.distrusted.add(client)
         self._server.fail(
-            client, f"{words}: either it or all of these clients are at fault; excluded from further sums of this run"
+            client,
+            f"{words}: either this client or all of these clients are at fault; excluded from further secure "
+            "sums in this run",
         )
         return True
 
@@ -130,15 +132,15 @@ class ServerSum:
             masks, liars = find_masks(
                 sum(sizes), self.peers, survivors, shares, self._positions, self._sum.least, context
             )
-        except Exception as error:  # arbitrary shares raise several error types
+        except Exception as error:  # invalid shares can raise several exception types
             reason = str(error) if isinstance(error, SumError) else describe(error)
             self._sum.discard(f"the sum cannot be unmasked: {reason}")
             dealer = error.dealer if isinstance(error, SumError) else None
             if dealer is not None:
                 self.distrusted.add(dealer)
                 words = (
-                    "Round %d: client %r is excluded from further sums of this run. The round is not repeated without"
-                    " the client, because the difference between two sums could reveal an update."
+                    "Round %d: client %r is excluded from further secure sums in this run. The round is not repeated "
+                    "without this client, because the difference between two sums could reveal an update."
                 )
                 _log.warning(words, round_number(self._server.report.round), dealer)
             return
@@ -154,7 +156,7 @@ class ServerSum:
         if len(clients) >= self._sum.least:
             return True
         for client in clients:
-            reason = f"a secure sum needs at least {self._sum.least} clients, but only {len(clients)} are left"
+            reason = f"a secure sum requires at least {self._sum.least} clients, but only {len(clients)} remain"
             self._server.fail(client, reason)
         return False
 
@@ -165,9 +167,10 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Sends a request to each client, and yields the rows of valid answers in the clients' order.
+        """Sends a request to each client, and yields the rows of valid answers in client order.
 
-        If ``counts``, a client without an answer is excluded. ``False`` is for clients with a vector in the sum.
+        With ``counts``, a client without an answer is excluded. Set ``counts`` to false for clients whose vector is in
+        the sum.
         """
         report = self._server.report
         requests = {
@@ -180,7 +183,7 @@ class ServerSum:
             report.up_bytes += 0 if isinstance(reply, str) else len(reply.data)
             try:
                 answer = Fault(client, reply) if isinstance(reply, str) else read_sum_reply(reply, requests[client])
-            except Exception as error:  # untrusted input raises several error types
+            except Exception as error:  # untrusted input can raise several exception types
                 answer = Fault(client, unreadable(error))
             if not isinstance(answer, Fault):
                 yield client, answer

@@ -1,4 +1,4 @@
-"""Server half for any network: a fit with remote clients."""
+"""Server side for any network: a fit with remote clients."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _OURS = ("callbacks", "max_steps", "max_time", "fast_dev_run", "reload_dataloade
 
 
 class ServerRunner:
-    """Server half with checked arguments, ready to run.
+    """Server side with checked arguments, ready to run.
 
     Takes the arguments of :func:`~lightning_fed.backends.flower.server_app`. A mapping as ``clients`` assigns each
-    client to a place in the network.
+    client to a node in the network.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class ServerRunner:
         options = check_options(trainer, _OURS)
         if not isinstance(options.get("max_epochs"), int) or options["max_epochs"] < 1:
             raise ValueError(
-                "Expected `trainer` to have the number of rounds as `max_epochs`, but got"
-                f" {options.get('max_epochs')!r}."
+                "Expected `trainer` to contain the number of rounds as `max_epochs`, but got "
+                f"{options.get('max_epochs')!r}."
             )
         if isinstance(clients, int):
             check_count("clients", clients)
@@ -67,7 +67,7 @@ class ServerRunner:
         self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
 
     def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
-        """Waits for the clients, and trains; ``"validate"`` or ``"test"`` evaluates on the clients instead."""
+        """Waits for the clients, then trains; ``"validate"`` or ``"test"`` evaluates on the clients instead."""
         with lock_folder(self._folder):
             clients = transport.await_clients(read_clients(self._clients, self._folder), self._patience)
             write_clients(clients, self._folder)
@@ -86,7 +86,7 @@ def run_server(
     stage: str = "fit",
     ckpt_path: str | os.PathLike[str] | None = None,
 ) -> L.Trainer:
-    """Fits or evaluates with remote clients. See :class:`ServerRunner` for the arguments."""
+    """Trains or evaluates with remote clients. See :class:`ServerRunner` for the arguments."""
     client_store = RemoteClientStore()
     half = federation.replace(
         partition=None,
@@ -104,7 +104,9 @@ def run_server(
     )
     if stage != "fit":
         if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
-            raise MisconfigurationException("Expected `ClientEvaluation` among the callbacks: it evaluates at clients.")
+            raise MisconfigurationException(
+                "Expected a `ClientEvaluation` callback, which evaluates on the clients: add one to `callbacks`."
+            )
         path = last if not ckpt_path and last.exists() else ckpt_path or None
         getattr(trainer, stage)(module, datamodule=HalfData(ClientsBatch()), ckpt_path=path)
         return trainer
@@ -120,14 +122,14 @@ def run_server(
 
 
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
-    """Refuses callbacks that need the clients' data on the server."""
+    """Refuses callbacks that need client data on the server."""
     has_statistics = half.reports_statistics and batch_norm_layers(module)
     of_steps = [callback for step in half.server.chain.steps for callback in step.callbacks()]
     for callback in (*callbacks, *half.method.callbacks, *of_steps):
         reason = getattr(callback, "needs_local_clients", "")
         if not reason and has_statistics and not getattr(callback, "can_recalibrate_remotely", True):
-            reason = "batch_norm='recalibrate' would need more messages to clients: choose another `batch_norm`"
+            reason = "batch_norm='recalibrate' would need additional messages to clients: choose another `batch_norm`"
         if reason:
             raise MisconfigurationException(
-                f"`{type(callback).__name__}` does not work yet with clients on other machines: {reason}."
+                f"`{type(callback).__name__}` does not support clients on other machines: {reason}."
             )

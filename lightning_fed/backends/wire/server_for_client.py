@@ -1,4 +1,4 @@
-"""A client's half of a federation with a remote server: one visit, or one query, in an ordinary Trainer's fit."""
+"""Client side of a federation with a remote server: one visit or one query, in the fit of an ordinary Trainer."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if the programs of server and client differ. The message is sent to the server: no private data."""
+    """Raised if server and client programs differ. The message is sent to the server, without private data."""
 
 
 def find_public_reason(error: Exception) -> str:
-    """Describes an exception for the server: usually only the class, because the text may name client files."""
+    """Describes an exception for the server: usually only its class, because the text may name files."""
     if isinstance(error, HalvesMismatch):
         return str(error)
-    return f"its program raised {type(error).__name__}; the client's log says where"
+    return f"its program raised {type(error).__name__}; see the client's log"
 
 
 class RemoteServer(ServerInterface):
-    """A client's connection to the server, for one broadcast and one update.
+    """Connection of a client to the server, for one broadcast and one update.
 
-    ``fault`` is the reason for a missing update, and ``asked`` the digest of the client's earlier request.
+    ``fault`` is the reason for a missing update, and ``asked`` the hash of the client's earlier request.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -86,7 +86,7 @@ class RemoteServer(ServerInterface):
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Returns the received message.
 
-        Raises ``ClientFault`` if the message is not finite or does not match the request.
+        Raises ``ClientFault`` if the message contains NaN or infinite values, or does not match the request.
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
@@ -94,7 +94,7 @@ class RemoteServer(ServerInterface):
         state = self._broadcast.state
         fault = find_implausible(state) or find_non_finite(self._broadcast.extras)
         if fault is not None:
-            raise ClientFault(f"the server's message cannot be used: {fault}")
+            raise ClientFault(f"the server's message is invalid: {fault}")
         self._broadcast.rows = dict(request.rows)
         return self._broadcast
 
@@ -126,10 +126,10 @@ class RemoteServer(ServerInterface):
 
 
 class RemoteServerSide(RemoteSide):
-    """The server's half of a federation, as seen by a client in one visit or one query.
+    """The server of a federation, as seen by a client during one visit or one query.
 
-    ``judge_entries`` raises before training if the site forbids an entry. ``held`` adds entries from earlier messages
-    to the message. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs the state.
+    ``judge_entries`` raises before training if the site forbids an entry. ``held`` provides entries from earlier
+    messages. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs the state.
     """
 
     has_server = False
@@ -161,7 +161,7 @@ class RemoteServerSide(RemoteSide):
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Sets optimizers, schedulers and store to the round's start; raises ``ClientFault`` for lost state."""
+        """Sets optimizers, schedulers and store as at the round's start; raises ``ClientFault`` for lost state."""
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
             keep_schedulers(trainer, [])
@@ -176,8 +176,9 @@ class RemoteServerSide(RemoteSide):
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         if digest(frozen) != train_request.frozen:
             raise HalvesMismatch(
-                f"the server has other values for the entries that are never sent ({', '.join(frozen) or 'none here'}):"
-                " both halves need the same model, with the same weights"
+                "the server has other values for the entries that are never sent "
+                f"({', '.join(frozen) or 'none on this client'}): server and client need the same model with the same "
+                "weights"
             )
         if train_request.held:
             self._fill_in(fit, entries)
@@ -190,25 +191,25 @@ class RemoteServerSide(RemoteSide):
 
     @staticmethod
     def _load_optimizers(trainer: L.Trainer, sent: dict[str, Any]) -> None:
-        """Sets optimizers and schedulers to the round's start; raises ``HalvesMismatch`` for another model."""
+        """Sets optimizers and schedulers as at the round's start; raises ``HalvesMismatch`` for another model."""
         if sent["optimizers"] != name_optimizers(trainer.optimizers):
             raise HalvesMismatch(
-                f"the server's optimizers are {sent['optimizers']}, but the client's are"
-                f" {name_optimizers(trainer.optimizers)}: both need the same model"
+                f"the server's optimizers are {sent['optimizers']}, but the client's are "
+                f"{name_optimizers(trainer.optimizers)}: both need the same model"
             )
         load_hyperparameters(trainer.optimizers, sent["groups"])
         configs: list[Any] = trainer.lr_scheduler_configs
         stepwise = [config for config in configs if _is_stepwise(trainer, config)]
         for config, numbers in zip(stepwise, sent["schedulers"], strict=True):
             load_numbers(config.scheduler, numbers)
-        # Per-epoch schedulers belong to the server: here each scheduler would see a single round.
+        # The server steps per-epoch schedulers, because a client's fit has only one round.
         keep_schedulers(trainer, stepwise)
         scaler = loss_scaler(trainer)
         if sent["scaler"] and scaler is not None:
             load_numbers(scaler, sent["scaler"])
 
     def _fill_in(self, fit: FederatedFit, entries: State) -> None:
-        """Adds entries missing in the server's message; raises ``ClientFault`` if entries differ from the server's."""
+        """Adds entries omitted from the server's message; raises ``ClientFault`` if these differ from the server's."""
         broadcast, kept = self._broadcast, self._held.read()
         shared = [name for name in entries if fit.policies[name] == "shared"]
         restored = [
@@ -218,7 +219,7 @@ class RemoteServerSide(RemoteSide):
         held = {name: known[name] for name in shared if name not in broadcast.state}
         if digest(held) != self._train_request.held:
             raise ClientFault(NOT_HELD)
-        held = on_device(copy_state(held), fit.module.device)  # copies, because the module trains
+        held = on_device(copy_state(held), fit.module.device)  # copies, because training changes the values
         whole = broadcast.state | held
         broadcast.state = {name: whole[name] for name in (*shared, *(whole.keys() - set(shared)))}
         broadcast.unsent = frozenset(held)
@@ -232,8 +233,8 @@ class RemoteServerSide(RemoteSide):
                 steps = optimizers.steps_of(end)
                 if steps is None:
                     raise MisconfigurationException(
-                        "Expected per-step schedulers with `last_epoch` in their state, for the server's"
-                        f" copies, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
+                        "Expected per-step schedulers with `last_epoch` in their state, so that the server can "
+                        f"repeat their steps, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
                     )
                 self.left = {"steps": steps, "scaler": pack_numbers(end["scaler"])}
             return
@@ -252,7 +253,7 @@ class RemoteServerSide(RemoteSide):
         step = forward_step(module)
         try:
             if step is None:
-                raise ClientFault("its module has no step to run")
+                raise ClientFault("its module does not have the step to run")
             round.local.load_client(visit.client, ask_server(fit, Request(visit.client)).state)
             measured = client_statistics(trainer, module, fit.population, visit, measured_layers(fit), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)
@@ -276,7 +277,7 @@ class RemoteServerSide(RemoteSide):
         try:
             callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
             if not isinstance(callback, AskableCallback):
-                raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which the server queries")
+                raise ClientFault(f"its program has no callback {str(name)[:100]!r}, which the server queries")
             state = ask_server(fit, Request(visit.client)).state
             fit.decision = "own" if question.get("decision") == "own" else ""
             if question.get("own"):
@@ -291,7 +292,7 @@ class RemoteServerSide(RemoteSide):
         except ClientFault as fault:
             self.server.fault = str(fault)
         except Exception as error:
-            _log.exception("Client %r cannot answer.", visit.client)
+            _log.exception("Client %r cannot answer the query.", visit.client)
             self.server.fault = find_public_reason(error)
 
 

@@ -1,4 +1,4 @@
-"""Transport interface: a network only has to deliver packets and answers."""
+"""Transport interface. A network only has to deliver packets and answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK = 2.0  # seconds between checks for lost connections
 
-_WAITING = 3600.0  # seconds beyond the time limit for a signed order in the network
+_WAITING = 3600.0  # extra seconds for which a signed order stays valid
 
 Answer = Packet | str
 """A packet, or the reason for a missing packet."""
@@ -31,13 +31,13 @@ Answer = Packet | str
 
 @dataclass(frozen=True)
 class Deadline:
-    """Time limit for the clients' answers in a round.
+    """Time limit for the answers of clients in a round.
 
     Args:
         seconds: Seconds for all answers.
-        min_clients: After this many answers, the other clients only have ``rest`` seconds left; ``None`` for no
-            earlier end.
-        rest: Seconds for the other clients.
+        min_clients: Number of answers after which the remaining clients have ``rest`` seconds left; ``None`` disables
+            this rule.
+        rest: Seconds for the remaining clients.
         reconnect: Seconds for a client to reconnect.
 
     Example:
@@ -58,10 +58,10 @@ class Deadline:
 
 
 class Transport(ABC):
-    """Sends packets to clients and yields the answers in the order of the packets.
+    """Sends packets to clients and yields the answers in packet order.
 
     Subclasses implement sending and polling for a network. The base class implements time limits, order of answers, and
-    late answers. ``sent`` and ``received`` count bytes, ``late`` answers after the end of the round.
+    late answers. ``sent`` and ``received`` count bytes; ``late`` counts answers after the end of the round.
     """
 
     def __init__(self, deadline: Deadline | float, poll: float = 0.1, key: Ed25519PrivateKey | None = None) -> None:
@@ -72,7 +72,7 @@ class Transport(ABC):
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the clients (names or number), and returns the names.
+        """Waits for the clients (names or a number), and returns the names.
 
         Raises ``TimeoutError`` after ``patience`` seconds.
         """
@@ -83,15 +83,15 @@ class Transport(ABC):
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Sends a packet and returns the message name; ``None`` for a disconnected client."""
+        """Sends a packet and returns the name of the message; ``None`` for a disconnected client."""
 
     @abstractmethod
     def pull(self, name: str) -> Answer | None:
-        """Answer to a message; ``None`` before the answer arrives."""
+        """Returns the answer to a message; ``None`` before the answer arrives."""
 
     @abstractmethod
     def connection(self, client: Client) -> int | str | None:
-        """Name of the client's connection; ``None`` for a disconnected client."""
+        """Returns the name of the client's connection; ``None`` for a disconnected client."""
 
     @abstractmethod
     def forget(self, client: Client) -> None:
@@ -112,8 +112,8 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets and yields the answers in the same order.
 
-        Answers wait in the network until their turn: only one answer is in memory, and sums have the same order in
-        every run. With ``min_clients``, answers are fetched immediately and stored in temporary files.
+        Answers wait in the network until the packet's turn, so only one answer is in memory, and sums have the same
+        order in every run. With ``min_clients``, answers are fetched immediately and stored in temporary files.
 
         ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client.
         """
@@ -131,7 +131,7 @@ class Transport(ABC):
                 ready[client] = lambda: "it is not connected"
             else:
                 open_messages[client] = _Message(client, name, self.connection(client))
-            del packet  # frees a large model during the wait for answers
+            del packet  # frees a large model while waiting for answers
         count = 0
         for client in order:
             while client not in ready:
@@ -148,7 +148,7 @@ class Transport(ABC):
                     count += counts
                     if counts and count == self._deadline.min_clients:
                         end = min(end, time.monotonic() + self._deadline.rest)
-                        limit = f"{self._deadline.rest:.0f} s after {count} others"
+                        limit = f"{self._deadline.rest:.0f} s after {count} other answers"
                 if client in ready:
                     break
                 if time.monotonic() > end:
@@ -159,15 +159,15 @@ class Transport(ABC):
             answer = ready.pop(client)()
             self.received += len(answer.data) if isinstance(answer, Packet) else 0
             yield client, answer
-            del answer  # frees the answer before the next answer
+            del answer  # frees the answer before reading the next one
 
     def _miss(
         self, message: _Message, kind: str, round: int, again: Callable[[Client], Packet] | None
     ) -> Answer | None:
-        """Checks the connection of a client without an answer; returns the reason if the client is given up.
+        """Checks the connection of a client without an answer; returns a reason if the round gives up on the client.
 
-        A reconnected client continues with the message. A client with a new connection was restarted: the message is
-        sent again.
+        A reconnected client continues with the message. A client with a new connection was restarted, and receives the
+        message again.
         """
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
@@ -183,7 +183,9 @@ class Transport(ABC):
             name = self.push(message.client, kind, self.signed(kind, packet), round)
             if name is not None:
                 _log.info(
-                    "Round %d: client %r restarted, and gets the message again.", round_number(round), message.client
+                    "Round %d: client %r restarted, so the server sends the message again.",
+                    round_number(round),
+                    message.client,
                 )
                 self.sent += len(packet.data)
                 self._unanswered[message.name] = message.client, round
@@ -201,13 +203,13 @@ class Transport(ABC):
                 del self._unanswered[name]
             if isinstance(answer, Packet):
                 self.late += 1
-                words = "Dropped the late answer of client %r to round %d."
+                words = "Discarded the late answer of client %r to round %d."
                 _log.warning(words, client, round_number(round))
 
 
 @dataclass
 class _Message:
-    """An unanswered message: the connection when sent, and the times of the last check and of a lost connection."""
+    """An unanswered message: connection when sent, and times of the last check and of a lost connection."""
 
     client: Client
     name: str
@@ -221,9 +223,9 @@ def _constant(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Moves an answer to a temporary file, and returns a function to read the answer. On a full disk, keeps the answer.
+    """Moves an answer to a temporary file, and returns a function to read the file. On a full disk, keeps the answer.
 
-    The file is deleted after the read, or with the last reference to the function.
+    The file is deleted after reading, or with the last reference to the function.
     """
     if isinstance(answer, str):
         return _constant(answer)
@@ -233,7 +235,7 @@ def put_aside(answer: Answer) -> Callable[[], Answer]:
         file.write(answer.data)
         file.flush()
     except OSError as error:
-        _log.warning("An answer stays in memory, because a temporary file cannot be written: %s.", error)
+        _log.warning("An answer stays in memory, because its temporary file cannot be written: %s.", error)
         if file is not None:
             with contextlib.suppress(OSError):  # a failed flush
                 file.close()
