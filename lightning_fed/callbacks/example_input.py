@@ -24,7 +24,7 @@ _POSITIONAL = (
 
 
 def training_batch(federation: Federation, client: Client | None = None, index: int = 0) -> Any:
-    """Returns a training batch from a client (by default the first), and restores the global generators."""
+    """Returns a training batch of a client (by default the first client), and restores the global generators."""
     population = federation.find_population()
     client = population.clients[0] if client is None else client
     visit = PlannedVisit(Visit(client, 0, 0, steps=index + 1), population.num_samples(client), index + 1)
@@ -33,16 +33,16 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
         batch = next(itertools.islice(batches, index, None), None)
     if batch is None:
         raise MisconfigurationException(
-            f"Expected a batch of client {client!r} as input for the module, but its data have none."
+            f"Expected a batch of client {client!r} as input for the module, but the client's data have no batch."
         )
     return batch
 
 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
-    """Returns arguments for a module's ``forward``: a tensor, tuple or dictionary, if possible with two examples.
+    """Returns arguments for ``forward``: a tensor, tuple or dictionary, with two examples if possible.
 
-    The inputs are found as by :func:`~lightning_fed.model.batches.find_inputs`, else as mapping entries with the names
-    of the arguments in ``forward``; otherwise the whole batch is returned.
+    The inputs are found by :func:`~lightning_fed.model.batches.find_inputs`, else among mapping entries named like the
+    arguments of ``forward``; otherwise the whole batch is returned.
     """
     parameters = inspect.signature(module.forward).parameters
     is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())

@@ -1,4 +1,4 @@
-"""The callback that turns a Trainer's epochs into rounds of federated training."""
+"""The callback that turns the epochs of a Trainer into rounds of federated training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from time import perf_counter  # bound here, because timing programs may replace `time.perf_counter`
+from time import perf_counter  # bound at import, because profilers may replace `time.perf_counter`
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -73,62 +73,64 @@ user's to set."""
 class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
-    Inside an epoch the round's clients train one after another on the same module, each from the server's message, and
-    the server aggregates at the end. ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and
-    epoch-interval schedulers count rounds.
+    In each epoch the clients of the round train one after another on the same module, each starting from the server's
+    message, and the server aggregates at the end. ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint``
+    and epoch-interval schedulers count rounds.
 
     Args:
         method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
-            :class:`~lightning_fed.Method`, or the server's rule; copied. Arguments set by the method cannot be set
-            again.
+            :class:`~lightning_fed.Method`, or an aggregation rule. The object is copied. Arguments set by the method
+            cannot be passed again.
         partition: Split of the training data into clients; ``None`` with a
             :class:`~lightning_fed.data.FederatedDataModule`.
-        clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
-        local_epochs: Passes over a client's data in a visit.
-        local_steps: Batches in a visit; replaces ``local_epochs``.
-        personal: Entries that each client keeps for itself: name patterns (``"head.*"``) and module types.
-        frozen: Entries that are neither trained nor transmitted: patterns and types as for ``personal``. Parameters
-            without gradient need not be named.
+        clients_per_round: Number of clients in a round (int), or fraction of all clients (float in (0, 1]).
+        local_epochs: Number of passes over a client's data in a visit.
+        local_steps: Number of batches in a visit; replaces ``local_epochs``.
+        personal: Entries that stay on each client: name patterns (``"head.*"``) and module types.
+        frozen: Entries that are neither trained nor sent: patterns and types as for ``personal``. Parameters without
+            gradient need not be listed.
         batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
-            statistics with the new global model, and decide once between pooled statistics for similar clients and own
-            statistics for different clients (a shift above :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`).
-            ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always own. ``"average"``:
-            averaged like all entries. ``"personal"``: kept by each client with the layers' weights (FedBN).
+            statistics with the new global model, and one decision is made: pooled statistics for similar clients, or
+            separate statistics per client for different clients (a shift above
+            :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`). ``"recalibrate"``: always pooled.
+            :class:`~lightning_fed.LocalStatistics`: always separate. ``"average"``: averaged like all entries.
+            ``"personal"``: stored on each client together with the layers' weights (FedBN).
             :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial statistics, also
             in training.
-        optimizer_state: Optimizer state in a visit: fresh (``"reset"``), or the client's (``"keep"``).
-        availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
-        faults: Limits to failures of clients (:class:`~lightning_fed.Faults`).
-        store: Storage for clients' state between visits: a folder (for many clients), a
+        optimizer_state: Optimizer state at the start of a visit: new (``"reset"``), or from the client's last visit
+            (``"keep"``).
+        availability: Simulation of stragglers, and of clients that never report (:class:`~lightning_fed.Availability`).
+        faults: Limits on client failures (:class:`~lightning_fed.Faults`).
+        store: Storage for client state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        visits: Loop for the visits' batches, with equal results: one loop without unused hooks (``"fused"``),
+        visits: Loop over the batches of visits, with equal results: a loop without unused hooks (``"fused"``),
             Lightning's loop (``"lightning"``), fused if possible (``"auto"``), or several clients at once
             (:class:`~lightning_fed.Vectorized`).
-        steps: Update steps between a client's training and the new global model, the innermost first, after the
-            method's steps (:mod:`lightning_fed.steps`); copied.
-        seed: Seed for the partition and the schedule; ``None`` takes the seed of ``lightning.seed_everything`` or 0.
+        steps: Update steps between a client's training and the new global model, innermost first, applied after the
+            method's steps (:mod:`lightning_fed.steps`). The objects are copied.
+        seed: Seed for the partition and the schedule; ``None`` for the seed of ``lightning.seed_everything``, or 0.
 
     Attributes:
         arguments: The constructor's arguments, by name.
-        options: Options for a fit: the arguments combined with the method's settings.
-        method: The federation's copy of the method. A Trainer gets callbacks from the method unless a callback has the
-            same class.
-        server: The server. Results are in ``server.rule`` and ``steps``, not in the objects given.
+        options: Options of a fit: the arguments combined with the method's settings.
+        method: The federation's copy of the method. The method's callbacks are added to the Trainer, unless the Trainer
+            has a callback of the same class.
+        server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
 
     Raises:
-        ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
-        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
-            a partition.
-        MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round; in ``fit``, if
-            ``visits="fused"`` and something prevents fused visits.
+        ValueError: If an argument is outside its range or also set by the method, or a selector matches nothing.
+        TypeError: If ``method`` is not a name, method or rule, or cannot be copied; or ``partition`` is not a
+            partition.
+        MisconfigurationException: In ``setup``, if a Trainer setting is not supported in a round; in ``fit``, if
+            ``visits="fused"`` and fused visits are not possible.
 
     Note:
-        Attributes outside ``state_dict`` carry over from one visit to the next, in the module, callbacks, optimizers
-        and schedulers; the log names changed attributes that can affect later visits. Every visit starts with the
-        round's initial values for buffers with ``persistent=False``.
+        Attributes outside ``state_dict`` keep their values from one visit to the next, in the module, callbacks,
+        optimizers and schedulers; the log lists changed attributes that can affect later visits. Every visit starts
+        with the round's initial values of buffers with ``persistent=False``.
 
-        Checkpoints hold the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
-        BatchNorm the decision, the reports before a decision, and the statistics behind each monitored value.
+        Checkpoints contain the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
+        BatchNorm the decision, the reports before a decision, and the statistics used for each monitored value.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -197,17 +199,17 @@ class Federation(TrainerCallback):
         self._loop = RoundLoop(self._fit, self._models, remote)
 
     def replace(self, **changes: Any) -> Federation:
-        """Builds a new federation with the same arguments, except for the changes."""
+        """Creates a new federation with the same arguments, except for the changes."""
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Moves the server or the clients to another machine, behind ``remote``. Called by a backend before a fit."""
+        """Moves the server or the clients to another machine, behind ``remote``. A backend calls this before a fit."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Update steps in use, the innermost first: the method's steps, then the argument ``steps``."""
+        """Active update steps, innermost first: the method's steps, then the argument ``steps``."""
         return tuple(self.server.chain.steps)
 
     @property
@@ -216,12 +218,12 @@ class Federation(TrainerCallback):
 
     @property
     def has_own_statistics(self) -> bool:
-        """True if each client has separate BatchNorm statistics, in the current fit or evaluation."""
+        """Whether each client has separate BatchNorm statistics in the current fit or evaluation."""
         return self._fit.has_own_statistics
 
     @property
     def batch_norm_decision(self) -> str:
-        """Decision of ``batch_norm="auto"``: ``"own"`` or ``"pooled"`` statistics; empty for no decision."""
+        """Decision of ``batch_norm="auto"``: ``"own"`` or ``"pooled"`` statistics; empty without a decision."""
         return self._fit.decision
 
     def preset_decision(self, decision: str) -> None:
@@ -230,14 +232,14 @@ class Federation(TrainerCallback):
         self._reset(self._loop.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """True if clients need own BatchNorm statistics: with ``"auto"`` and secure sums, central privacy or FedSS."""
+        """Whether clients need separate BatchNorm statistics: ``"auto"`` with secure sum, central privacy or FedSS."""
         callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
         sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
         return self._fit.needs_own_statistics(module, sliced)
 
     @property
     def reports_statistics(self) -> bool:
-        """True if clients report BatchNorm statistics of new global models to the server."""
+        """Whether clients report BatchNorm statistics of new global models to the server."""
         return self._fit.reports_statistics
 
     @property
@@ -248,7 +250,7 @@ class Federation(TrainerCallback):
 
     @property
     def rounds(self) -> int:
-        """Number of finished rounds, including rounds without a new model."""
+        """Number of completed rounds, including rounds without a new model."""
         return self._fit.rounds
 
     @property
@@ -257,7 +259,7 @@ class Federation(TrainerCallback):
 
     @property
     def open_visit(self) -> ClientVisit | None:
-        """The client's half during a visit; ``None`` between visits."""
+        """Client side of the current visit; ``None`` between visits."""
         return None if self._loop.hooks.open_round is None else self._loop.hooks.open_round.driver.current
 
     @property
@@ -267,7 +269,7 @@ class Federation(TrainerCallback):
 
     @property
     def visit(self) -> PlannedVisit:
-        """The current visit, for hooks during a visit."""
+        """The current visit, for use in hooks during a visit."""
         assert self.current_visit is not None
         return self.current_visit
 
@@ -280,7 +282,7 @@ class Federation(TrainerCallback):
 
     @property
     def cohort(self) -> Cohort:
-        """The clients of the current or last round."""
+        """The clients in the current or last round."""
         return self._fit.cohort
 
     @property
@@ -290,46 +292,46 @@ class Federation(TrainerCallback):
 
     @property
     def client_memory(self) -> State:
-        """The current client's tensors for callbacks to read and write; stored if the server accepts the update."""
+        """Tensors of the current client that callbacks read and write; stored if the server accepts the update."""
         if self.open_visit is None:
-            raise RuntimeError("No client is training: its memory can be asked for during its visit.")
+            raise RuntimeError("No client is training: the memory of a client is only available during its visit.")
         return self.open_visit.memory
 
     @property
     def has_server(self) -> bool:
-        """True if the server's half is in this process."""
+        """Whether the server side is in this process."""
         return self._fit.has_server
 
     @property
     def population(self) -> Population:
-        """All clients; raises ``RuntimeError`` before the fit has asked for its data."""
+        """All clients; raises ``RuntimeError`` before the fit has loaded its data."""
         return self._fit.population
 
     @property
     def policies(self) -> dict[str, Policy]:
-        """Policy of every entry of the module: known once a fit or an evaluation has begun, empty before."""
+        """Policy of each of the module's entries; empty before a fit or evaluation starts."""
         return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
-        """The state of a client's own model: the global model with the client's personal entries.
+        """State of a client's model: the global model with the client's personal entries.
 
-        A copy in the form of ``module.state_dict()``. After ``trainer.validate`` or ``trainer.test`` with a checkpoint,
-        the state comes from the checkpoint. Before a client's first visit the personal entries have the server's
-        initial values. Raises ``RuntimeError`` before the clients are known and inside a round, and ``ValueError`` for
-        an unknown client.
+        The result is a copy with the structure of ``module.state_dict()``. After ``trainer.validate`` or
+        ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Before a client's first visit the
+        personal entries have the server's initial values. Raises ``RuntimeError`` before the clients are known and
+        during a round, and ``ValueError`` for an unknown client.
         """
         module = None if self._trainer is None else self._trainer.lightning_module
         return self._models.state(module, client, self._loop.hooks.open_round is not None)
 
     def client_model(self, client: Client) -> L.LightningModule:
-        """A copy of the module as a client's own model, with the client's personal entries and BatchNorm statistics.
+        """Copies the module as a client's model, with the client's personal entries and BatchNorm statistics.
 
         The copy is a plain module in evaluation mode and does not depend on this package. Raises ``RuntimeError``
         during a fit, and ``ValueError`` for an unknown client.
         """
         state = self.client_state(client)
         if self._loop.is_attached:
-            raise RuntimeError("A client's model exists after the fit: between rounds ask for `client_state`.")
+            raise RuntimeError("A client's model is available after the fit: between rounds use `client_state`.")
         model = copy.deepcopy(self._fit.module)
         model.load_state_dict(state)
         return model.eval()
@@ -345,55 +347,55 @@ class Federation(TrainerCallback):
         question: Mapping[str, Any],
         own: bool = False,
     ) -> Answers:
-        """Asks clients a question outside a round: each client receives a model, and sends an answer.
+        """Sends clients a question outside a round: each client receives a model and returns an answer.
 
         In this process, or in several processes with shared clients, ``callback`` answers
-        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback
-        with the same class answers.
+        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback of
+        the same class answers.
 
         Args:
             trainer: The Trainer.
-            module: The module with the global model, or with another model to ask about; unchanged afterwards.
+            module: The module with the model to send (the global model or another model); unchanged afterwards.
             callback: The callback.
             clients: The clients.
             question: The question: primitives and plain containers.
-            own: Whether each client answers with the client's own model instead of the global model.
+            own: Whether each client answers with its personal model instead of the global model.
         """
         return self._models.ask(trainer, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context that loads the model used in validation into the module: the averaged model, if the fit has one."""
+        """Context with the model for validation in the module: the averaged model, if the fit averages weights."""
         return self._loop.averages_in_place()
 
     @property
     def is_remote(self) -> bool:
-        """True if the other half of the federation is on other machines."""
+        """Whether the other side of the federation is on other machines."""
         return self._fit.is_remote
 
     @property
     def has_lost_entries(self) -> bool:
-        """True if the clients' personal entries for the evaluated checkpoint are lost."""
+        """Whether the clients' personal entries for the evaluated checkpoint are lost."""
         return self._models.is_lost
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
-        """The module as each client's model in turn; only valid while the module is the global model."""
+        """Gives access to each client's model; valid only while the module is the global model."""
         if self._trainer is not None:
-            self._fit.decide_policies(self._trainer, pl_module)  # `on_fit_start` comes before the decision
+            self._fit.decide_policies(self._trainer, pl_module)  # `on_fit_start` runs before the decision
         return self._models.local(pl_module)
 
     def own_models(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> AbstractContextManager[Callable[[Client], None]]:
-        """Context that yields a function to load a client's own model; afterwards restores the global model."""
+        """Context with a function that loads a client's model; restores the global model afterwards."""
         return self._models.own_models(trainer, pl_module)
 
     @property
     def state_key(self) -> str:
-        """The same key for all federations: checkpoints load into federations with other options."""
+        """The same key for all federations, so that checkpoints load into federations with other options."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks the Trainer, installs the rounds' loader, and adds the method's callbacks."""
+        """Checks the Trainer, installs the loader for rounds, and adds the method's callbacks."""
         self._is_fit, self._models.is_lost = stage == "fit", False
         protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)
@@ -415,8 +417,9 @@ class Federation(TrainerCallback):
         self._fit.trainer = trainer
         if trainer.current_epoch and previous not in (None, trainer) and not self._fit.is_remote:
             raise MisconfigurationException(
-                f"This Trainer would continue after epoch {trainer.current_epoch}, but another Trainer has used the"
-                " `Federation` since then: give each Trainer a separate one (`federation.replace()` makes a copy)."
+                f"This Trainer would continue after epoch {trainer.current_epoch}, but another Trainer has used the "
+                "`Federation` in the meantime: create a separate federation for each Trainer (`federation.replace()` "
+                "makes a copy)."
             )
         if fit.rounds and previous is trainer and trainer.current_epoch:  # with a larger `max_epochs`
             self._fit.continue_from(fit)
@@ -435,7 +438,7 @@ class Federation(TrainerCallback):
         self._loop.is_ready = True
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the rounds, after ``on_fit_start`` in all callbacks."""
+        """Prepares the rounds, after all callbacks' ``on_fit_start``."""
         self._loop.start_fit()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -445,7 +448,7 @@ class Federation(TrainerCallback):
         check_model({name: local.entries[name] for name in local.shared})
         self.server.held.restore(local.entries)
         self._describe_clients()
-        self.round_log.show(trainer)  # for a fit resumed between a round's end and checkpoint
+        self.round_log.show(trainer)  # for a fit that resumes between the end of a round and its checkpoint
         if self.rounds == 0:
             self.store.restore(0, {})
         self.store.start(process_group_of(trainer))
@@ -454,7 +457,7 @@ class Federation(TrainerCallback):
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restores the user's reload and validation intervals."""
+        """Restores the user's intervals for reloading and validation."""
         self._loop.start_epoch()
 
     def on_train_batch_start(
@@ -463,7 +466,7 @@ class Federation(TrainerCallback):
         self._loop.hooks.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an interrupted round, because a Trainer validates immediately after a stop request."""
+        """Abandons an interrupted round, because a Trainer validates right after a stop request."""
         if is_validating(trainer):
             self._decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
@@ -475,16 +478,16 @@ class Federation(TrainerCallback):
         self._decide_policies(trainer, pl_module)
 
     def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._fit.policies = {}  # an evaluation may have another module
+        self._fit.policies = {}  # an evaluation may use another module
         self._fit.decide_policies(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an interrupted round, and prepares Lightning for the next one."""
+        """Abandons an interrupted round, and prepares Lightning for the next round."""
         warn_of_monitors(self._fit)
         self._loop.end_epoch()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, also if the fit ends inside a round."""
+        """Restores the last complete global model in the module, also if the fit ends inside a round."""
         self._loop.end_training(pl_module)
         self._loop.failed_rounds.end_fit()
         self._loop.measure_statistics(self.store.clients())
@@ -496,34 +499,37 @@ class Federation(TrainerCallback):
             _log.info(describe_end(self.method.name, totals, seconds, metrics, files, again))
             if self.has_own_statistics:
                 _log.info(
-                    "Each client has its own BatchNorm statistics: %s. A model of `load_from_checkpoint` has %s"
-                    " statistics, with other scores: adapt(model, loader) measures new ones.",
-                    "the clients measure again before each evaluation"
+                    "Each client has its own BatchNorm statistics: %s. A model from `load_from_checkpoint` has %s "
+                    "statistics, so its scores differ: adapt(model, loader) measures new statistics.",
+                    "the clients measure the statistics again before each evaluation"
                     if self.is_remote
-                    else "`client_model(client)` of the federation returns a client's model, and"
-                    " `trainer.test(ckpt_path=...)` evaluates with the checkpoint's statistics, if measured with the"
-                    " checkpoint's weights",
+                    else "`client_model(client)` of the federation returns a client's model, and "
+                    "`trainer.test(ckpt_path=...)` evaluates with the checkpoint's statistics, if these were "
+                    "measured with the checkpoint's weights",
                     "pooled" if self.reports_statistics else "averaged" if self._fit.decision else "the initial",
                 )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows the last round's numbers, also after a resume without training."""
+        """Shows the values of the last round, also after a resumed fit without training."""
         self.round_log.show(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leaves the last complete global model in the module, and names the interrupted visit."""
+        """Restores the last complete global model in the module, and names the interrupted visit."""
         try:
             if self.current_visit is not None:
                 exception.add_note(describe_visit(exception, self.current_visit))
             elif (client := evaluated_client(trainer)) is not None:
-                exception.add_note(f"In the evaluation of client {client!r}.")
+                exception.add_note(f"Raised in the evaluation of client {client!r}.")
             if isinstance(exception, OSError) and exception.filename is None:
-                exception.add_note(f"This fit writes to {', '.join(folders_of(trainer))}.")
+                exception.add_note(f"This fit writes files to {', '.join(folders_of(trainer))}.")
             self._fit.synchronisation.abort()
             self._loop.end_training(pl_module)
             checkpoint = last_checkpoint(trainer)
             if checkpoint is not None and trainer.is_global_zero:
-                words = "The fit ended early. Resume: `fit(..., ckpt_path=%r)`, or the same command with --ckpt_path %s"
+                words = (
+                    "The fit ended early. To resume, call `fit(..., ckpt_path=%r)`, or repeat the command with "
+                    "--ckpt_path %s"
+                )
                 _log.info(words, checkpoint, shlex.quote(checkpoint))
         finally:
             self._loop.detach()  # Lightning does not call `teardown` after an exception
@@ -532,7 +538,7 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes the batches of an incomplete round: a resumed fit trains the round again."""
+        """Removes the batches of an incomplete round, because a resumed fit trains the round again."""
         self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
@@ -555,7 +561,7 @@ class Federation(TrainerCallback):
         check_file(trainer.ckpt_path)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the checkpoint's last complete round; refuses another method and other update steps."""
+        """Resumes after the checkpoint's last complete round; refuses another method and other update steps."""
         if self._is_fit:
             check_option("method", state_dict.get("method", ""), self.method.name)
             check_steps(state_dict.get("steps"), self._describe_steps())
@@ -566,18 +572,18 @@ class Federation(TrainerCallback):
         self._fit.load_state_dict(state_dict)
         then, now = state_dict["seed"], self.schedule.seed
         if then != now:
-            _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
+            _log.warning("The checkpoint used seed %d to draw rounds; further rounds use seed %d.", then, now)
         self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
         self.server.chain.load_state_dict(state_dict["chain"])
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
         self.server.held.load_state_dict(state_dict.get("held", {}))
 
     def find_population(self) -> Population:
-        """All clients; in a fit, asks for the data if the clients are unknown."""
+        """Returns all clients; in a fit, loads the data if the clients are unknown."""
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Number of steps of a per-step scheduler in a fit; ``window`` is the number of batches per optimizer step."""
+        """Number of steps of a per-step scheduler in a fit. ``window`` is the number of batches per optimizer step."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 
@@ -590,7 +596,7 @@ class Federation(TrainerCallback):
         then, now = self._clients, describe_clients(self.population.clients)
         if self.rounds and then and then != now:
             _log.warning(
-                "The clients differ from the clients in the checkpoint: the checkpoint had %s, and now there are %s%s.",
+                "The clients differ from the clients in the checkpoint: the checkpoint has %s, but the data have %s%s.",
                 count_of(then),
                 count_of(now),
                 " with other names" if count_of(then) == count_of(now) else "",
@@ -599,47 +605,49 @@ class Federation(TrainerCallback):
 
 
 def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Combines the user's arguments with the method's settings; a conflict is an error."""
+    """Combines the user's arguments with the method's settings; refuses conflicts."""
     parameters = inspect.signature(Federation).parameters
     for name, value in method.settings.items():
         if name not in _SETTINGS:
-            raise ValueError(f"Expected the settings of `{method.name}` to be of {_SETTINGS}, but got {name!r}.")
+            raise ValueError(f"Expected the settings of `{method.name}` to be among {_SETTINGS}, but got {name!r}.")
         given, default = arguments[name], parameters[name].default
-        if given not in (default, value) and (given or default):  # a recipe's empty list is not given
-            raise ValueError(f"Expected `{method.name}` without `{name}`, which it sets itself, but got {given!r}.")
+        if given not in (default, value) and (given or default):  # an empty list in a recipe is treated as not given
+            raise ValueError(
+                (f"Expected no `{name}` for `{method.name}`, because the method sets it, but got {given!r}.")
+            )
     return {**arguments, **method.settings}
 
 
 def _copy_method(method: Method) -> Method:
-    """Copies a method, because federations must not share state; refuses parts that cannot be copied."""
+    """Copies a method, because federations must not share state; refuses a method that cannot be copied."""
     try:
         return copy.deepcopy(method)
     except Exception as error:
         raise TypeError(
-            f"Expected `method` to hold objects that can be copied, but `{method.name}` does not ({describe(error)}):"
-            " give such a callback to the Trainer, or give its class a `__deepcopy__`."
+            f"Expected `method` to contain only objects that can be copied, but `{method.name}` does not "
+            f"({describe(error)}): pass such a callback to the Trainer, or add `__deepcopy__` to its class."
         ) from error
 
 
 def find_federation(trainer: L.Trainer) -> Federation:
-    """The Trainer's federation; raises ``MisconfigurationException`` without a federation.
+    """Returns the Trainer's federation; raises ``MisconfigurationException`` if the Trainer has none.
 
     Raises:
         MisconfigurationException: If the Trainer has no federation.
     """
     federation = federation_of(trainer)
     if federation is None:
-        raise MisconfigurationException("The Trainer has no `Federation` callback.")
+        raise MisconfigurationException("Expected a Trainer with a `Federation` callback, but got none.")
     return federation
 
 
 def federation_of(trainer: L.Trainer) -> Federation | None:
-    """The Trainer's federation; ``None`` for no federation."""
+    """Returns the Trainer's federation; ``None`` if the Trainer has none."""
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
 
 
 def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
-    """Moves a callback right behind the federation, before all others."""
+    """Moves a callback directly behind the federation, before all other callbacks."""
     callbacks = callbacks_of(trainer)
     callbacks.remove(callback)
     callbacks.insert(callbacks.index(find_federation(trainer)) + 1, callback)
@@ -648,10 +656,10 @@ def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
 def scheduler_steps(trainer: L.Trainer) -> int | float:
     """Number of steps in a fit for a scheduler with ``interval="step"``.
 
-    Use the number for ``total_steps`` of a ``OneCycleLR``, or ``num_training_steps`` of a warm-up, in
-    ``configure_optimizers``. In a federation a round advances the scheduler by the (median) steps of one visit, while
-    ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a federation the result is
-    Lightning's number: ``inf`` if the fit has no limit.
+    Use the number as ``total_steps`` of ``OneCycleLR``, or as ``num_training_steps`` of a warm-up, in
+    ``configure_optimizers``. In a federation, a round advances the scheduler by the (median) number of steps in one
+    visit, while ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a federation the
+    function returns Lightning's number: ``inf`` if the fit has no limit.
 
     Raises:
         MisconfigurationException: If the clients' data are on other machines.

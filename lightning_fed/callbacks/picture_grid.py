@@ -1,4 +1,4 @@
-"""Segmentations in one picture: a row per image, with input, truth, prediction and maps next to each other."""
+"""Segmentations in one picture: each row shows an image's input, truth, prediction and maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers
 
 _WHITE = 255
-# Class 0 is usually the background. Ignored pixels are grey and borders white, so the palette has neither.
+# Class 0 is usually the background. Ignored pixels are grey and borders white, so the palette contains neither.
 _COLORS: tuple[Color, ...] = (
     *((0, 0, 0), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180)),
     *((70, 240, 240), (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (170, 110, 40), (128, 0, 0)),
@@ -31,20 +31,22 @@ def segmentation_grid(
     padding: int = 2,
     maps: Sequence[Tensor | Sequence[Tensor]] = (),
 ) -> Tensor:
-    """Draws segmentations in one picture: a row per image, with input, truth, prediction and maps.
+    """Draws segmentations in one picture: each row shows an image's input, truth, prediction and maps.
 
     Args:
-        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` with any sizes. With one or two channels the
-            first is grey, with more the first three are colours. Integers range from 0 to 255.
+        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` of any size. With one or two channels, the
+            first channel is drawn in grey; with more, the first three channels are colours. Integers range from 0 to
+            255.
         truth: Class indices, shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels with ``ignore_index`` are grey.
         prediction: Class indices, same shape.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
-        mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
-        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
-        ignore_index: Class index for pixels without a label, if any.
+        mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
+        std: Standard deviation by which the data pipeline divides. Without ``mean`` and ``std``, images outside 0 to 1
+            are rescaled.
+        ignore_index: Class index of pixels without a label, if any.
         padding: White border around each tile, in pixels.
-        maps: M maps for further columns, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1 (yellow); NaN
-            is grey.
+        maps: M maps, one per additional column, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1
+            (yellow); NaN is grey.
 
     Returns:
         Picture, shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images are
@@ -63,11 +65,11 @@ def segmentation_grid(
 
     if not len(images) == len(truth) == len(prediction) >= 1:
         raise ValueError(
-            "Expected `images`, `truth` and `prediction` to hold the same number of images, at least 1, "
-            f"but got {len(images)}, {len(truth)} and {len(prediction)}."
+            "Expected `images`, `truth` and `prediction` to contain the same number of images, at least 1, but got "
+            f"{len(images)}, {len(truth)} and {len(prediction)}."
         )
     if any(len(column) != len(images) for column in maps):
-        raise ValueError(f"Expected `maps` of {len(images)} images, but got {[len(column) for column in maps]}.")
+        raise ValueError(f"Expected `maps` with {len(images)} images each, but got {[len(column) for column in maps]}.")
     truths, predictions = [_indices(mask) for mask in truth], [_indices(mask) for mask in prediction]
     checked = checked_colors(class_colors)
     colors = torch.tensor(checked or default_colors(_num_classes([*truths, *predictions], ignore_index)))
@@ -111,7 +113,7 @@ def _paint(mask: Tensor, colors: Tensor, ignore_index: int | None) -> Tensor:
     labels = mask.masked_fill(is_ignored, 0)
     if int(labels.min()) < 0 or int(labels.max()) >= len(colors):
         raise ValueError(
-            f"Expected class indices from 0 to {len(colors) - 1}, one colour each, or `ignore_index` {ignore_index}, "
+            f"Expected class indices from 0 to {len(colors) - 1}, one per colour, or `ignore_index` {ignore_index}, "
             f"but got {int(labels.min())} to {int(labels.max())}."
         )
     painted = colors[labels]
@@ -141,6 +143,7 @@ def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] 
     colors = [tuple(color) for color in class_colors]
     if not colors or not all(len(color) == 3 and all(0 <= value <= 255 for value in color) for color in colors):
         raise ValueError(
-            f"Expected `class_colors` to hold a (red, green, blue) from 0 to 255 per class, but got {class_colors}."
+            "Expected `class_colors` to contain a colour (red, green, blue), from 0 to 255, for each class, but got "
+            f"{class_colors}."
         )
     return [(int(red), int(green), int(blue)) for red, green, blue in colors]

@@ -1,4 +1,4 @@
-"""Helpers for callbacks with pictures: loggers, and numbers and figures as pixels."""
+"""Helpers for callbacks with pictures: loggers, and conversion of numbers and figures to pixels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VIRIDIS: tuple[Color, ...] = (
 
 
 class PeriodicPictures(L.Callback):
-    """Callback with pictures every few epochs (rounds). State: ``last_epoch``, the epoch with the last picture."""
+    """Callback with pictures every few epochs (rounds). State: ``last_epoch``, the epoch of the last picture."""
 
     def __init__(self, every_n_epochs: int) -> None:
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
@@ -42,7 +42,7 @@ class PeriodicPictures(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            if trainer.current_epoch == 0:  # otherwise the fit is resumed
+            if trainer.current_epoch == 0:  # false if the fit is resumed
                 self.reset()
             report_other_loggers(type(self).__name__, trainer)
 
@@ -66,20 +66,20 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
 
 
 def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, step: int | None = None) -> None:
-    """Sends a picture to all loggers with support for pictures, by default with the epoch as step."""
+    """Sends a picture to all loggers that support pictures, by default with the epoch as step."""
     for logger in tensorboards(trainer):
         logger.experiment.add_image(tag, picture, global_step=trainer.current_epoch if step is None else step)
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
-    """Logs which of the Trainer's loggers get no pictures from the callback ``name``."""
+    """Logs which of the Trainer's loggers receive no pictures from the callback ``name``."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
-        rank_zero_info(f"{name} logs to TensorBoard only: no images for {', '.join(skipped)}.")
+        rank_zero_info(f"{name} sends images only to TensorBoard, so these loggers receive none: {', '.join(skipped)}.")
 
 
 def paint_numbers(values: Tensor) -> Tensor:
-    """Draws numbers ``(H, W)`` in viridis colours ``(3, H, W)``, uint8: 0 dark blue, 1 yellow; NaN is grey."""
+    """Draws numbers ``(H, W)`` in viridis colours ``(3, H, W)``, uint8: 0 is dark blue, 1 yellow, NaN grey."""
     colors = torch.tensor(VIRIDIS, dtype=torch.float64)
     positions = values.detach().cpu().double().nan_to_num(0.0).clamp(0, 1) * (len(colors) - 1)
     lower = positions.long().clamp_max(len(colors) - 2)
@@ -89,7 +89,7 @@ def paint_numbers(values: Tensor) -> Tensor:
 
 
 def has_matplotlib() -> bool:
-    """Returns whether matplotlib is installed, for figures with axes."""
+    """Whether matplotlib is installed, which draws figures with axes."""
     return find_spec("matplotlib") is not None
 
 
@@ -98,12 +98,13 @@ def draw_matrix(
 ) -> Tensor:
     """Draws numbers in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
-    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number has ``cell`` pixels; ``size`` is in inches.
+    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number is a square of ``cell`` pixels; ``size`` is
+    in inches.
     """
     painted = paint_numbers(values / largest)
     if not has_matplotlib():
         return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
-    from matplotlib.cm import ScalarMappable  # the extra `demo`
+    from matplotlib.cm import ScalarMappable  # requires the extra `demo`
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
@@ -118,10 +119,10 @@ def draw_matrix(
 def label_grid(
     grid: Tensor, title: str, columns: Sequence[str], rows: Sequence[str], legend: Mapping[str, Color]
 ) -> Tensor:
-    """Adds names and a legend around equal tiles, shape ``(3, H, W)``, uint8; unchanged without matplotlib."""
+    """Adds names and a legend around tiles of equal size, shape ``(3, H, W)``, uint8; unchanged without matplotlib."""
     if not has_matplotlib():
         return grid
-    from matplotlib.figure import Figure  # the extra `demo`
+    from matplotlib.figure import Figure  # requires the extra `demo`
     from matplotlib.patches import Patch
 
     height, width = grid.shape[1] / len(rows), grid.shape[2] / len(columns)
@@ -141,7 +142,7 @@ def label_grid(
 
 def figure_pixels(figure: Figure) -> Tensor:
     """Renders a matplotlib figure to pixels, shape ``(3, H, W)``, uint8."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # requires the extra `demo`
 
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()

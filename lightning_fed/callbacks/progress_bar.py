@@ -1,4 +1,4 @@
-"""Progress bar with round numbers and client names."""
+"""Progress bars with round numbers and client names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fed.console import round_number
 
 
 class _ByRound(ProgressBar):
-    """Progress bar with a minimum time between updates, which shows the client and the loss."""
+    """Progress bar that shows the client and the loss, with a minimum time between updates."""
 
     supports_vectorize = True
 
@@ -33,7 +33,7 @@ class _ByRound(ProgressBar):
         if now - self._last_drawn < self.interval and batch_idx + 1 < self.total_train_batches:
             return
         self._last_drawn = now
-        self._outputs = outputs  # reading the loss waits for the device, so the loss is read only for drawing
+        self._outputs = outputs  # reading the loss waits for the device, so the loss is read only when drawn
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, int | str | float | Any]:
@@ -54,7 +54,7 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """Lightning's progress bar with the round (``Round 3/50``), the current client and the loss.
 
     Args:
-        interval: Seconds between updates, to keep the batch loop fast.
+        interval: Seconds between updates; a longer interval slows down the batch loop less.
         options: Further arguments for ``TQDMProgressBar``.
 
     Example:
@@ -63,7 +63,7 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """
 
     def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Resets the bar with the round's name. Lightning's own method would first show the epoch number."""
+        """Resets the bar with the name of the round, because Lightning's method would show the epoch number."""
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
         bar, total = self.train_progress_bar, self.total_train_batches
@@ -86,12 +86,12 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
     def __init__(self, interval: float = 0.25, **options: Any) -> None:
         super().__init__(
             interval, **{"refresh_rate": 10, **options}
-        )  # per second; Lightning's default 100 costs CPU time
+        )  # updates per second; Lightning's default of 100 costs CPU time
 
     def _get_train_description(self, current_epoch: int) -> str:
         return f"{self._description(current_epoch):{len(self.validation_description)}}"
 
 
 def default_progress_bar() -> ProgressBar:
-    """Builds the default bar, as Lightning does: with ``rich`` if installed."""
+    """Creates the default bar like Lightning: with ``rich`` if installed."""
     return FederatedRichProgressBar() if find_spec("rich") else FederatedProgressBar()

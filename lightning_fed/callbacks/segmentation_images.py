@@ -1,4 +1,4 @@
-"""Segmentation pictures every few rounds: input, truth, prediction and entropy maps next to each other."""
+"""Segmentation pictures every few rounds: input, truth, prediction and entropy maps in one row."""
 
 from __future__ import annotations
 
@@ -28,44 +28,46 @@ EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 
 
 class SegmentationImages(PeriodicPictures):
-    """Logs a grid with segmentations to TensorBoard: a row per image, with input, truth and prediction.
+    """Logs a grid of segmentations to TensorBoard: each row shows an image's input, truth and prediction.
 
     ``maps`` adds columns: the model's uncertainty about each pixel's class
-    (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and the number of active features
+    (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and the spread of active features
     (:func:`~lightning_fed.metrics.functional.feature_entropy`). Both are divided by the logarithm of the number of
     classes or channels, and drawn in viridis colours: dark blue is 0, yellow 1.
 
-    The callback works with a plain Trainer and a federation (pictures of the global model). The grid is logged at the
-    end of the first validation, again after every ``every_n_epochs`` epochs (rounds), and always in
-    ``trainer.validate``. Images are stored on the CPU once per fit, so every grid shows the same images. Weights,
-    random state, metrics and train/eval modes do not change.
+    The callback works with a plain Trainer and with a federation (for the global model). The grid is logged at the end
+    of the first validation, then after every ``every_n_epochs`` epochs (rounds), and always in ``trainer.validate``.
+    Images are stored on the CPU once per fit, so every grid shows the same images. Weights, random state, metrics and
+    train/eval modes do not change.
 
     The module is called with one image at a time, ``pl_module(x)`` with shape ``(1, C, H, W)``, and returns logits,
-    shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1).
+    shape ``(1, num_classes, H, W)`` (for a binary task ``(1, 1, H, W)``: positive logits mean class 1).
 
     Args:
         every_n_epochs: Epochs (rounds) between two grids.
         num_images: Number of rows.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
-        mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
-        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
-        ignore_index: Class index for pixels without a label, grey in the truth, or ``None``. ``"auto"``: in a fit the
-            label ignored by the loss, or else 255 unless 255 is a class.
-        maps: Further columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
+        mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
+        std: Standard deviation by which the data pipeline divides. Without ``mean`` and ``std``, images outside 0 to 1
+            are rescaled.
+        ignore_index: Class index of pixels without a label, drawn in grey in the truth, or ``None``. ``"auto"``: in a
+            fit, the label ignored by the loss, else 255 unless 255 is a class.
+        maps: Additional columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
         layer: Name of the layer with the features; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
-        activation: Function for non-negative features, if the layer does not end with a ReLU.
-        inputs: Images in a batch: an index, a key, or a function of the batch; by default the usual place.
-        target: Masks in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found
-            by one traced training step. In ``trainer.validate`` before any fit, the default means no picture and a log
-            line.
-        images: Positions of the images in the validation loader, instead of the first ``num_images``.
+        activation: Function that makes features non-negative, if the layer does not end with a ReLU.
+        inputs: Position of the images in a batch: an index, a key, or a function of the batch; ``None`` for common
+            positions.
+        target: Position of the masks in a batch: an index, a key, or a function of the batch; by default the labels
+            used in the loss, found in a trial training step. In ``trainer.validate`` before a fit, the default gives no
+            picture and a log line.
+        images: Positions of images in the validation loader, instead of the first ``num_images``.
 
     Raises:
         ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` has an invalid colour,
-            ``images`` is empty, or an option is unknown; in ``fit`` and ``validate``, if the layer or an image is
-            missing.
-        MisconfigurationException: In ``fit``, if no masks are found in the loss, or a validation batch has another
-            structure than a training batch.
+            ``images`` is empty, or an option is unknown; in ``fit`` and ``validate``, if the layer or an image does not
+            exist.
+        MisconfigurationException: In ``fit``, if the loss uses no masks, or a validation batch has another structure
+            than a training batch.
 
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
@@ -96,7 +98,7 @@ class SegmentationImages(PeriodicPictures):
             check_option("maps", name, EntropyMap)
         check_option("activation", activation, Activation)
         if images is not None and not (isinstance(images, Sequence) and len(images)):
-            raise ValueError(f"Expected `images` to be a list of at least one position, but got {images!r}.")
+            raise ValueError(f"Expected `images` to be a list with at least one position, but got {images!r}.")
         self.tag = "_".join([self.tag, *maps])
         self._positions = (
             range(num_images) if images is None else [check_count("images", position, 0) for position in images]
@@ -134,7 +136,7 @@ class SegmentationImages(PeriodicPictures):
             self._labels = describe_labels(trainer, pl_module, "SegmentationImages", self._target, self._ignore_index)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._find_layer(trainer, pl_module)  # in `trainer.validate` no fit has started
+        self._find_layer(trainer, pl_module)  # `trainer.validate` may run before any fit
         self._is_due = (
             not trainer.sanity_checking
             and bool(tensorboards(trainer))
@@ -168,8 +170,8 @@ class SegmentationImages(PeriodicPictures):
         missing = [position for position in self._positions if position not in self._samples]
         if missing and self._needs_all and self._num_seen:
             raise OptionError(
-                f"Expected `images` of `SegmentationImages` to be positions in the {self._num_seen} validation images,"
-                f" 0 to {self._num_seen - 1}, but got {missing}."
+                f"Expected `images` of `SegmentationImages` to be positions among the {self._num_seen} validation "
+                f"images, 0 to {self._num_seen - 1}, but got {missing}."
             )
         if not self._samples:
             return
@@ -202,11 +204,11 @@ class SegmentationImages(PeriodicPictures):
         if is_auto:
             rank_zero_info(f"SegmentationImages: the features are {self._layer}.")
         with tap_features(pl_module, self._layer):
-            pass  # the layer is there
+            pass  # raises an error if the layer does not exist
 
 
 class _Predictions(NamedTuple):
-    """Class indices with shape ``(H, W)`` and number of classes for each image, and a column per map."""
+    """Class indices, shape ``(H, W)``, and number of classes for each image, and one column per map."""
 
     predictions: list[Tensor]
     num_classes: list[int]
@@ -229,7 +231,7 @@ def _predict(
         if layer is not None:
             stack.enter_context(without_compiled_code())
             tap = stack.enter_context(tap_features(module, layer))
-            # at once: the next layer may work in place
+            # computed at once, because the next layer may work in place
             tap.on_features = lambda features: entropies.append(
                 feature_entropy(features, activation=activation, normalize=True, size=size)
             )
@@ -241,19 +243,22 @@ def _predict(
             predicted.num_classes.append(logits.shape[1])
             for name, column in zip(maps, predicted.maps, strict=True):
                 if name == "feature_entropy" and not entropies:
-                    raise ValueError(f"Expected the module to use its features, but {layer} was not run.")
+                    raise ValueError(
+                        f"Expected the module to run the layer with the features, but {layer} did not "
+                        "run: name another `layer`."
+                    )
                 entropy = entropies[0] if name == "feature_entropy" else softmax_entropy(logits, normalize=True)
                 column.append(entropy[0].cpu())
     return predicted
 
 
 def class_logits(module: L.LightningModule, images: Tensor) -> Tensor:
-    """Returns logits, shape ``(N, num_classes, H, W)``; a binary task gets logit 0 for class 0."""
+    """Returns logits, shape ``(N, num_classes, H, W)``; adds logit 0 for class 0 in a binary task."""
     return with_background(segmentation_logits(module, images))
 
 
 def with_background(logits: Tensor) -> Tensor:
-    """Adds logit 0 for class 0 to a binary task's logits; other logits stay unchanged."""
+    """Adds logit 0 for class 0 to the logits of a binary task; other logits stay unchanged."""
     return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
 
 

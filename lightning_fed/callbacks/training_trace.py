@@ -1,4 +1,4 @@
-"""One trial run with a module's ``training_step``: called layers, trained layers, and learned classes."""
+"""Trial run of a module's ``training_step``: finds called layers, trained layers, and classes."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments."""
 
 
-_MOST_CLIENTS = 5  # tried one after another
-_MOST_BATCHES = 5  # tried one after another, because a step may skip batches
+_MOST_CLIENTS = 5  # number of clients tried one after another
+_MOST_BATCHES = 5  # number of batches tried one after another, because a step may skip batches
 
 
 class TrainingTrace(NamedTuple):
-    """Record from a ``training_step``.
+    """Record of a trial run of ``training_step``.
 
-    ``calls`` has the arguments of each layer's first call (the module's under ""), and ``trained`` the layers whose
-    outputs lie between trained parameters and the loss.
+    ``calls`` contains the arguments of each layer's first call (for the module under ""), and ``trained`` the layers
+    whose outputs lie between trained parameters and the loss.
     """
 
     calls: Mapping[str, Call]
@@ -61,10 +61,10 @@ class TrainingTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassTask:
-    """Classes learned by a module, with the classifier layer and the ignored label.
+    """The classes that a module learns, with the classifier layer and the ignored label.
 
-    ``target`` is a function from a batch to labels; ``None`` for changed labels. The function refuses batches with
-    another structure than the traced batch. ``is_multilabel`` means one label per class.
+    ``target`` is a function from a batch to labels, or ``None`` if the step changes the labels. The function refuses
+    batches with another structure than the traced batch. ``is_multilabel`` means one label per class.
     """
 
     layer: str
@@ -75,16 +75,16 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Labels in a batch, the void label (``"auto"`` without a void label in the loss), and the class names."""
+    """Labels in a batch, the void label (``"auto"`` if the loss has none), and the class names."""
 
     target: BatchKey
     void: VoidLabel
     class_names: tuple[str, ...]
 
     def is_known(self, callback: str) -> bool:
-        """Logs a line without a traced step and without a user's ``target``, as in ``trainer.validate``."""
+        """Whether labels are known; logs a line without a trial step and ``target``, as in ``trainer.validate``."""
         if self.target is None:
-            rank_zero_info(f"{callback} draws nothing without a fit: give `{callback}` a `target`.")
+            rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
 
 
@@ -95,17 +95,17 @@ def find_class_task(
     needs_target: bool = False,
     allows_multilabel: bool = False,
 ) -> ClassTask:
-    """Finds the classes learned by a module from one trial run with the training step.
+    """Finds the classes that a module learns, in one trial run of the training step.
 
-    A server on a network has no data and uses :func:`~lightning_fed.modules.find_classifier`. Each client compares the
-    server's layer with the layer in the client's training step.
+    A server in a network has no data and uses :func:`~lightning_fed.modules.find_classifier`. Each client compares the
+    server's layer with the layer found in the client's training step.
     """
     federation = federation_of(trainer)
     is_remote = federation is not None and federation.is_remote
     expected = _guess(module, optimized_parameters(trainer)) if is_remote else None
     if is_remote and expected is None:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a layer that makes the logits, but got none: {remedy}."
+            f"Expected {type(module).__name__} to have a layer that computes logits, but found none: {remedy}."
         )
     if expected is not None and federation is not None and federation.has_server:
         return expected
@@ -113,20 +113,20 @@ def find_class_task(
         task = _task_in(module, _trace(trainer, module))
     except _Unproven as fault:
         raise MisconfigurationException(
-            f"Expected `training_step` of {type(module).__name__} to compare the outputs of one layer with labels of"
-            f" classes in a cross-entropy, binary cross-entropy or Dice loss, but {fault}: {remedy}."
+            f"Expected `training_step` of {type(module).__name__} to compare the outputs of one layer with class "
+            f"labels in a cross-entropy, binary cross-entropy or Dice loss, but {fault}: {remedy}."
         ) from fault.__cause__
     if needs_target and (task.target is None or (task.is_multilabel and not allows_multilabel)):
         raise MisconfigurationException(
-            f"Expected the labels in the loss of {type(module).__name__} to be one tensor of the batch with a class for"
-            f" each example or pixel, but they are not: {remedy}."
+            f"Expected the labels in the loss of {type(module).__name__} to be one tensor from the batch with a class "
+            f"for each example or pixel, but the labels are not: {remedy}."
         )
     if expected is not None and (
         not has_same_parameters(module, task.layer, expected.layer) or task.num_classes != expected.num_classes
     ):
         raise MisconfigurationException(
-            f"Expected the training to have the classifier that the server takes, {expected.layer!r} with"
-            f" {expected.num_classes} classes, but got {task.layer!r} with {task.num_classes}: on both sides, {remedy}."
+            f"Expected training to use the same classifier as the server, {expected.layer!r} with "
+            f"{expected.num_classes} classes, but got {task.layer!r} with {task.num_classes}: on both sides, {remedy}."
         )
     return task
 
@@ -134,13 +134,13 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Describes the labels for pictures. Options from a user have priority over the traced training step.
+    """Describes the labels for pictures. The user's options have priority over the trial step.
 
-    The class names come from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule, if
-    the number fits. Without ``target`` and without a proof an error names ``callback``.
+    The class names come from ``class_names`` or ``classes`` of the module, its hyper-parameters or the datamodule, if
+    their number fits. If labels are neither given nor found, an error names ``callback``.
     """
     try:
-        task = find_class_task(trainer, module, f"give `{callback}` a `target`", target is None, allows_multilabel=True)
+        task = find_class_task(trainer, module, f"pass `{callback}` a `target`", target is None, allows_multilabel=True)
     except MisconfigurationException:
         if target is None:
             raise
@@ -155,16 +155,17 @@ def describe_labels(
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
-    """Returns True if two named layers have the same parameters."""
+    """Whether two named layers have the same parameters."""
     one, two = ({id(value) for value in module.get_submodule(path).parameters()} for path in (name, other))
     return one == two
 
 
 def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace | None:
-    """Runs ``training_step`` once on a batch from one client, and restores all state.
+    """Runs ``training_step`` once on a batch of one client, and restores all state.
 
     Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
-    with gradients. The result is ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
+    with gradients. The result is ``None`` if the step fails outside a fit, returns no loss, or uses manual
+    optimization.
 
     """
     try:
@@ -174,13 +175,13 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised with the reason why a trial step shows nothing."""
+    """Raised if a trial step cannot show the classes, with the reason."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
-    """Returns the trace from the first client with a successful step, on the client's first batch with a loss."""
+    """Returns the trace of the first client whose step succeeds, on the client's first batch with a loss."""
     if not module.automatic_optimization:
-        raise _Unproven("a trial step is impossible with manual optimization")
+        raise _Unproven("manual optimization does not allow a trial step")
     error: Exception | None = None
     for read_batch in _batch_readers(trainer):
         try:
@@ -188,15 +189,15 @@ def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
                 trace = _trace_batch(trainer, module, partial(read_batch, index))
                 if trace is not None:
                     return trace
-            raise ValueError(f"it returns no loss for {_MOST_BATCHES} batches")
-        except Exception as fault:  # data and steps may raise anything outside a fit
+            raise ValueError(f"the step returns no loss for {_MOST_BATCHES} batches")
+        except Exception as fault:  # data and steps may raise any exception outside a fit
             error = error or fault
     assert error is not None
     raise _Unproven(f"a trial of the step before training failed ({describe(error)})") from error
 
 
 def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Callable[[], Any]) -> TrainingTrace | None:
-    """Returns the trace of a step with a batch; ``None`` if the step skips the batch."""
+    """Returns the trace of a step with one batch; ``None`` if the step skips the batch."""
     calls: dict[str, Call] = {}
     outputs: dict[str, list[Any]] = {}
     outermost: dict[str, None] = {}
@@ -233,11 +234,11 @@ def _plain_batch(trainer: L.Trainer, index: int) -> Any:
     if any(
         isinstance(data, Iterator) for part in tree_leaves(loader) for data in (part, getattr(part, "dataset", None))
     ):
-        raise ValueError("the loader gives each batch only once")
+        raise ValueError("the loader returns each batch only once")
     with isolated_generators(loader, 0):
         for batch, *_ in itertools.islice(CombinedLoader(loader, "min_size"), index, None):
             return batch
-    raise ValueError(f"the loader has no batch after the first {index}")
+    raise ValueError(f"the loader has only {index} batches")
 
 
 def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
@@ -250,7 +251,7 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
     losses = [loss for loss in trace.class_losses if loss.layer == layers[0]]
     voids = frozenset[int]().union(*(loss.voids for loss in losses))
     if len(voids) > 1:
-        raise _Unproven(f"its losses leave out different labels, {sorted(voids)}")
+        raise _Unproven(f"its losses ignore different labels, {sorted(voids)}")
     paths = frozenset[BatchPath]().union(*(loss.labels for loss in losses))
     has_labels = all(loss.has_labels for loss in losses)
     target = _reader(next(iter(paths)), trace.batch) if has_labels and len(paths) == 1 else None
@@ -259,7 +260,7 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
 
 
 def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
-    """Returns a function from a batch to the labels; refuses batches with another structure than the traced batch."""
+    """Returns a function from a batch to labels; the function refuses batches with another structure."""
     expected = _structure(traced, path)
 
     def read(batch: Any) -> Tensor:
@@ -267,8 +268,8 @@ def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
         if found is None or expected is None or found[1:] != expected[1:]:
             place = "".join(f"[{key!r}]" for key in path)
             raise MisconfigurationException(
-                f"Expected the labels in `batch{place}`, like in the batch of the traced training step, but got a"
-                f" {type(batch).__name__} with another structure: select the labels with `target`."
+                f"Expected the labels in `batch{place}`, as in the traced training step, but got a "
+                f"{type(batch).__name__} with another structure: select the labels with `target`."
             )
         return found[0]
 
@@ -276,7 +277,7 @@ def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
 
 
 def _structure(batch: Any, path: BatchPath) -> tuple[Tensor, int, bool, list[int]] | None:
-    """Returns the tensor at a path, the number of axes, whether the numbers are floats, and the sequences' lengths."""
+    """Returns the tensor at a path, its number of axes, whether it is floating point, and the lengths of sequences."""
     lengths: list[int] = []
     try:
         for key in path:
@@ -293,7 +294,7 @@ def _guess(module: nn.Module, optimized: Collection[int]) -> ClassTask | None:
 
 
 def optimized_parameters(trainer: L.Trainer) -> set[int]:
-    """Ids for all parameters in the Trainer's optimizers; empty before ``configure_optimizers``."""
+    """Ids of all parameters in the Trainer's optimizers; empty before ``configure_optimizers``."""
     return {
         id(parameter)
         for optimizer in trainer.optimizers
@@ -303,30 +304,30 @@ def optimized_parameters(trainer: L.Trainer) -> set[int]:
 
 
 def has_forward(module: L.LightningModule) -> bool:
-    """Returns True if the module overrides ``forward``."""
+    """Whether the module overrides ``forward``."""
     return is_overridden("forward", module)
 
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context that gives a module a ``forward`` for tracing neurons through the layers.
+    """Context in which a module has a ``forward``, for tracing neurons through the layers.
 
     If ``training_step`` trains one network, ``forward`` calls the network; otherwise ``forward`` calls the step with a
     batch, and returns the loss. Yields the arguments, cut to two examples if all tensors have the same length.
     """
-    advice = "write a `forward` from the inputs to the outputs in the loss"
+    advice = "write a `forward` from the inputs to the outputs used in the loss"
     try:
         trace = _trace(trainer, module)
     except _Unproven as fault:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a `forward`, whose operations are followed, or a `training_step`"
-            f" that trains networks, but it has no `forward`, and {fault}: {advice}."
+            f"Expected {type(module).__name__} to have a `forward` to trace, or a `training_step` that trains one "
+            f"network, but the module has no `forward`, and {fault}: {advice}."
         ) from fault.__cause__
     networks = [name for name in trace.outermost if name in trace.trained]
     if not networks:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a `forward`, whose operations are followed, or a `training_step`"
-            f" that trains networks, but it has no `forward`, and its `training_step` trains no network: {advice}."
+            f"Expected {type(module).__name__} to have a `forward` to trace, or a `training_step` that trains one "
+            f"network, but the module has no `forward`, and its `training_step` trains no network: {advice}."
         )
     with ExitStack() as stack:
         if len(networks) == 1:
@@ -349,7 +350,7 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context that disables metrics: an update would read values, but a graph export has no values."""
+    """Context that disables metrics, because an update would read values, and a graph export has none."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())

@@ -1,4 +1,4 @@
-"""BatchNorm of the global model in evaluation, if running statistics exist only for each client."""
+"""BatchNorm of the global model in evaluation, if running statistics exist only on the clients."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises with statistics measured on the data; before a measurement, with batch statistics.
+    """Normalises with statistics measured on the data; before the measurement, with batch statistics.
 
-    ``report`` has the mean and variance by layer, from :meth:`InputStatistics.as_extras`.
+    ``report`` contains mean and variance by layer, from :meth:`InputStatistics.as_extras`.
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
@@ -41,15 +41,15 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(FederatedCallback):
-    """Normalises data that belong to no client, with batch or data statistics.
+    """Normalises data that belong to no client, with batch statistics or statistics measured on the data.
 
-    The callback acts from the start of a validation, test or prediction until the next round, while the module is the
-    global model or belongs to a client without statistics. Untrained layers (as in a frozen encoder) still use running
-    statistics.
+    The callback is active from the start of a validation, test or prediction until the next round, while the module is
+    the global model or the model of a client without statistics. Untrained layers (as in a frozen encoder) still use
+    running statistics.
     """
 
     supports_vectorize = True
-    keeps_privacy = True  # hooks of a visit only pause the adaptation
+    keeps_privacy = True  # hooks inside a visit only pause the replacement
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
         self._find_fit = find_fit
@@ -75,7 +75,7 @@ class UnseenData(FederatedCallback):
             stage, loaders, limits = "predict", trainer.predict_dataloaders, trainer.num_predict_batches
         else:
             stage, loaders, limits = "validation", trainer.val_dataloaders, trainer.num_val_batches
-        # Lightning is in the middle of an iteration over the loader.
+        # Lightning is iterating over the loader at this point.
         loader, limit = copy_loader(split_loaders(loaders)[dataloader_idx]), limits[dataloader_idx]
         batches = itertools.islice(loader, int(limit)) if limit != float("inf") else loader
         self.measure(trainer, pl_module, batches, f"{stage}_step")
@@ -105,7 +105,7 @@ class UnseenData(FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """With ``unseen="data"``: measures BatchNorm statistics on data that belong to no client, without labels."""
+        """With ``unseen="data"``: measures BatchNorm statistics on unlabelled data that belong to no client."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
             return

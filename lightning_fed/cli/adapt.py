@@ -1,4 +1,4 @@
-"""``lightning-fed adapt``: measure a checkpoint's BatchNorm statistics on data from a new site."""
+"""``lightning-fed adapt``: measures a checkpoint's BatchNorm statistics on data from a new site."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.rounds.batch_norm import adapt
 
 _DESCRIPTION = (
-    "Measure a checkpoint's BatchNorm statistics on unlabelled data from a new site. The model comes from a"
-    " recipe (-c, --recipe) or --model; a checkpoint from `lightning-fed fit` also names the class. The data are"
-    " the training data of the recipe or of --data; labels are ignored."
+    "Measure a checkpoint's BatchNorm statistics on unlabelled data from a new site. The model comes from a recipe "
+    "(-c, --recipe) or --model; a checkpoint from `lightning-fed fit` contains the class name. The command reads the "
+    "training data of the recipe or of --data, and ignores labels."
 )
 
 
@@ -37,7 +37,7 @@ def run(args: Sequence[str]) -> None:
     source = Path(config.checkpoint)
     out = source.with_name(f"{source.stem}-adapted{source.suffix}") if config.out is None else Path(config.out)
     if out.resolve() == source.resolve():
-        parser.error(f"Expected `--out` to be another file than the checkpoint, but got {out}.")
+        parser.error(f"Expected `--out` to differ from the checkpoint, but got {out}.")
     L.seed_everything(config.seed_everything, verbose=False)
     content = read_checkpoint(config.checkpoint)
     built = parser.instantiate_classes(config)
@@ -50,7 +50,9 @@ def run(args: Sequence[str]) -> None:
         raise OptionError(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.save(with_state(content, {**state_of(content), **adapted.state_dict()}), out)
-    sys.stdout.write(f"Statistics of {len(batch_norm_layers(adapted))} BatchNorm layers measured.\nCheckpoint: {out}\n")
+    sys.stdout.write(
+        f"Measured the statistics of {len(batch_norm_layers(adapted))} BatchNorm layers.\nCheckpoint: {out}\n"
+    )
 
 
 def _parser() -> LightningArgumentParser:
@@ -60,8 +62,8 @@ def _parser() -> LightningArgumentParser:
         description=_DESCRIPTION,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a Lightning checkpoint, or a state dict")
-    parser.add_argument("-o", "--out", metavar="CHECKPOINT", help="the new file (default: CHECKPOINT-adapted)")
-    parser.add_argument("-c", "--recipe", action="config", help="a recipe with the model and data")
+    parser.add_argument("-o", "--out", metavar="CHECKPOINT", help="the file to write (default: CHECKPOINT-adapted)")
+    parser.add_argument("-c", "--recipe", action="config", help="a recipe with the model and the data")
     parser.add_argument("--num_batches", type=int | None, help="number of batches; null for all")
     parser.add_argument("--seed_everything", type=int, default=0, help="seed for random numbers in the data")
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)

@@ -1,4 +1,4 @@
-"""``lightning-fed audit``: print and verify a site's record."""
+"""``lightning-fed audit``: prints and verifies a site's record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command. Exits with status 1 if the record is altered."""
+    """Runs the command. Exits with status 1 if the record was changed."""
     options = _parser().parse_args(args)
     if options.set_clock:
         _set_clock(options.record, options.head_file or options.record.parent / HEAD_FILE)
@@ -37,17 +37,19 @@ def run(args: Sequence[str]) -> None:
         sys.stderr.write(f"error: {options.record}: {fault}\n")
         raise SystemExit(1)
     if options.head is None:
-        sys.stdout.write("To find removed lines at the end, pass an earlier head from another machine: --head DIGEST\n")
+        sys.stdout.write(
+            "To detect lines removed from the end, pass an earlier head stored on another machine: --head DIGEST\n"
+        )
 
 
 def _set_clock(path: Path, head: Path) -> None:
-    record = Record(path, head)  # the daily limits start anew at the new line
+    record = Record(path, head)  # the daily limits restart at the new line
     with record.open():
         record.append({"event": CLOCK, "time": datetime.now(UTC).isoformat()})
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
-    """Formats a line of the record, with ``is_full`` as complete JSON.
+    """Formats a line of the record; ``is_full`` prints the complete JSON.
 
     Example:
         >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",
@@ -83,15 +85,19 @@ def _parser() -> argparse.ArgumentParser:
         " the last line. Store the head on another machine: --head also finds lines removed later.",
     )
     parser.add_argument("record", type=Path, help="the record, site_record.jsonl next to the policy")
-    parser.add_argument("--head", metavar="DIGEST", help="an earlier head: verify that the record still has this line")
+    parser.add_argument(
+        "--head", metavar="DIGEST", help="an earlier head: verify that the record still contains this line"
+    )
     parser.add_argument(
         "--head-file", type=Path, metavar="FILE", help=f"path of {HEAD_FILE} (default: next to the record)"
     )
     parser.add_argument(
         "--set-clock",
         action="store_true",
-        help="append a line with the current time, to correct a wrong clock; the daily limits start anew",
+        help="append a line with the current time, to correct a wrong clock; the daily limits restart",
     )
-    parser.add_argument("--last", type=int, default=20, metavar="N", help="lines to show (default: %(default)s)")
+    parser.add_argument(
+        "--last", type=int, default=20, metavar="N", help="number of lines to show (default: %(default)s)"
+    )
     parser.add_argument("--full", action="store_true", help="show complete lines as JSON")
     return parser

@@ -1,4 +1,4 @@
-"""``lightning-fed compare``: train a recipe with several methods on equal rounds."""
+"""``lightning-fed compare``: trains a recipe with several methods, with equal rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(args: Sequence[str]) -> None:
     parser = _parser()
     command_args, fit_args = split_options(args)
     options = parser.parse_args(command_args)
-    # Imports torch: only after the parser, so errors and help are fast.
+    # Imports torch, so only after the parser: errors and help stay fast.
     from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan, run_comparison
     from lightning_fed.compare.report import write_report
@@ -55,9 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed compare",
         usage="lightning-fed compare RECIPE --methods METHOD ... [options] [-- options of fit]",
-        description="Train a recipe with several methods, with equal clients, rounds, stragglers and initial weights."
-        " A repeated command resumes an interrupted comparison and keeps finished runs.",
-        epilog="Arguments after `--` go to `lightning-fed fit`, in all runs: -- --trainer.max_rounds 20",
+        description="Train a recipe with several methods, with equal clients, rounds, stragglers and initial "
+        "weights. If the command is repeated, it resumes an interrupted comparison and skips finished "
+        "runs.",
+        epilog="Arguments after `--` are passed to `lightning-fed fit` in all runs: -- --trainer.max_rounds 20",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument(
@@ -65,13 +66,13 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="METHOD",
-        help=f"any of central, {', '.join(read_methods())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm."
-        " central trains on all data at once. fedper, fedrep, fedbn, silobn, fesem, ditto and fedala train a model per"
-        " client: compare them with `--monitor fed/<metric>/mean`",
+        help=f"any of central, {', '.join(read_methods())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm. "
+        "central trains on the pooled data. fedper, fedrep, fedbn, silobn, fesem, ditto and fedala train a "
+        "model per client: compare them with `--monitor fed/<metric>/mean`",
     )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 0 (default: %(default)s)")
     parser.add_argument(
-        "--stragglers", type=_fractions, help="fractions of the cohort, such as 0,0.5,0.8 (default: the recipe's)"
+        "--stragglers", type=_fractions, help="fractions of the cohort, such as 0,0.5,0.8 (default: as in the recipe)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: %(default)s)")
     parser.add_argument("--monitor", help="compared metric (default: from the recipe's ModelCheckpoint)")
@@ -79,10 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         "--mode", choices=["max", "min"], help="whether larger or smaller values are better (default: max)"
     )
     parser.add_argument(
-        "--target", type=float, default=0.8, help="target as a fraction of central's score (default: %(default)s)"
+        "--target", type=float, default=0.8, help="target, as a fraction of central's score (default: %(default)s)"
     )
     parser.add_argument(
-        "--last", type=int, default=1, help="number of final rounds in the mean score (default: %(default)s)"
+        "--last",
+        type=int,
+        default=1,
+        help="number of final rounds over which the score is averaged (default: %(default)s)",
     )
     parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
     return parser

@@ -1,4 +1,4 @@
-"""``lightning-fed data``: show each client's data in a recipe, without training."""
+"""``lightning-fed data``: shows each client's data in a recipe, without training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(args: Sequence[str]) -> None:
     """Runs the command."""
     command_args, fit_args = split_options(args)
     options = _parser().parse_args(command_args)
-    # Imports torch: only after the parser, so errors and help are fast.
+    # Imports torch, so only after the parser: errors and help stay fast.
     from lightning_fed.backends.wire.data import read_data
     from lightning_fed.compare.run import quiet
     from lightning_fed.data.client_report import report_clients
@@ -41,9 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed data",
         usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",
-        description="Show the data of each client in a recipe: examples, classes, pixels per class, total variation"
-        " distance between the client's and all classes, and images. Reads the training data once.",
-        epilog="Arguments after `--` go to `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
+        description="Show the data of each client in a recipe: examples, classes, pixels per class, total variation "
+        "distance between the class distributions of the client and of all clients, and images. Reads "
+        "the training data once.",
+        epilog="Arguments after `--` are passed to `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument("--out", type=Path, help="file for a picture of the clients' images and class distributions")

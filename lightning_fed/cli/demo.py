@@ -1,4 +1,4 @@
-"""``lightning-fed demo``: train DeepLabV3+ over clients with different images."""
+"""``lightning-fed demo``: trains DeepLabV3+ on clients with different images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed demo",
-        description="Train DeepLabV3+ on 24 clients with different images, and show the scores.",
+        description="Train DeepLabV3+ on 24 clients with different images, and print the scores.",
     )
     parser.add_argument("--data", type=Path, help="folder with CamVid (default: generated scenes)")
     parser.add_argument("--rounds", type=int, help="number of rounds (default: 16)")

@@ -1,4 +1,4 @@
-"""Training for the demo: DeepLabV3+ over clients with different images; prints a table and draws a picture."""
+"""Training for the demo: trains DeepLabV3+ on clients with different images, prints a table and draws a picture."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from lightning_fed.trainer import FederatedTrainer
 
 _ENCODER = "tu-mobilenetv3_small_100"
 _NUM_PICTURES = 8
-_SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # both for all channels
+_SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # one value for all channels
 _DECISIONS = {
-    "own": "clients look different, so each client has its own statistics",
-    "pooled": "clients look alike, so they share pooled statistics",
+    "own": "the clients' inputs differ, so each client has separate statistics",
+    "pooled": "the clients' inputs are similar, so all clients share pooled statistics",
     "": "no decision",
 }
-# Name: name in the log, factor, digits.
+# Column name: name in the log, factor, number of digits.
 _COLUMNS = {
     "clients": ("fed/clients", 1, 0),
     "loss": ("train_loss", 1, 3),
@@ -57,7 +57,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Every round's logged values, the TensorBoard folder (also with checkpoint and picture), and the PNG file."""
+    """Logged values of every round, the TensorBoard folder (with checkpoint and picture), and the PNG file."""
 
     rounds: list[dict[str, float]]
     log_dir: Path
@@ -73,10 +73,10 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ federatedly; writes a table, TensorBoard logs and a picture with predictions by client.
+    """Trains DeepLabV3+ on the clients; writes a table, TensorBoard logs and a picture with predictions by client.
 
-    A Dirichlet distribution draws each client's classes. Generated images also have a different contrast and different
-    colours for each client.
+    A Dirichlet distribution determines each client's classes. Generated images also differ in contrast and colours
+    between clients.
     """
     missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
     if missing:
@@ -145,8 +145,8 @@ def run_demo(
 
 
 def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: Sequence[tuple[str, Tensor]]) -> None:
-    """Draws the clients' classes, the curves, and one held-out image per client with the prediction."""
-    from matplotlib.figure import Figure  # the extra `demo`
+    """Draws the clients' classes, the curves, and for each client one held-out image with its prediction."""
+    from matplotlib.figure import Figure  # requires the extra `demo`
 
     colors = default_colors(data.num_classes)
     figure = Figure(figsize=(12, 7.5), layout="constrained")
@@ -170,7 +170,7 @@ def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: S
     ):
         axes.plot(numbers, [row[name] for row in result.rounds], "o-", label=label, color=line_color)
     loss.set(title="Loss", xlabel="round", ylim=(0, None))
-    score.set(title="The round's clients, validation", xlabel="round", ylim=(0, 1))
+    score.set(title="Validation scores of the round's clients", xlabel="round", ylim=(0, 1))
     for axes in (loss, score):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
@@ -187,7 +187,7 @@ def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: S
 
 
 def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std: float | None) -> tuple[str, Tensor]:
-    """Scores a client's model; draws input, truth and prediction for a held-out image with shape (3, H, 3 W)."""
+    """Scores a client's model; draws input, truth and prediction for a held-out image, shape (3, H, 3 W)."""
     scores = SegmentationScores(model.num_classes)
     examples = [held_out[index] for index in range(len(held_out))]
     images, masks = (torch.stack([example[part] for example in examples]) for part in (0, 1))
@@ -201,7 +201,7 @@ def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std:
 
 @contextmanager
 def _single_thread() -> Iterator[None]:
-    # Small images gain nothing from a second thread, and threads spin on busy cores.
+    # Small images do not benefit from a second thread, and idle threads busy-wait.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -221,7 +221,7 @@ def _say(text: str) -> None:
 
 
 def _program(name: str) -> str:
-    path = Path(sys.executable).with_name(name)  # also without an activated environment
+    path = Path(sys.executable).with_name(name)  # works also if the environment is not activated
     if shutil.which(name) is not None or not path.exists():
         return name
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

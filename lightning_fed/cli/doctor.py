@@ -1,4 +1,4 @@
-"""``lightning-fed doctor``: print versions, devices and missing extras."""
+"""``lightning-fed doctor``: prints versions, devices and missing extras."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES = {
     "demo": "`lightning-fed demo`, TensorBoard logs, all pictures and curves",
     "flower": "clients on other machines: `lightning-fed flower`, `lightning_fed.backends.flower`",
     "nvflare": "clients on other machines: `lightning-fed nvflare`, `lightning_fed.backends.nvflare`",
-    "peft": "models of text and low-rank adapters (LoRA)",
+    "peft": "models for text, and low-rank adapters (LoRA)",
     "privacy": "privacy budgets, `CentralDP`, `DPSGD`, `lightning-fed privacy`",
 }
 """Purpose by extra. The list excludes extras for development."""
@@ -29,7 +29,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """A required package and the installed version; ``None`` for a missing package."""
+    """A required package with its installed version; ``None`` if the package is missing."""
 
     requirement: Requirement
     installed: str | None
@@ -63,9 +63,9 @@ def run(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed doctor",
-        description="Print the versions of what the package needs, the devices, and which extras are installed; for"
-        " the others, what they are for and how to install them. The status is 1 if something is missing that is"
-        " always needed. With --flower, check the connection to a server instead.",
+        description="Print the versions of required packages, the devices, and the installed extras. For missing "
+        "extras, print their purpose and the command to install them. The exit status is 1 if a required "
+        "package is missing. With --flower, check the connection to a server instead.",
     )
     parser.add_argument("--flower", metavar="NAME:PORT", help="check a node's connection to the server at this address")
     parser.add_argument("--ca", type=Path, default=Path("keys/ca.crt"), help="the server's ca.crt (keys/ca.crt)")
@@ -85,7 +85,7 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> tuple[str, bool]:
-    """Returns a report for requirements from the metadata, and whether all required packages are installed."""
+    """Returns a report on the requirements in the metadata, and whether all required packages are installed."""
     parsed = [Requirement(text) for text in requirements]
     needed = states_of(
         [
@@ -116,18 +116,18 @@ def examine(requirements: Sequence[str]) -> tuple[str, bool]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """True for a requirement only needed by the extra."""
+    """Whether only the extra needs the requirement."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def states_of(requirements: Sequence[Requirement]) -> list[PackageState]:
-    """Returns the installed version for each requirement."""
+    """Returns the installed version of each requirement."""
     return [PackageState(requirement, installed_version(requirement.name)) for requirement in requirements]
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed package; ``None`` for a missing package."""
+    """Returns the version of an installed package; ``None`` if the package is missing."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""``lightning-fed flower``: write a Flower app from a recipe, and run server, nodes and workers."""
+"""``lightning-fed flower``: writes a Flower app from a recipe, and runs server, nodes and workers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def _write_certificates(options: argparse.Namespace) -> None:
     from lightning_fed.backends.flower.certificates import write_certificates, write_node_key
 
     if not options.name and not options.node:
-        raise OptionError("Expected `--name` (the server's name for nodes) or `--node` (a client's name).")
+        raise OptionError(
+            "Expected `--name` (the server's name, as used by nodes) or `--node` (a client's name), but got neither."
+        )
     written = write_certificates(options.folder, options.name, options.days) if options.name else []
     for node in options.node:
         written += write_node_key(options.folder, node)
@@ -85,7 +87,7 @@ def _write_certificates(options: argparse.Namespace) -> None:
 
 
 def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | None) -> list[str]:
-    """Flower's command line to evaluate a run on the clients. ``ckpt=None`` stands for the run's last checkpoint.
+    """Returns Flower's command to evaluate a run on the clients. ``ckpt=None`` stands for the run's last checkpoint.
 
     Example:
         >>> evaluation_command(Path("app"), "", "test", Path("best.ckpt"))[1:]
@@ -104,16 +106,24 @@ def _parser() -> argparse.ArgumentParser:
     new = commands.add_parser("new", help="write a Flower app for a recipe")
     new.add_argument("folder", type=Path, help="the new folder")
     new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
-    keys = commands.add_parser("certificates", help="make certificates for the server, or keys for nodes")
+    keys = commands.add_parser("certificates", help="create certificates for the server, or keys for nodes")
     keys.add_argument("folder", type=Path, help="the new folder")
     keys.add_argument("--name", action="append", default=[], help="a name or address of the server, as used by nodes")
     keys.add_argument(
-        "--node", action="append", default=[], metavar="CLIENT", help="a client, to make a key for the client's node"
+        "--node",
+        action="append",
+        default=[],
+        metavar="CLIENT",
+        help="name of a client, to create a key for the client's node",
     )
-    keys.add_argument("--days", type=int, default=365, help="validity of the server's certificate in days (365)")
+    keys.add_argument(
+        "--days", type=int, default=365, help="validity of the server's certificate in days (default: 365)"
+    )
     server = commands.add_parser("server", help="run the server: SuperLink, and the gateway for nodes")
     server.add_argument("--host", help="listening address of this machine (default: the name in --address)")
-    server.add_argument("--control-port", type=int, default=8000, help="the SuperLink's port on this machine (8000)")
+    server.add_argument(
+        "--control-port", type=int, default=8000, help="the SuperLink's port on this machine (default: 8000)"
+    )
     node = commands.add_parser("node", help="run a client's node: SuperNode and worker")
     node.add_argument("folder", type=Path, help="the app")
     node.add_argument("--client", required=True, help="the client's name; the node's key is KEYS/CLIENT.key")
@@ -127,10 +137,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("folder", type=Path, help="the app")
     evaluate.add_argument("federation", nargs="?", default="", help="the connection's name in Flower's configuration")
     evaluate.add_argument(
-        "--stage", choices=("validate", "test"), default="validate", help="validation or test step and data"
+        "--stage",
+        choices=("validate", "test"),
+        default="validate",
+        help="whether to run the validation or the test step, on the corresponding data",
     )
-    evaluate.add_argument("--ckpt", type=Path, help="the checkpoint (default: the run's last)")
-    worker = commands.add_parser("worker", help="run a client's long-lived process")
+    evaluate.add_argument("--ckpt", type=Path, help="the checkpoint (default: the last checkpoint of the run)")
+    worker = commands.add_parser("worker", help="run the long-lived process of a client")
     worker.add_argument("folder", type=Path, help="the app")
     worker.add_argument("--socket", type=Path, required=True, help="the socket for messages from the SuperNode")
     return parser

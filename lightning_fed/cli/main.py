@@ -84,7 +84,7 @@ def _dispatch(arguments: Sequence[str], is_process: bool) -> None:
         raise SystemExit(2) from error
     try:
         if command in _RECIPE_COMMANDS:
-            recipe = import_module("lightning_fed.recipe")  # imports torch; some commands do not
+            recipe = import_module("lightning_fed.recipe")  # imports torch; some commands do not need torch
             recipe.FederatedCLI(None if is_process else list(arguments))
         else:
             import_module(f"lightning_fed.cli.{command}").run(arguments[1:])
@@ -106,13 +106,13 @@ def _is_mistake(error: Exception, command: str) -> bool:
 
 
 def _find_own_modules() -> None:
-    # Like `python -m`: recipes can name modules in the current folder.
+    # Like `python -m`: recipes can refer to modules in the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def _stop(error: Exception) -> NoReturn:
-    # The environment variable shows tracebacks, like in LightningCLI.
+    # The environment variable shows tracebacks, as in LightningCLI.
     if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
         raise error
     sys.stderr.write(f"error: {error}\n")

@@ -1,4 +1,4 @@
-"""``lightning-fed merge``: merge checkpoints with the same architecture."""
+"""``lightning-fed merge``: merges checkpoints with the same architecture."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.tasks.base import Task
 
 _DESCRIPTION = (
-    "Merge checkpoints with the same architecture: match neurons, then average. The model comes from a"
-    " recipe (-c) or --model, with missing hyper-parameters from the first checkpoint; a"
-    " checkpoint from `lightning-fed fit` also names the class. BatchNorm's statistics are measured on the training"
-    " data of the recipe or of --data."
+    "Merge checkpoints with the same architecture: match neurons, then average. The model comes from a recipe (-c) "
+    "or --model, with missing hyper-parameters from the first checkpoint; a checkpoint from `lightning-fed fit` "
+    "contains the class name. BatchNorm's statistics are measured on the training data of the recipe or of --data."
 )
-READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # recipe entries without effect here
+READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # recipe entries ignored by this command
 
 
 def run(args: Sequence[str]) -> None:
@@ -36,7 +35,10 @@ def run(args: Sequence[str]) -> None:
     take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))
     if config.model is None:
-        parser.error("Expected the model by `-c RECIPE` or `--model CLASS`: the first checkpoint does not name it.")
+        parser.error(
+            "Expected a model from `-c RECIPE` or `--model CLASS`, because the first checkpoint does not "
+            "name the class, but got neither."
+        )
     out = Path(config.out)
     if any(out.resolve() == Path(path).resolve() for path in config.checkpoints):
         parser.error(f"Expected `--out` to differ from the merged checkpoints, but got {out}.")
@@ -44,7 +46,7 @@ def run(args: Sequence[str]) -> None:
         parser.error(f"Expected `--out` to be a file, but got the folder {config.out}.")
     count = len(config.checkpoints)
     if config.weights is not None and len(config.weights) != count:
-        parser.error(f"Expected a weight for each of {count} checkpoints, but got {len(config.weights)} `--weights`.")
+        parser.error(f"Expected one weight per checkpoint ({count}), but got {len(config.weights)} `--weights`.")
     if config.seed_everything is not False:
         L.seed_everything(None if config.seed_everything is True else config.seed_everything, True, verbose=False)
     try:
@@ -53,7 +55,7 @@ def run(args: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # a wrong path fails before the slow matching
+        out.parent.mkdir(parents=True, exist_ok=True)  # reports a wrong path before the slow matching
     except OSError as error:
         parser.error(f"Expected `--out` to be in a writable folder, but got {out}: {error.strerror}.")
     try:
@@ -76,7 +78,7 @@ def _parser() -> LightningArgumentParser:
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="Lightning checkpoints, or state dicts")
     parser.add_argument("-o", "--out", required=True, metavar="CHECKPOINT", help="the file to write")
     parser.add_argument("-c", "--config", action="config", help="a recipe with the model and data")
-    parser.add_argument("--weights", type=list[float] | None, help="weight of each checkpoint: [100,250]")
+    parser.add_argument("--weights", type=list[float] | None, help="weight of each checkpoint, such as [100,250]")
     parser.add_argument(
         "--num_batches", type=int | None, help="number of batches for BatchNorm's statistics; null for all"
     )
@@ -94,10 +96,10 @@ def _options() -> list[str]:
 
 
 def take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Sets the parser's defaults for the model to the hyper-parameters in the first checkpoint."""
+    """Uses the hyper-parameters in the first checkpoint as defaults of the parser for the model."""
     first = next((index for index, _ in enumerate(args) if not _is_option_or_value(args, index)), None)
     if first is None:
-        return  # the parser reports missing checkpoints, or prints the help
+        return  # the parser reports missing checkpoints or prints the help
     try:
         hyperparameters = dict(read_checkpoint(args[first]).get(L.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     except ValueError as error:
@@ -127,8 +129,8 @@ def _merge(
 ) -> MergedModel:
     if batch_norm_layers(module) and average.batch_norm == "recalibrate" and data is None:
         raise OptionError(
-            "Expected data to measure BatchNorm's running statistics with, but got none: give `-c RECIPE` or `--data`,"
-            " or average them with `--batch_norm average`."
+            "Expected data to measure BatchNorm's running statistics, but got none: pass `-c RECIPE` or `--data`, or "
+            "average the statistics with `--batch_norm average`."
         )
     batches: Iterable[Any] | None = None
     if data is not None:
@@ -150,5 +152,5 @@ def _report(merged: MergedModel, out: Path, is_resized: bool) -> str:
     ]
     lines.append(f"Merged checkpoint: {out}")
     if is_resized:
-        lines.append("The layers have other widths than the model: load the checkpoint with `load_matched`.")
+        lines.append("The layers have other widths than the model's layers: load the checkpoint with `load_matched`.")
     return "\n".join(lines) + "\n"

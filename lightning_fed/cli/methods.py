@@ -1,4 +1,4 @@
-"""``lightning-fed methods``: list the methods with costs and options."""
+"""``lightning-fed methods``: lists the methods with costs and options."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def run(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed methods",
-        description="List all methods with their target clients, or describe the named methods: payload of a visit,"
-        " state between rounds, cost on top of training, and options with defaults. One model counts as the bytes of"
-        " the shared entries.",
-        epilog="In a recipe: `method: fedprox:mu=0.1`. A custom method has the path of its class as name:"
-        " my_project.FedMine:option=value",
+        description="List all methods with their typical use, or describe the named methods: payload of a visit, "
+        "state between rounds, additional computation, and options with defaults. One model means the "
+        "bytes of the shared entries.",
+        epilog="In a recipe: `method: fedprox:mu=0.1`. A custom method is named by the import path of its class: "
+        "my_project.FedMine:option=value",
     )
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe these methods (default: list all)")
     return parser
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def read_methods() -> dict[str, str]:
     """Names and docstrings of all registered methods, sorted by name."""
-    # Parses the sources, because an import of the methods takes seconds.
+    # Parses the sources, because importing the methods takes seconds.
     trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]
     statements = [statement for tree in trees for statement in tree.body]
     classes = {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
@@ -60,7 +60,7 @@ def read_methods() -> dict[str, str]:
 
 
 def table_of_methods() -> str:
-    """Table of all methods, each with its purpose."""
+    """Table of all methods with each purpose."""
     methods = read_methods()
     width = max(map(len, methods))
     lines = [f"{'METHOD':{width}}  FOR"]
@@ -69,9 +69,9 @@ def table_of_methods() -> str:
 
 
 def describe_method(name: str) -> str:
-    """Describes a method, by name or import path: purpose, costs, options, and options for the method's callbacks.
+    """Describes a method, given by name or import path: purpose, costs, options, and options of the method's callbacks.
 
-    The costs are the points "Sends", "Keeps", "Costs" and "For" in the docstring.
+    The costs are the items "Sends", "Keeps", "Costs" and "For" in the docstring.
 
     Example:
         >>> print(describe_method("fedprox"))
@@ -103,7 +103,7 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""Reads the points "Sends", "Keeps", "Costs" and "For" in a method's docstring."""
+    r"""Reads the items "Sends", "Keeps", "Costs" and "For" in a method's docstring."""
     points = re.findall(r"^- (Sends|Keeps|Costs|For): (.*(?:\n  .*)*)", text, re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in points}
 

@@ -1,4 +1,4 @@
-"""``lightning-fed nvflare``: write an NVFLARE job from a recipe."""
+"""``lightning-fed nvflare``: writes an NVFLARE job from a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lightning-fed privacy``: compute the privacy budget of a recipe, without training."""
+"""``lightning-fed privacy``: computes the privacy budget of a recipe, without training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(args: Sequence[str]) -> None:
 
 def _has_steps(recipe: Path) -> bool:
     trainer = (yaml.safe_load(recipe.read_text()) or {}).get("trainer") or {}
-    # Update steps come from `steps`, a federation object or a custom method.
+    # Update steps can come from `steps`, a federation object or a custom method.
     method = str(trainer.get("method", "")).partition(":")[0]
     return bool(trainer.get("steps") or trainer.get("federation") or "." in method)
 
@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed privacy",
         usage="lightning-fed privacy RECIPE [--audit] [--figure FILE] [-- options of fit]",
-        description="Compute the privacy budget of a recipe, without training: epsilon by round, the noise"
-        " relative to the clip, and the noise for other budgets.",
+        description="Compute the privacy budget of a recipe, without training: epsilon by round, the noise relative "
+        "to the clipping norm, and the noise for other budgets.",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument("--audit", action="store_true", help="also audit the noise with canary clients")
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
-    """Writes the command's tables in Markdown, optionally with an audit of the aggregation rule."""
+    """Formats the command's tables in Markdown, optionally with an audit of the aggregation rule."""
     from lightning_fed.privacy.accounting import calibrate
     from lightning_fed.privacy.audit import audit_mean
 
@@ -76,10 +76,10 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
     parts = [
         f"{cohort} of {population} clients in a round ({budget.sampling}), {rounds} rounds, delta {budget.delta:g}"
         f" ({budget.accountant})",
-        f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise in a round's sum has"
-        f" standard deviation {std:.4g} per coordinate, and norm {std * math.sqrt(num_parameters):.3g} over"
-        f" {num_parameters:,} parameters; {cohort} equal updates with the norm of the clip sum to norm"
-        f" {cohort * privacy.clip:g}",
+        f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise in a round's sum has "
+        f"standard deviation {std:.4g} per coordinate, and norm {std * math.sqrt(num_parameters):.3g} over "
+        f"{num_parameters:,} parameters; for comparison, {cohort} equal updates at the clipping norm have a sum with "
+        f"norm {cohort * privacy.clip:g}",
         _table("rounds", "epsilon", [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)]),
         _table(
             f"epsilon after {rounds} rounds",
@@ -90,9 +90,9 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
     if has_audit:
         audit = audit_mean(budget, rounds, min(population, _CANARIES))
         parts.append(
-            f"audit with {audit.num_canaries} canary clients: {audit.num_correct} of {audit.num_guesses}"
-            f" guesses were right: epsilon is at least {audit.lower_bound:.4g} (95 % confidence);"
-            f" the budget claims {audit.claimed:.4g}"
+            f"audit with {audit.num_canaries} canary clients: {audit.num_correct} of {audit.num_guesses} guesses were "
+            f"correct, so epsilon is at least {audit.lower_bound:.4g} (95 % confidence); the budget claims "
+            f"{audit.claimed:.4g}"
         )
     return "\n\n".join(parts) + "\n"
 
@@ -103,7 +103,7 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
 
     if not has_matplotlib():
         raise OptionError("Expected matplotlib for a figure: pip install 'lightning-fed[demo]'.")
-    from matplotlib.figure import Figure  # the extra `demo`
+    from matplotlib.figure import Figure  # requires the extra `demo`
 
     privacy, budget, rounds = _plan(recipe)
     numbers = _some_rounds(rounds, 40)

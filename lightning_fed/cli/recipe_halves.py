@@ -1,4 +1,4 @@
-"""Server half and client half of a recipe: objects for both halves, and files of an app."""
+"""Server side and client side of a recipe: the objects on both sides, and the files of an app."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOT_ON_SERVER = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Contents of a recipe for both halves; clients have the Trainer arguments and callbacks for visits only."""
+    """Contents of a recipe for both sides; clients get only the Trainer arguments and callbacks for visits."""
 
     federation: Federation
     model: L.LightningModule
@@ -81,7 +81,7 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
 
 
 def _clients_of(recipe: Recipe) -> Sequence[Client]:
-    """The recipe's clients; empty with a warning, if the data are necessary and missing."""
+    """Returns the recipe's clients; empty, with a warning, if the data are needed but not on this machine."""
     data = recipe.data
     numbered = getattr(recipe.federation.partition, "num_clients", None)
     if numbered is not None:
@@ -91,26 +91,28 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
     try:
         population, _ = read_data(recipe.federation, data)
     except Exception as error:
-        _log.warning("Write the number of clients into server.py: the recipe's data are not here (%s).", error)
+        _log.warning(
+            "Set the number of clients in server.py, because the recipe's data are not on this machine (%s).", error
+        )
         return []
     return population.clients
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes an app with a copy of the recipe, from templates by path in the app; refuses a folder with an app."""
+    """Writes an app with a copy of the recipe, from templates by path in the app; refuses a folder that has an app."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():
-        raise OptionError(f"Expected a folder name with a letter at the start, but got {folder.name!r}.")
+        raise OptionError(f"Expected a folder name that starts with a letter, but got {folder.name!r}.")
     installed = importlib.util.find_spec(module)
     if keyword.iskeyword(module) or (installed is not None and installed.origin is not None):
         raise OptionError(
-            f"Expected a new package name, but {module!r} is a Python keyword or package: choose another folder."
+            f"Expected an unused package name, but {module!r} is a Python keyword or package: choose another folder."
         )
     if not recipe.is_file():
-        raise FileNotFoundError(f"Expected a recipe, a YAML file, but {str(recipe)!r} does not exist.")
+        raise FileNotFoundError(f"Expected a recipe (a YAML file), but {str(recipe)!r} does not exist.")
     if any((folder / file).exists() for file in templates):
-        raise FileExistsError(f"Expected a new folder, but {str(folder)!r} already has an app.")
+        raise FileExistsError(f"Expected a new folder, but {str(folder)!r} already contains an app.")
     built = read_recipe(recipe)
     clients = list(_clients_of(built))
     values = {

@@ -1,4 +1,4 @@
-"""``lightning-fed recipes``: list or print the package's recipes."""
+"""``lightning-fed recipes``: lists or prints the package's recipes."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ def run(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed recipes",
-        description="List the ready recipes, or print one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
+        description="List the packaged recipes, or print one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print (default: list all)")
     return parser
 
 
 def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits a command line at ``--``: arguments for the command, and arguments for ``fit``."""
+    """Splits a command line at ``--`` into arguments for the command and arguments for ``fit``."""
     end = args.index("--") if "--" in args else len(args)
     return args[:end], args[end + 1 :]
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """Returns a hint, if a command line names a missing file with the name of a packaged recipe, or ``None``."""
-    # Guides name recipes by paths in the repository. An installed package has another folder.
+    """Returns a hint if a command line names a missing file that is a packaged recipe, or ``None``."""
+    # Guides use paths of recipes in the repository, but an installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])
         if path.suffix == ".yaml" and not path.exists() and (recipe_folder() / path.name).is_file():
             return (
-                f"The package has this recipe. To copy it: lightning-fed recipes {path.stem} > {path.name}\n"
-                f"Then use {path.name} instead of {path}.\n"
+                f"The package contains this recipe. To copy it: lightning-fed recipes {path.stem} > {path.name}\nThen "
+                f"use {path.name} instead of {path}.\n"
             )
     return None
 
 
 def recipe_folder() -> Path:
-    """Folder with the packaged recipes: inside an installed package, next to the package in a clone."""
+    """Folder of the packaged recipes: inside the package if installed, next to the package in a clone."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
 
 def title_of(recipe: Path) -> str:
-    """First sentence in a recipe's initial comment."""
+    """Returns the first sentence of the comment at the start of a recipe."""
     comment = []
     for line in recipe.read_text().splitlines():
         if not line.startswith("#"):

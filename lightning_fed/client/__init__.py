@@ -1,4 +1,4 @@
-"""The client half: local model, optimizers, and store for client state."""
+"""Client side: local model, optimizers, and stores for client state."""
 
 from lightning_fed.client.client_store import ClientStore as ClientStore
 from lightning_fed.client.client_store import FolderStore as FolderStore

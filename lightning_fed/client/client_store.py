@@ -1,6 +1,6 @@
-"""Stores for client state between visits: personal entries, optimizer state, and callbacks' memory.
+"""Stores for client state between visits: personal entries, optimizer state, and memory of callbacks.
 
-Each round writes a new version: a run resumed from an earlier checkpoint does not see tensors from later rounds.
+Each round writes a new version, so a run resumed from an earlier checkpoint does not read tensors of later rounds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DIGEST = "sha256"
 
 
 class ClientStore(ABC):
-    """Store of tensors by client. Only the cohort's tensors need to be in memory."""
+    """Store for tensors by client. Only the tensors of the cohort need to be in memory."""
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
-        """The client's newest tensors, which must not be changed, or ``None``."""
+        """Returns the client's latest tensors, which must not be changed, or ``None``."""
 
     def clients(self) -> Collection[Client]:
         """The clients with stored tensors. At the end of a fit, these clients measure BatchNorm statistics again."""
@@ -42,15 +42,15 @@ class ClientStore(ABC):
 
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
-        """Replaces the client's tensors as of ``round``; an empty state forgets the client."""
+        """Replaces the client's tensors in ``round``; an empty state deletes the client."""
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Commits the tensors of ``round`` for clients with a good update, and removes the other clients' tensors."""
+        """Commits the tensors of ``round`` for clients with a valid update, and removes tensors of other clients."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """State at the end of round ``round - 1`` for a checkpoint: tensors and primitives."""
+        """Returns the state at the end of round ``round - 1`` for a checkpoint: tensors and primitives."""
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
@@ -61,26 +61,26 @@ class ClientStore(ABC):
 
     def share(self, round: int) -> Any:
         """Changes in ``round`` for other processes, picklable. A store without this method serves one process."""
-        raise NotImplementedError(f"{type(self).__name__} stores client state for one process only.")
+        raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
         """Adds the changes from :meth:`share` in another process."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
-    """Builds a store from an argument: a store, the path of a folder, or ``None`` for memory."""
+    """Creates a store from an argument: a store, a folder path, or ``None`` for memory."""
     if store is None:
         return MemoryStore()
     return store if isinstance(store, ClientStore) else FolderStore(store)
 
 
 class MemoryStore(ClientStore):
-    """Store in memory and in every checkpoint, for hundreds of clients with small entries."""
+    """Store in memory and in every checkpoint, for up to hundreds of clients with small entries."""
 
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}
         self._round = -1
-        self._of_round: dict[Client, State] = {}  # separate: a checkpoint inside a round excludes these
+        self._of_round: dict[Client, State] = {}  # separate, because a checkpoint inside a round excludes these changes
 
     def get(self, client: Client) -> State | None:
         return self._of_round.get(client, self._states.get(client)) or None
@@ -105,7 +105,7 @@ class MemoryStore(ClientStore):
         return {"clients": plain_keys(states), "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores all clients' tensors; refuses a checkpoint from a :class:`FolderStore`."""
+        """Restores the tensors of all clients; refuses a checkpoint from a :class:`FolderStore`."""
         if "folder" in state:
             raise ValueError(f"The checkpoint's client state is in a folder: set store={state['folder']!r}.")
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
@@ -127,18 +127,18 @@ class MemoryStore(ClientStore):
 
 
 class FolderStore(ClientStore):
-    """Store in safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
+    """Store with safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
 
-    A new fit begins the folder's next run, and leaves earlier runs unchanged; a resumed fit continues the checkpoint's
-    run. A client with a missing folder, or with an unreadable or changed file, is excluded from the round, because a
-    silent restart from the initial state would be wrong.
+    A new fit starts the folder's next run, and leaves earlier runs unchanged; a resumed fit continues the checkpoint's
+    run. A client whose file is missing, unreadable or changed is excluded from the round, because a silent restart from
+    the initial state would be wrong.
 
-    Files are written atomically, with checksums. A training checkpoint holds no tensors from the store. Runs can resume
-    from the last two checkpoints: a new checkpoint deletes versions older than the previous checkpoint's. Resuming from
-    an older checkpoint is an error, except with ``keep_all``.
+    Files are written atomically, with checksums. A training checkpoint contains no tensors from the store. Runs can
+    resume from the last two checkpoints; a new checkpoint deletes versions that the previous checkpoint does not need.
+    Resuming from an older checkpoint is an error, except with ``keep_all``.
 
     Args:
-        folder: Folder for the files, created if necessary; several processes need a shared folder.
+        folder: Folder for the files, created if necessary; for several processes on a shared file system.
         keep_all: Whether to store every version, for example to resume from the best checkpoint.
 
     Example:
@@ -152,7 +152,7 @@ class FolderStore(ClientStore):
     def __init__(self, folder: str | os.PathLike[str], keep_all: bool = False) -> None:
         self.folder = Path(folder)
         self.keep_all = keep_all
-        self._run = self._last_run()  # `None` until this run's first `put`
+        self._run = self._last_run()  # `None` until the first `put` in this run
         self._resumed_at: int | None = None
         self._written: set[Client] = set()  # in this run; other versions after `_resumed_at` belong to older runs
         self._prunable: set[Client] = set()
@@ -162,7 +162,7 @@ class FolderStore(ClientStore):
         self._kept: set[Client] = set()  # clients that must have a version
 
     def get(self, client: Client) -> State | None:
-        """Reads the client's newest tensors; a missing, unreadable or changed file raises ``ClientFault``."""
+        """Reads the client's latest tensors. A missing, unreadable or changed file raises ``ClientFault``."""
         versions = self._versions(client)
         if not versions:
             if client in self._kept:
@@ -193,15 +193,15 @@ class FolderStore(ClientStore):
         versions = self._versions(client)
         run_paths = {path for _, path in versions}
         path = folder / f"{round:08d}.safetensors"
-        with atomic_write(path, f"-{self._rank}.partial") as partial:  # all processes delete memories
+        with atomic_write(path, f"-{self._rank}.partial") as partial:  # every process deletes callback memories
             # Copies, because safetensors refuses tensors that share memory.
             copies = {name: value.contiguous().cpu() for name, value in copy_state(state).items()}
             save_file(copies, partial, metadata={_DIGEST: digest(copies)})
         for stale in folder.glob("*.safetensors"):
-            # From the run before this one resumed at an earlier round.
+            # Version from the run before this run resumed at an earlier round.
             if stale not in run_paths and stale != path and _is_number(stale.stem):
                 stale.unlink(missing_ok=True)
-        # No checkpoint needs the versions between the last checkpoint and the version before this one.
+        # No checkpoint needs the versions between the last checkpoint and the previous version.
         between = [old for version, old in versions if self._last_checkpoint <= version < round]
         for old in () if self.keep_all else between[:-1]:
             old.unlink(missing_ok=True)
@@ -223,7 +223,7 @@ class FolderStore(ClientStore):
                 self._kept.discard(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the state for a checkpoint. Deletes versions that the previous checkpoint no longer needs."""
+        """Returns the state for a checkpoint. Deletes versions that the previous checkpoint does not need."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):
@@ -241,21 +241,21 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the store: versions from ``round`` on are hidden until this run overwrites them.
+        """Restores the store. Versions from ``round`` or later are hidden until this run overwrites them.
 
-        Refuses a checkpoint with deleted versions, and a checkpoint with tensors.
+        Refuses a checkpoint whose versions were deleted, and a checkpoint with tensors.
         """
         if state.get("clients"):
-            raise ValueError("The checkpoint itself holds the client state: set store=None.")
+            raise ValueError("The checkpoint contains the client state: set store=None.")
         self._run = state.get("run")
         if self._run is not None and (type(self._run) is not int or self._run < 0):
             raise ValueError(f"Expected a number for the store's run in the checkpoint, but got {self._run!r}.")
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
-                f"The folder {str(self.folder)!r} no longer holds the client state after {round} rounds: the folder"
-                f" holds the state for the last two checkpoints, from {self._oldest.read_text()} rounds on."
-                " Resume from one of these checkpoints, or restore a copy of the folder. In future runs,"
-                f" store=FolderStore({str(self.folder)!r}, keep_all=True) deletes nothing."
+                f"The folder {str(self.folder)!r} no longer contains the client state after {round} rounds, but only "
+                f"the state for the last two checkpoints, from {self._oldest.read_text()} rounds on. Resume from one "
+                "of these checkpoints, or restore a copy of the folder. In future runs, "
+                f"store=FolderStore({str(self.folder)!r}, keep_all=True) deletes nothing."
             )
         self._resumed_at = self._last_checkpoint = round
         self._kept = set(state.get("kept", ()))
@@ -263,16 +263,16 @@ class FolderStore(ClientStore):
         self._prunable.clear()
 
     def newest(self, client: Client) -> int:
-        """Round of the version for :meth:`get`; -1 for no version."""
+        """Round of the version that :meth:`get` returns; -1 without a version."""
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes the client's versions before ``round``, except the newest of these versions."""
+        """Deletes the client's versions before ``round``, except the latest of these."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 
     def start(self, process_group: ProcessGroup) -> None:
-        """Sets the run's number to the first process's in all processes; only the first process deletes files."""
+        """Sets the run number of the first process in all processes; only the first process deletes files."""
         if process_group.size > 1:
             last = self._last_run()
             self._run = process_group.broadcast((0 if last is None else last + 1) if self._run is None else self._run)
@@ -289,7 +289,7 @@ class FolderStore(ClientStore):
 
     @property
     def _oldest(self) -> Path:
-        # Holds the number of rounds of the oldest complete state.
+        # Contains the number of rounds of the oldest complete state.
         return self.folder / f"run-{self._run}" / "oldest"
 
     def _last_run(self) -> int | None:
@@ -307,7 +307,7 @@ class FolderStore(ClientStore):
     def _folder(self, client: Client) -> Path:
         kind = "s" if isinstance(client, str) else "i"
         name = urllib.parse.quote(str(client), safe="", errors="surrogatepass")
-        if len(name) > _LONGEST_NAME:  # file systems take 255 bytes
+        if len(name) > _LONGEST_NAME:  # file systems limit names to 255 bytes
             name = f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()}"
         return self.folder / f"run-{self._run}" / f"{kind}-{name}"
 

@@ -38,26 +38,27 @@ _TRAVELS = ("shared", "sliced")
 
 
 class LocalModel:
-    """The module as each client's model in turn.
+    """The module in the role of each client's model in turn.
 
-    Shared entries come from the broadcast, personal entries from the client's store (before the first visit: the
-    server's initial values), frozen entries from the server. Outside a visit the module holds the global model. Every
-    visit starts with the round's initial values for buffers with ``persistent=False``.
+    Shared entries come from the broadcast, and frozen entries from the server. Personal entries come from the client's
+    store, or before the first visit from the server's initial values. Outside visits the module holds the global model.
+    Every visit starts with the round's initial values of buffers with ``persistent=False``.
 
-    Loading copies values into most entries. In a sliced entry, the client's rows replace the parameter's data: the
-    whole table is in memory once, and is never copied.
+    Loading copies values into most entries. For a sliced entry, the client's rows replace the parameter's data, so the
+    whole table is in memory once and is never copied.
 
     Args:
         module: The module that trains.
         policies: The policy of every entry, from :func:`lightning_fed.model.entries.entry_policies`.
         store: Store for the clients' personal entries.
         resizes: Whether received entries may have other shapes; the module then adopts the new shapes.
-        initial: Initial values of personal entries for a client's first visit, if different from the server's.
+        initial: Initial values of personal entries for a client's first visit, if these differ from the server's
+            values.
 
     Attributes:
-        server_entries: The server's values for entries that are never transmitted.
+        server_entries: The server's values of entries that are never sent.
         has_statistics: Whether the store has running statistics for the last loaded client.
-        dropped: Names of buffers with ``persistent=False`` changed in visits; every visit starts without the change.
+        dropped: Names of buffers with ``persistent=False`` that visits changed; every visit starts without the change.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class LocalModel:
         added = [name for name in self.entries if name not in policies]
         if added:
             raise ValueError(
-                "Expected the module to keep its parameters and buffers until the round ends, but these were added:"
-                f" {', '.join(added[:5])}."
+                "Expected the module to have the same parameters and buffers until the round ends, but these were "
+                f"added: {', '.join(added[:5])}."
             )
         self.store = store
         self.parameters = [name for name in parameter_entries(module).values() if policies[name] in _TRAVELS]
@@ -90,15 +91,15 @@ class LocalModel:
         self._unsaved = UnsavedTensors(module, names)
         self.dropped = set[str]()
         self.has_statistics = False
-        # A client's state between the request and the load: one read from the store.
+        # Client state read at the request, stored until the load, to read the store once.
         self._recalled: dict[Client, State] = {}
         self._model_keys: list[tuple[Mapping[str, Tensor], Tensor]] = []
         self._optimizer_state: dict[Client, State] = {}
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """Copies the shared entries, except sliced entries, because no visit writes into sliced entries.
+        """Copies the shared entries, except sliced entries, because visits never write into sliced entries.
 
-        ``known`` holds tensors to return instead of copies for entries with the same values.
+        ``known`` contains tensors to return instead of copies, for entries with equal values.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -112,13 +113,13 @@ class LocalModel:
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Loads the global model: shared entries from ``state``, all other entries from the server's values.
 
-        From then on the tensors of sliced entries belong to the module.
+        Afterwards, the tensors of sliced entries belong to the module.
         """
         self._load({**state, **self.server_entries})
         self._unsaved.return_additions()
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Returns the names of untransmitted entries that differ from the server's values. NaN equals NaN."""
+        """Returns the names of unsent entries that differ from the server's values. NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [
@@ -128,7 +129,7 @@ class LocalModel:
         ]
 
     def update_server_entries(self) -> None:
-        """Sets the server's values to copies of the module's untransmitted entries."""
+        """Sets the server's values to copies of the module's unsent entries."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
     def load_client(
@@ -140,7 +141,7 @@ class LocalModel:
     ) -> None:
         """Loads a client's model: shared entries from ``state``, personal entries from the client's store.
 
-        With ``trains`` the model is for training or measurement, with copies of sliced entries. Otherwise the model is
+        With ``trains`` the model is for training or measurement, and sliced entries are copies. Otherwise the model is
         for evaluation: the stored BatchNorm statistics (or ``statistics``), and entries of a separate model in the
         client's memory (``OWN_MODEL``), replace the shared entries.
         """
@@ -171,7 +172,7 @@ class LocalModel:
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def load_client_entries(self, state: Mapping[str, Tensor]) -> None:
-        """Loads entries from :meth:`client_entries`, in the middle of a visit."""
+        """Loads entries from :meth:`client_entries` during a visit."""
         self._load(state)
 
     def recall(self, client: Client) -> State:
@@ -196,10 +197,9 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def model_key(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Fingerprint of a model's weights, stored with BatchNorm statistics to identify the measured weights.
+        """Fingerprint of a model's weights, stored with BatchNorm statistics to identify the measured model.
 
-        Running statistics and sliced entries, which can be large, do not count. The same ``state`` gives the same
-        number.
+        Running statistics and sliced entries, which can be large, are excluded. Equal states give equal numbers.
         """
         for known, key in self._model_keys:
             if known is state:
@@ -223,7 +223,7 @@ class LocalModel:
         self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry with a new shape or dtype, or implausible values, after the visit, if any.
+        """Describes the first personal entry with a new shape or dtype, or with implausible values, after the visit.
 
         Entries with implausible values before the visit are accepted.
         """
@@ -237,11 +237,11 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def take_optimizer_state(self, client: Client) -> State:
-        """The stored optimizer state for the loaded client, as from :func:`pack_optimizers`."""
+        """Returns the loaded client's stored optimizer state, in the format of :func:`pack_optimizers`."""
         return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update; refuses writes by the visit into tensors missing in ``state_dict``."""
+        """Builds the client's update; refuses writes into tensors outside ``state_dict``."""
         self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
@@ -255,7 +255,7 @@ class LocalModel:
                     f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
                 )
         self._unsaved.reset()
-        for _, layer, attribute, tensor in self._slots.values():  # the module's own tensor returns
+        for _, layer, attribute, tensor in self._slots.values():  # the module's original tensor is restored
             if getattr(layer, attribute) is not tensor:
                 setattr(layer, attribute, tensor)
         if self._resizes:
@@ -275,7 +275,7 @@ class LocalModel:
             current = getattr(layer, attribute, None)
             if not isinstance(current, Tensor):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but in training it became {current!r}.")
+                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but training replaced it by {current!r}.")
             self.entries[name] = as_real(current.detach())
 
 
@@ -284,7 +284,7 @@ def _part(client_state: State, prefix: str) -> State:
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's callback memory under names with the prefix ``prefix``, as of ``round``."""
+    """Deletes a client's callback memory under names with ``prefix``, in ``round``."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)

@@ -23,7 +23,7 @@ _DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 
 
 class StepScheduler(Protocol):
-    """A learning-rate scheduler."""
+    """Interface of learning-rate schedulers."""
 
     optimizer: Optimizer
 
@@ -34,25 +34,25 @@ class StepScheduler(Protocol):
         """Restores the scheduler's state."""
 
     def step(self, *args: Any) -> None:
-        """Makes a step."""
+        """Performs a step."""
 
 
 class LocalOptimizers:
-    """Optimizers, per-step schedulers and loss scale in a round, reset for every visit.
+    """Optimizers, per-step schedulers and loss scale of a round, reset for every visit.
 
     Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
     after the client's last visit), the round's hyper-parameters (learning rates set by epoch schedulers), per-batch
-    schedulers and loss scale. After the round, the schedulers continue from the visit with the median step count, and
-    the loss scale from the median scale. A minority of clients cannot move the median beyond the other clients' values;
-    with one client this equals plain training.
+    schedulers and loss scale. After the round, the schedulers resume from the visit with the median step count, and the
+    loss scale from the median scale. A minority of clients cannot move the median beyond the values of other clients.
+    With one client the result equals plain training.
 
     Args:
         optimizers: The optimizers.
-        step_schedulers: The learning-rate schedulers with a step per batch.
-        scaler: Holder of the loss scale, with ``state_dict`` and ``load_state_dict``.
+        step_schedulers: Learning-rate schedulers with a step per batch.
+        scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
         mode: ``"reset"`` or ``"keep"``.
-        epoch_schedulers: The schedulers stepped by the Trainer at the round's last batch. An epoch scheduler that
-            shares an optimizer with ``step_schedulers`` continues from the median visit's final state.
+        epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. An epoch scheduler that shares an
+            optimizer with ``step_schedulers`` resumes from the median visit's final state.
 
     Attributes:
         finals: Final scheduler states by position in the round; empty if no state outlives the visits.
@@ -77,18 +77,18 @@ class LocalOptimizers:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Hyper-parameters, per-step schedulers and loss scale for the start of every visit."""
+        """Hyper-parameters, per-step schedulers and loss scale at the start of every visit."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def record_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
-        """Records the final state (as in ``finals``) after a visit in another process or on another machine."""
+        """Records the final state (as in ``finals``) of a visit in another process or on another machine."""
         if self.has_lasting_state:
             self.finals[position] = {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
-        """Computes the final state (as in ``finals``) after a visit on another machine, from scheduler step counts.
+        """Computes the final state (as in ``finals``) of a visit on another machine, from scheduler step counts.
 
-        The per-step schedulers repeat the visit's steps here, in turn, as in the visit.
+        The per-step schedulers repeat the steps of the visit, in turn.
         """
         self._load(self._start)
         for number in range(max(steps, default=0)):
@@ -100,7 +100,7 @@ class LocalOptimizers:
         return state
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Step count in a visit for every per-step scheduler; ``None`` if a scheduler does not count steps."""
+        """Step count of every per-step scheduler in a visit; ``None`` if a scheduler does not count steps."""
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -108,15 +108,15 @@ class LocalOptimizers:
 
     @property
     def has_lasting_state(self) -> bool:
-        """True if schedulers or the loss scale continue from a client's visit."""
+        """Whether schedulers or the loss scale resume from a client's visit."""
         return bool(self.step_schedulers) or self.scaler is not None
 
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets all state to the round's start, and restores the client's stored buffers (``packed``), if any.
+        """Resets all state to the start of the round, and restores the client's stored buffers (``packed``), if any.
 
-        ``rows`` are pairs: a parameter with only some rows at the client, and the rows' indices.
+        ``rows`` are pairs of a parameter with only some rows on the client, and the indices of these rows.
         """
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
         if packed:
@@ -127,20 +127,20 @@ class LocalOptimizers:
         return self._capture()
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
-        """Restores a :meth:`snapshot`, except learning rates set by epoch schedulers since then (at a last batch)."""
+        """Restores a :meth:`snapshot`, except learning rates set by epoch schedulers afterwards (at a last batch)."""
         self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Records the schedulers' state, and returns the packed optimizer state in ``"keep"`` mode."""
+        """Records the state of schedulers, and returns the packed optimizer state in ``"keep"`` mode."""
         if self.has_lasting_state:
             self.finals[position] = self._capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self, counting: Collection[int]) -> None:
-        """Resets the buffers, and retains learning rates set by epoch schedulers.
+        """Resets the buffers, but retains learning rates set by epoch schedulers.
 
-        The schedulers continue from the visit with the (lower) median step count, among visits with a good update
+        The schedulers resume from the visit with the (lower) median step count among visits with a valid update
         (``counting``).
         """
         finals = {position: self.finals[position] for position in counting if position in self.finals}
@@ -151,7 +151,7 @@ class LocalOptimizers:
         self._step_again(middle["epoch_schedulers"])
 
     def _rates(self, groups: Sequence[Any], visited: Sequence[Any]) -> list[Any]:
-        """Parameter groups with hyper-parameters from a visit if schedulers step in visits, otherwise the current ones.
+        """Parameter groups with hyper-parameters of a visit if schedulers step in visits, else the current ones.
 
         All other values in an optimizer's groups are optimizer state, and stay as in ``groups``.
         """
@@ -174,14 +174,14 @@ class LocalOptimizers:
         return finals[ordered[(len(ordered) - 1) // 2]] if ordered else self._start
 
     def _step_again(self, before: Sequence[Mapping[str, Any]]) -> None:
-        # Epoch schedulers may have stepped from another client's or model's learning rate.
+        # Epoch schedulers may have stepped from the learning rate of another client or model.
         for scheduler, state in zip(self.epoch_schedulers, before, strict=True):
             if state and getattr(scheduler, "last_epoch", None) != state.get("last_epoch"):
                 scheduler.load_state_dict(copy_state(state))
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-        """States at the round's start for a checkpoint: optimizers, per-step schedulers, loss scale (may be empty)."""
+        """State at the round's start for a checkpoint: optimizers, per-step schedulers, loss scale (may be empty)."""
         start = self._start
         return self._optimizer_states(start), copy_state(start["schedulers"]), copy_state(start["scaler"])
 
@@ -235,7 +235,7 @@ class LocalOptimizers:
 
 
 def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
-    # In a chain, the first scheduler counts.
+    # In a chain of schedulers, the first scheduler counts the steps.
     steps = scheduler_state.get("last_epoch")
     if type(steps) is int:
         return steps
@@ -262,14 +262,14 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
                     )
                 elif value is not None:
                     raise TypeError(
-                        f"Expected the state of {type(optimizer).__name__} to hold tensors and numbers, but {name!r} is"
-                        f" a {type(value).__name__}: use optimizer_state='reset'."
+                        f"Expected the state of {type(optimizer).__name__} to contain tensors and numbers, but "
+                        f"{name!r} is a {type(value).__name__}: use optimizer_state='reset'."
                     )
     return packed
 
 
 def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Restores a result of :func:`pack_optimizers`; hyper-parameters do not change."""
+    """Restores a result of :func:`pack_optimizers`. Hyper-parameters do not change."""
     states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")
@@ -282,7 +282,7 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
 
 
 def _buffers(optimizer: Optimizer) -> dict[Any, Any]:
-    # Empty for Lightning's placeholder in a module without optimizers.
+    # Empty for the placeholder that Lightning uses in modules without optimizers.
     buffers: dict[Any, Any] = optimizer.state_dict().get("state", {})
     return buffers
 
@@ -307,11 +307,11 @@ def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
-    """Copies a scheduler's or optimizer's state; later steps do not change the copy.
+    """Copies the state of a scheduler or optimizer; later steps do not change the copy.
 
-    Unlike ``copy.deepcopy``, copying runs no code from other classes: a scheduler that forwards attribute access to
-    another scheduler would recurse without end in ``deepcopy``. Optimizers, modules, functions and objects with a
-    custom constructor are not copied, only referenced.
+    Unlike ``copy.deepcopy``, the function runs no code of other classes, because ``deepcopy`` of a scheduler that
+    forwards attribute access to another scheduler would recurse without end. Optimizers, modules, functions and objects
+    with a custom constructor are not copied, only referenced.
     """
     copied = {} if copied is None else copied
     result: Any

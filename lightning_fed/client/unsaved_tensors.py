@@ -1,4 +1,4 @@
-"""Tensors of a module outside its entries: missing in ``state_dict``, or added by a visit."""
+"""Tensors of a module outside ``state_dict``, or added by a visit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class UnsavedTensors:
-    """Tensors without an entry, reset for every client: no information passes from one visit to the next.
+    """Tensors without an entry, reset for every client so that no information passes from one visit to the next.
 
     Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
     only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
-    a visit are removed after the visit, and restored after the round if all clients have added equal tensors.
+    a visit are removed after the visit, and restored after the round if all clients added equal tensors.
     """
 
     def __init__(self, module: nn.Module, names: Mapping[Tensor, str]) -> None:
@@ -33,7 +33,7 @@ class UnsavedTensors:
         self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
 
     def changed(self) -> set[str]:
-        """Names of changed non-persistent buffers; refuses a changed parameter or persistent buffer."""
+        """Returns the names of changed non-persistent buffers; refuses a changed parameter or persistent buffer."""
         changed = {
             path: attribute in vars(layer)["_non_persistent_buffers_set"]
             for (path, layer, attribute, _), before in self._buffers
@@ -44,14 +44,14 @@ class UnsavedTensors:
         for path, is_declared in changed.items():
             if not is_declared:
                 raise OptionError(
-                    f"Expected `{self._owner}.state_dict()` to hold every tensor that changes in training, but"
-                    f" {path!r} has changed and shares no memory with an entry: keep the tensor in `state_dict`."
+                    f"Expected `{self._owner}.state_dict()` to contain every tensor that changes in training, but "
+                    f"{path!r} has changed and shares no memory with an entry: include the tensor in `state_dict`."
                 )
         return set(changed)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Removes the last visit's additions, and restores the buffers; refuses different additions under one name."""
+        """Removes the last visit's additions and restores the buffers; refuses different additions under one name."""
         differing = []
         for layer, before in self._members.items():
             for name, value in _members(layer).items():
@@ -69,9 +69,9 @@ class UnsavedTensors:
                         differing.append(f"{type(layer).__name__}.{name}")
         if differing:
             raise OptionError(
-                f"Expected all clients to start from the same model, but training adds {differing[0]!r}, with other"
-                " values for another client: create the tensor or layer before `fit`, for example by a dry run (one"
-                " batch through the module)."
+                f"Expected all clients to start from the same model, but training adds {differing[0]!r} with other "
+                "values for another client: create the tensor or layer before `fit`, for example by a dry run (one "
+                "batch through the module)."
             )
         for (_, layer, attribute, tensor), start in self._buffers:
             if getattr(layer, attribute, None) is not tensor:
@@ -97,7 +97,7 @@ def _members(layer: nn.Module) -> dict[str, Any]:
 
 def _is_other(value: object, before: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.shape != before.shape or value.dtype != before.dtype:
-        return False  # a cache of another size
+        return False  # a cache whose size changed
     return value.layout == torch.strided and not _is_equal(value, before)
 
 

@@ -1,4 +1,4 @@
-"""Centralised training on all clients' data: the baseline of a comparison."""
+"""Centralised training on the pooled data of all clients, the baseline of a comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Refuses a recipe without the number of rounds or local epochs: centralised training needs both."""
+    """Refuses a recipe without a number of rounds or local epochs, because centralised training needs both."""
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
         raise MisconfigurationException(
@@ -45,8 +45,8 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     """Builds a plain Trainer with one epoch per round of the recipe, without stragglers.
 
     The number of batches in an epoch matches a round: the clients' examples times ``local_epochs``. An epoch may
-    contain several passes over the pooled data, or part of a pass. Schedulers, validation, callbacks and ``max_epochs``
-    therefore count in the same units as in a federation.
+    contain several passes over the pooled data, or part of a pass. Therefore schedulers, validation, callbacks and
+    ``max_epochs`` count the same units as in a federation.
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation
@@ -78,9 +78,9 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """A loader with one epoch per round: consecutive parts of passes over the wrapped loader.
+    """Loader with one epoch per round: consecutive parts of passes over the wrapped loader.
 
-    Random numbers depend only on the round and the pass, so a resumed run draws equal numbers.
+    Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
     """
 
     def __init__(self, loader: Any, passes: Fraction, trainer: L.Trainer, seed: int) -> None:
@@ -88,7 +88,7 @@ class _Rounds:
         self._length = _length_of(loader)
         self._per_round = max(passes * self._length, Fraction(1))
         self._stream: Iterator[Any] = iter(())
-        self._place = -1  # position of the stream's next batch
+        self._place = -1  # position of the next batch in the stream
 
     def __len__(self) -> int:
         return self._begin(self._trainer.current_epoch + 1) - self._begin(self._trainer.current_epoch)
@@ -121,13 +121,13 @@ def _length_of(loader: Any) -> int:
         if length := len(loader):
             return length
     raise MisconfigurationException(
-        f"Expected training data with a known length for {CENTRAL!r}, at least one batch, but got a"
-        f" {type(loader).__name__} without a length."
+        f"Expected training data of known length for {CENTRAL!r}, with at least one batch, but got a "
+        f"{type(loader).__name__} without a length."
     )
 
 
 class _PooledRounds(Callback):
-    """Replaces the training loader by :class:`_Rounds`, and freezes the recipe's frozen entries, during a fit."""
+    """During a fit, replaces the training loader by :class:`_Rounds`, and freezes the recipe's frozen entries."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -164,7 +164,7 @@ class _PooledRounds(Callback):
 
 
 class _ClientMeans(Callback):
-    """Evaluates the model on every client's data, and logs the means under the names of federated training."""
+    """Evaluates the model on each client's data, and logs the means under the names of federated training."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:

@@ -14,16 +14,16 @@ from lightning_fed.method import build_method, find_method, list_options, method
 CENTRAL = "central"
 """Name for centralised training on the pooled data of all clients."""
 
-_OF_THE_RECIPE = ("method", "partition", "availability.stragglers", "seed")  # equal for all methods
+_OF_THE_RECIPE = ("method", "partition", "availability.stragglers", "seed")  # options that are equal for all methods
 _WITH_FIELDS = ("availability", "faults")
 _SHARED = ("seed", "local_epochs")  # a method with these options receives the recipe's values
 
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method or ``"central"`` with options, from text such as ``"fedprox:mu=0.1"``.
+    """A method or ``"central"`` with options, parsed from text such as ``"fedprox:mu=0.1"``.
 
-    Options are for the method or for ``Federation``; nested arguments have dots: ``"availability.partial_work"``.
+    Options apply to the method or to ``Federation``; nested arguments use dots: ``"availability.partial_work"``.
     """
 
     label: str
@@ -43,16 +43,16 @@ class MethodChoice:
         if method_key(name) not in method_choices() and "." not in name:
             check_option("method", name, method_choices())
         if name == CENTRAL and options:
-            raise ValueError(f"Expected no options of {CENTRAL!r}, but got {sorted(options)}.")
+            raise ValueError(f"Expected no options for {CENTRAL!r}, but got {sorted(options)}.")
         choice = cls(":".join([name, *text.strip().split(":")[1:]]), name, options)
         if name != CENTRAL:
             choice._build(Federation(), {})
         return choice
 
     def federation(self, recipe: Federation) -> Federation:
-        """Returns the recipe's federation with this method; for ``"central"`` the unchanged federation.
+        """Returns the recipe's federation with this method; for ``"central"``, the unchanged federation.
 
-        A method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
+        By default, a method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value.
         """
         if self.name == CENTRAL:
             return recipe
@@ -61,7 +61,7 @@ class MethodChoice:
 
     def _build(self, recipe: Federation, shared: Mapping[str, Any]) -> Federation:
         method_options = list_options(find_method(self.name))
-        if "local_epochs" in method_options:  # the method decides about a visit's epochs
+        if "local_epochs" in method_options:  # the method sets the epochs of a visit
             recipe = recipe.replace(local_epochs=1)
         parts = {name: getattr(recipe.options, name) for name in _WITH_FIELDS}
         known = [f"{name}.{entry.name}" for name, part in parts.items() for entry in fields(part)]
@@ -76,7 +76,7 @@ class MethodChoice:
                 parts[argument] = replace(parts[argument], **{entry: of_federation.pop(name)})
             return recipe.replace(method=method, **parts, **of_federation)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"The method {self.label!r} does not work: {error}") from error
+            raise ValueError(f"The method {self.label!r} cannot run: {error}") from error
 
 
 def method_choices() -> list[str]:

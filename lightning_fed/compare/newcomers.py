@@ -1,7 +1,7 @@
-"""New clients: number of local epochs until a global model converges on an unseen client's data.
+"""New clients: number of local epochs until a global model converges on the data of an unseen client.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-figure 4. The paper gives no definition of convergence; the criterion in :func:`epochs_to_converge` is our choice.
+figure 4. The paper gives no definition of convergence; the criterion in :func:`epochs_to_converge` is our own.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def train_newcomers(
     seed: int = 0,
     **trainer_options: Any,
 ) -> dict[Client, list[float]]:
-    """Trains a copy of the global model on each client's data, with an evaluation before training and after each epoch.
+    """Trains a copy of the global model on each client's data, and evaluates before training and after each epoch.
 
-    Each client starts from the module's weights, restored afterwards, on a plain ``L.Trainer``. A module with
-    :class:`~lightning_fed.callbacks.FeatureFusion` fuses features with the initial weights. The result maps each client
-    to ``max_epochs + 1`` metric values.
+    Each client starts from the module's weights and trains with a plain ``L.Trainer``. The weights are restored
+    afterwards. A module with :class:`~lightning_fed.callbacks.FeatureFusion` fuses features with the initial weights.
+    The result maps each client to ``max_epochs + 1`` metric values.
 
     Args:
         module: The global model.
@@ -85,11 +85,11 @@ def train_newcomers(
 
 
 def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: Literal["max", "min"] = "max") -> int:
-    """First epoch with a value close to the best value; 0 if the model needs no training.
+    """First epoch whose value is close to the best value; 0 if the model needs no training.
 
     Args:
         values: Metric before training and after each epoch.
-        tolerance: Allowed difference to the best value; 0.005 is half a percentage point of accuracy.
+        tolerance: Allowed difference from the best value; 0.005 is half a percentage point of accuracy.
         mode: ``"max"`` if larger values are better, ``"min"`` if smaller values are better.
 
     Raises:
@@ -101,7 +101,7 @@ def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: 
     """
     check_option("mode", mode, ("max", "min"))
     if not values:
-        raise ValueError("Expected at least one value, but got none.")
+        raise ValueError("Expected `values` to have at least one value, but got none.")
     scores = [value if mode == "max" else -value for value in values]
     return next(epoch for epoch, score in enumerate(scores) if score >= max(scores) - tolerance)
 
@@ -114,7 +114,7 @@ class _Curve(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._monitor not in trainer.callback_metrics:
             raise ValueError(
-                f"Expected `monitor` to be logged in validation, but {self._monitor!r} is not one of"
-                f" {sorted(trainer.callback_metrics)}."
+                f"Expected validation to log `monitor`, but {self._monitor!r} is not one of "
+                f"{sorted(trainer.callback_metrics)}."
             )
         self.values.append(float(trainer.callback_metrics[self._monitor]))

@@ -1,6 +1,6 @@
-"""Plan of a comparison, and its runs, one after another.
+"""Plan of a comparison, and execution of its runs, one after another.
 
-The clients' data, the cohorts, the stragglers and the initial weights depend only on a run's seed.
+The clients' data, the cohorts, the stragglers and the initial weights depend only on the seed of a run.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from lightning_fed.recipe import FederatedCLI
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a comparison: a recipe, its methods and seeds.
+    """Plan of a comparison: a recipe, methods and seeds.
 
     Args:
-        recipe: The recipe's path.
+        recipe: Path of the recipe.
         methods: The methods.
         seeds: The seeds.
-        stragglers: Fractions of stragglers; ``None`` for the recipe's.
+        stragglers: Fractions of stragglers; ``None`` for the fraction in the recipe.
         out: Folder for the results.
         monitor: Name of the compared metric; ``None`` for the metric in the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else ``"max"``.
+        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, else ``"max"``.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` stands for the run's seed.
 
     Raises:
-        ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.
+        ValueError: If methods or seeds are empty or have duplicates, or a number is outside its range.
     """
 
     recipe: Path
@@ -77,7 +77,7 @@ class Plan:
 
 
 class Progress:
-    """Prints a line per run: the run's name, the progress (on a terminal), and the result."""
+    """Prints one line per run: the name of the run, the progress (on a terminal), and the result."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -103,10 +103,10 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains all unfinished runs, one after another.
 
-    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: with each client's own statistics if a method
+    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: with separate statistics per client if a method
     cannot report statistics (secure sums, central privacy, FedSS), otherwise by the first run's decision. Every run has
-    a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run continues
-    after the last complete round.
+    a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run resumes after
+    the last complete round.
 
     Args:
         plan: The plan.

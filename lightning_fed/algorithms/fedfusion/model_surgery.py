@@ -100,8 +100,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     Predictions equal predictions with ``eval_reference="current"`` (features fused with themselves). For "multi",
     "single" and "none" predictions do not change, because F(E, E) = E. For "conv", ``nn.Sequential(layer,
-    convolution)`` replaces the layer; the 1x1 convolution (a linear layer for vectors and tokens) has the sum of both weight halves. The
-    layer's entry names then contain ``.0``, or ``.1`` for fusion at the layer's input. A
+    convolution)`` replaces the layer; the 1x1 convolution (a linear layer for vectors and tokens) has the sum of both
+    weight halves. The layer's entry names then contain ``.0``, or ``.1`` for fusion at the layer's input. A
     :class:`~lightning_fed.modules.FusedExtractor` is replaced by the extractor E_l.
 
     Raises:

@@ -427,7 +427,7 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
 @dataclass
 class _RemoteVisit:
-    """A visit on another machine: position in the round, client's request, server's message, and reported steps."""
+    """A visit on another machine: index in the round, client's request, server's message, and reported steps."""
 
     visit: Visit
     position: int
@@ -451,7 +451,7 @@ def _exclude(
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads any reply. An unreadable reply is a fault of the client."""
+    """Reads any reply. An unreadable reply is the client's fault."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:

@@ -1,4 +1,4 @@
-"""Bounds of the numbers in the clients' evaluations, from the server's knowledge and from the other clients."""
+"""Plausibility bounds for the clients' evaluations, from the server's knowledge and from other clients."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import Client
 from lightning_fed.steps.weights import find_bad_count
 
-_FEWEST = 3  # clients for a comparison: of two, neither is the outlier
-_MOST_CHANGE = 2  # factor between two numbers of examples of one client
-_MOST_EXAMPLES = 10  # times the examples in training, or the median
-_MOST_BY_MEDIAN = 1000  # times the median, whatever was announced in training
-_MOST_COUNTS = 10  # times the median count per example, for images of different sizes
-_MOST_BATCHES = 100  # updates of a metric per example
-_FARTHEST = 100  # spreads from the median
-_FARTHEST_NEGATIVE = 10  # median distances from the median, for the only negative loss
+_FEWEST = 3  # minimum number of clients to compare: with two, neither is an outlier
+_MOST_CHANGE = 2  # maximum ratio of two numbers of examples from one client
+_MOST_EXAMPLES = 10  # maximum ratio to the examples in training, or to the median
+_MOST_BY_MEDIAN = 1000  # maximum ratio to the median, independent of the number in training
+_MOST_COUNTS = 10  # factor for the median count per example, because images have different sizes
+_MOST_BATCHES = 100  # maximum updates of a metric per example
+_FARTHEST = 100  # maximum distance from the median, in spreads
+_FARTHEST_NEGATIVE = 10  # median distances from the median, for a client with the only negative loss
 
-_BY_EXAMPLE = ("sum",)  # reductions with a total that grows with the number of examples
+_BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examples
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
@@ -37,17 +37,19 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
         raise BadUpdate(fault)
     ratio = 1 if announced is None else max(announced, report.num_samples) / min(announced, report.num_samples)
     if ratio > _MOST_CHANGE:
-        raise BadUpdate(f"it had {announced} examples in its first evaluation, and now {report.num_samples}")
+        raise BadUpdate(f"it had {announced} examples in its first evaluation, but now {report.num_samples}")
     for key, state in report.states.items():
         if not 0 <= state.updates <= _MOST_BATCHES * report.num_samples:
-            raise BadUpdate(f"metric {key!r} has seen {state.updates} batches of {report.num_samples} examples")
+            raise BadUpdate(
+                f"metric {key!r} was updated with {state.updates} batches for {report.num_samples} examples"
+            )
         for name, value in state.values.items():
             if not value.is_complex() and bool((value < 0).any()) and is_count(value):
                 raise BadUpdate(f"state {name!r} of metric {key!r} has a negative count")
 
 
 def is_count(value: Tensor) -> bool:
-    """True for integer tensors, which hold counts."""
+    """Whether a tensor has integers: counts."""
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
@@ -56,12 +58,12 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients with numbers far from the other clients' numbers; returns the reason by client.
+    """Finds clients whose values are far from the values of other clients; returns the reason by client.
 
     At least three clients are compared. A client is an outlier if a value is more than 100 spreads from the median (a
-    spread is the largest of the median distance, the median, and 1), if the client has the only negative loss (10
-    median distances, the median and 1 below the median), or if a count per example is above 10 times the median (and
-    above 10). The number of examples may be up to 10 times the number in training or the median, and up to 1,000 times
+    spread is the largest of the median distance, the median, and 1), if the client has the only negative loss (below
+    the median by 10 median distances, by the median, and by 1), or if a count per example exceeds 10 and 10 times the
+    median. The number of examples may be at most 10 times the number in training or the median, and at most 1,000 times
     the median.
     """
     outliers: dict[Client, str] = {}
@@ -87,7 +89,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients with a value unlike the value from the sums or states; skips names ``partial`` on most clients."""
+    """Finds clients whose value differs from sums or states; skips names that are ``partial`` on most clients."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)
@@ -97,7 +99,7 @@ def find_disagreements(
         for name, value in values.items():
             if 2 * flags[name] <= holders[name] and not is_close(report.values[name], value):
                 faults[client] = (
-                    f"its value of {name!r} is {report.values[name]:g}, and its sums and states give {value:g}"
+                    f"its value of {name!r} is {report.values[name]:g}, but its sums and states give {value:g}"
                 )
     return faults
 
@@ -140,8 +142,8 @@ def _compare_examples(
             limit = min(limit, _MOST_EXAMPLES * max(trained[client], median))
         if number > limit:
             outliers[client] = (
-                f"it has {number} examples, the median of {len(numbers)} clients is {median}, and in training it had"
-                f" {trained.get(client, 'none')}"
+                f"it has {number} examples, but the median of {len(numbers)} clients is {median}, and in training it "
+                f"had {trained.get(client, 'none')}"
             )
 
 
@@ -157,7 +159,9 @@ def _compare(outliers: dict[Client, str], what: str, values: Mapping[Client, flo
     negative = [client for client, value in values.items() if value < 0]
     for client, value in values.items():
         if abs(value - median) > farthest or (is_loss and negative == [client] and value < lowest):
-            outliers.setdefault(client, f"its {what} is {value:g}, and the median of {len(values)} clients {median:g}")
+            outliers.setdefault(
+                client, f"its {what} is {value:g}, but the median of {len(values)} clients is {median:g}"
+            )
 
 
 def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Client, float]) -> None:
@@ -167,5 +171,5 @@ def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Clie
     for client, count in counts.items():
         if count > _MOST_COUNTS * max(median, 1.0):  # a rare event may be absent on most clients
             outliers.setdefault(
-                client, f"its {what} are {count:g} per example, and the median of {len(counts)} clients {median:g}"
+                client, f"its {what} are {count:g} per example, but the median of {len(counts)} clients is {median:g}"
             )

@@ -45,26 +45,26 @@ from lightning_fed.rounds.client_models import Answers
 _log = logging.getLogger(__name__)
 
 NO_CLIENTS = (
-    "has nothing to evaluate: the validation data are not a mapping by client. Give validation data as a mapping of"
-    " clients, split the data with `PartitionedData`, or remove the callback."
+    "has no data to evaluate, because the validation data are not a mapping by client. Pass validation data as a "
+    "mapping from client to data, split the data with `PartitionedData`, or remove the callback."
 )
 
 _MAX_CLIENTS_BY_NAME = 20
-_SAMPLE = 40  # separate stream of random numbers
+_SAMPLE = 40  # separate random stream
 _MOST_NAMES = 256
-_LIGHTNINGS = {"step", "epoch"}  # Lightning's names for the x-axis
-_PRIVATE = {"sum": "their scores would not be in the secure sum", "model": "no noise covers their scores"}
+_LIGHTNINGS = {"step", "epoch"}  # names that Lightning uses for the x-axis
+_PRIVATE = {"sum": "the secure sum would not protect their scores", "model": "no noise would protect their scores"}
 _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 
 
 class ClientEvaluation(AskableCallback):
-    """Evaluates the model on each client's own validation and test data.
+    """Evaluates the model on the validation and test data of each client.
 
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
     sums, weights and metric states: values over all clients equal the values from one process on the pooled data, up to
-    rounding. ``FederatedTrainer`` adds this callback by default; a plain Trainer needs the callback in the list. The
-    module's epoch hooks run once per client. An epoch-end hook that logs values runs again with the merged states, and
-    a third time if a hook changes the module, to find values that depend on earlier epochs.
+    rounding. ``FederatedTrainer`` adds this callback by default; on a plain Trainer add the callback to ``callbacks``.
+    The module's epoch hooks run once per client. An epoch-end hook that logs values runs again with the merged states,
+    and a third time to find values that depend on earlier epochs, if a hook changes the module.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, global model: logged here if the server has no data, otherwise
@@ -77,18 +77,19 @@ class ClientEvaluation(AskableCallback):
     ============================== ==================================================================================
 
     Args:
-        every_n_rounds: Rounds with validation between two evaluations; 0 for no evaluation.
-        clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
-        min_clients: Minimum number of clients for a score; with fewer clients the log has a warning.
-        min_examples: Minimum number of examples for a client's answer.
-        lists: Patterns for the module's metrics (attribute paths) with states that may leave a client as lists.
-        withheld: Patterns for metrics with states that never leave a client.
-        folder: Folder for the newest table, ``clients.csv`` and, with matplotlib, ``clients.png``; ``None`` for no
+        every_n_rounds: Evaluates in every n-th round with validation; 0 disables the evaluation.
+        clients: Clients to evaluate: ``"all"``, the clients of the ``"round"``, or a number or share drawn by (seed,
+            round).
+        min_clients: Minimum number of clients for a score; with fewer clients the log contains a warning.
+        min_examples: Minimum number of examples for a client to answer.
+        lists: Patterns for the module's metrics (attribute paths) whose list states may leave a client.
+        withheld: Patterns for metrics whose states never leave a client.
+        folder: Folder for the latest table, ``clients.csv`` and, with matplotlib, ``clients.png``; ``None`` writes no
             files.
 
     Attributes:
-        results: Last evaluation by client. ``None`` before the first evaluation.
-        pooled: Last values over all clients.
+        results: Results of the last evaluation by client; ``None`` before the first evaluation.
+        pooled: Values over all clients from the last evaluation.
 
     Raises:
         ValueError: If an argument is outside the allowed range.
@@ -101,7 +102,7 @@ class ClientEvaluation(AskableCallback):
     """
 
     supports_vectorize = True
-    is_default = False  # True if added by `FederatedTrainer`
+    is_default = False  # true if `FederatedTrainer` added this callback
 
     def __init__(
         self,
@@ -127,16 +128,16 @@ class ClientEvaluation(AskableCallback):
         self._names: set[str] = set()
         self._announced: dict[tuple[Stage, Client], int] = {}  # examples in a client's first evaluation
         self._trained: dict[Client, int] = {}  # examples in a client's last training
-        self._pooled_names: set[str] = set()  # names over all clients, from all rounds with a score
+        self._pooled_names: set[str] = set()  # names of values over all clients, from all rounds with a score
 
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets announced examples: another fit or evaluation may have other data."""
+        """Deletes the announced numbers of examples, because another fit or evaluation may have other data."""
         self._announced, self._trained = {}, {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Moves the callback behind the federation, before callbacks with a monitor."""
+        """Moves the callback behind the federation, but before callbacks that monitor a value."""
         callbacks = callbacks_of(trainer)
         callbacks.remove(self)
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
@@ -158,7 +159,7 @@ class ClientEvaluation(AskableCallback):
         self._stand_in(trainer, pl_module, "test")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients, before any checkpoint depends on the scores."""
+        """Evaluates the clients before any checkpoint callback uses the scores."""
         if not self._overridden and not trainer.sanity_checking and self._is_due(trainer):
             self._evaluate_own(trainer, pl_module, "validation")
 
@@ -202,7 +203,7 @@ class ClientEvaluation(AskableCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Evaluates the global model (with ``own``: each client's model), and returns reports from accepted clients."""
+        """Evaluates the global model (with ``own``: each client's model), and returns the accepted clients' reports."""
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
@@ -220,7 +221,9 @@ class ClientEvaluation(AskableCallback):
             "up_bytes": answers.up_bytes, "down_bytes": answers.down_bytes,
         }  # fmt: skip
         if answers.failed or federation.is_remote:
-            _log.info("Evaluated by %d clients: %s.", len(reports), ", ".join(map(repr, list(reports)[:50])) or "none")
+            _log.info(
+                "%d clients evaluated the model: %s.", len(reports), ", ".join(map(repr, list(reports)[:50])) or "none"
+            )
         federation.round_log.put(
             trainer, trainer.current_epoch, {f"evaluation/{name}": float(value) for name, value in counts.items()}
         )
@@ -237,7 +240,7 @@ class ClientEvaluation(AskableCallback):
         federation = find_federation(trainer)
         if federation.has_lost_entries or not (federation.is_remote or has_clients(trainer, stage)):
             return
-        # With `val_check_interval` a validation runs inside the only client's visit.
+        # With `val_check_interval` a validation runs inside the visit of the only client.
         if federation.current_visit is not None or self._is_private(federation):
             return
         with federation.averages_in_place():
@@ -246,22 +249,22 @@ class ClientEvaluation(AskableCallback):
             self._log_clients(trainer, reports, self._pooled(trainer, module, stage, reports))
 
     def _evaluate_remotely(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
-        """Evaluates clients instead of Lightning's own evaluation, on a server without data."""
+        """Evaluates on the clients instead of Lightning's evaluation, for a server without data."""
         federation = find_federation(trainer)
         if federation.has_lost_entries or not self._is_due(trainer) or self._is_private(federation):
             return
         reports = self.evaluate(trainer, module, stage)
-        if not self._has_score(trainer, reports):  # an earlier model's values must not remain
+        if not self._has_score(trainer, reports):  # values from an earlier model must not remain
             for name in self._pooled_names:
                 module.log(name, math.nan, on_step=False, on_epoch=True, batch_size=1)
             return
         values = self._pooled(trainer, module, stage, reports, is_muted=False)
-        # An earlier model's values must not remain.
+        # Values from an earlier model must not remain.
         values |= dict.fromkeys(self._pooled_names - values.keys(), math.nan)
         self._pooled_names |= {name for name in values if "/dataloader_idx_" not in name}
         shown = {name for report in reports.values() for name in report.shown}
         for name, value in values.items():
-            if "/dataloader_idx_" in name:  # Lightning adds this suffix itself
+            if "/dataloader_idx_" in name:  # Lightning adds this suffix
                 federation.round_log.put(trainer, trainer.current_epoch, {name: value})
             else:
                 module.log(name, value, prog_bar=name in shown, on_step=False, on_epoch=True, batch_size=1)
@@ -282,7 +285,7 @@ class ClientEvaluation(AskableCallback):
         faults: dict[str, str] = {}
         values = pooled_values(trainer, module, all_reports, stage, is_muted=is_muted, faults=faults)
         for name, fault in faults.items():
-            self._log_once(f"{name} raises an exception with the joint states of {len(all_reports)} clients: {fault}.")
+            self._log_once(f"{name} raises an exception with the merged states of {len(all_reports)} clients: {fault}.")
         for name in sorted({name for report in all_reports for name in report.logged}):
             holders = {client: report.logged[name] for client, report in reports.items() if name in report.logged}
             values_in_mean = limited_values([reports[client] for client in holders], name)
@@ -290,13 +293,14 @@ class ClientEvaluation(AskableCallback):
             limited_clients = [client for (client, logged), limited in pairs if limited.weight < logged.weight]
             if limited_clients:
                 self._log_once(
-                    f"The weight of {', '.join(map(repr, limited_clients[:5]))} in {name!r} over all clients is reduced"
-                    " to 100 times the median client's weight per example."
+                    f"The weight of {', '.join(map(repr, limited_clients[:5]))} in {name!r} over all clients is "
+                    "limited to 100 times the median client's weight per example."
                 )
             infinite_clients = [client for client, logged in holders.items() if not logged.is_finite]
             if 0 < len(infinite_clients) < len(holders):
                 self._log_once(
-                    f"{name!r} over all clients excludes {', '.join(map(repr, infinite_clients[:5]))}: not finite."
+                    f"{name!r} over all clients excludes {', '.join(map(repr, infinite_clients[:5]))}, because the "
+                    "clients' values are not finite."
                 )
         reasons = {(name, reason) for report in all_reports for name, reason in report.stays.items()}
         for name, reason in sorted(reasons):
@@ -312,9 +316,9 @@ class ClientEvaluation(AskableCallback):
             finite = {name for report in all_reports for name, value in report.values.items() if math.isfinite(value)}
             monitored = next((name for name in missing if name in finite), "<name>")
             self._log_once(
-                f"No value over all clients for {', '.join(missing)}: the clients' sums and metric states do not"
-                " determine the value. Log a `torchmetrics` object, or monitor the mean over clients,"
-                f" 'fed/{monitored}/mean'."
+                f"No value over all clients for {', '.join(missing)}, because the clients' sums and metric states do "
+                "not determine the value. Log a `torchmetrics` object, or monitor the mean over clients, "
+                f"'fed/{monitored}/mean'."
             )
         return values
 
@@ -349,14 +353,14 @@ class ClientEvaluation(AskableCallback):
                 report = EvaluationReport.of(update)
                 for key, state in report.states.items():
                     if metric_of(key) not in metrics:
-                        raise BadUpdate(f"its metric {metric_of(key)!r:.100} is missing in the server's module")
+                        raise BadUpdate(f"its metric {metric_of(key)!r:.100} does not exist in the server's module")
                     check_state(metrics[metric_of(key)], state)
                 check_numbers(report, self._announced.get((stage, client)))
             except BadUpdate as error:
                 self._exclude(answers, client, str(error))
             else:
                 known = {
-                    name: reason if reason in REASONS else "the client gives no known reason"
+                    name: reason if reason in REASONS else "the client gave no known reason"
                     for name, reason in report.stays.items()
                 }
                 report.stays = {name: reason for name, reason in known.items() if name in metrics}
@@ -384,7 +388,7 @@ class ClientEvaluation(AskableCallback):
         skipped = counts.keys() - set(accepted)
         if skipped:
             self._log_once(
-                f"{len(skipped)} names are not evaluated, for example {min(skipped)!r}: the limit is {_MOST_NAMES}."
+                f"{len(skipped)} names, for example {min(skipped)!r}, are not evaluated: the limit is {_MOST_NAMES}."
             )
         for report in reports.values():
             report.keep_names(set(accepted))
@@ -422,7 +426,7 @@ class ClientEvaluation(AskableCallback):
     def _is_private(self, federation: Federation) -> bool:
         reveals = federation.server.chain.reveals
         if reveals != "update":
-            self._log_once(f"Clients are not evaluated: {_PRIVATE[reveals]}.")
+            self._log_once(f"The clients are not evaluated: {_PRIVATE[reveals]}.")
         return reveals != "update"
 
     def _log_once(self, line: str) -> None:
@@ -430,7 +434,7 @@ class ClientEvaluation(AskableCallback):
             self._logged_lines.add(line)
             _log.info("%s", line)
 
-    # The stand-in for a module on a server without data
+    # Replacement for a module on a server without data
 
     def _stand_in(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
         loaders = trainer.val_dataloaders if stage == "validation" else trainer.test_dataloaders
@@ -438,12 +442,13 @@ class ClientEvaluation(AskableCallback):
             return
         if self.every_n_rounds > 1:
             raise MisconfigurationException(
-                f"Expected `every_n_rounds=1` on a server without data, but got {self.every_n_rounds}: set"
-                " `check_val_every_n_epoch` of its Trainer, also the interval of callbacks that monitor a score."
+                f"Expected `every_n_rounds=1` on a server without data, but got {self.every_n_rounds}: set "
+                "`check_val_every_n_epoch` of the server's Trainer, which is also the interval of callbacks that "
+                "monitor a score."
             )
 
         def step(*args: Any, **kwargs: Any) -> None:
-            self._restore()  # the module's own hooks compute the values over all clients
+            self._restore()  # the module's hooks compute the values over all clients
             try:
                 self._evaluate_remotely(trainer, module, stage)
             finally:
@@ -463,7 +468,7 @@ class ClientEvaluation(AskableCallback):
 
 
 class ClientsBatch:
-    """Loader for a server without data: one batch as a placeholder for all clients."""
+    """Loader for a server without data, with one batch as a placeholder for all clients."""
 
     def __len__(self) -> int:
         return 1
@@ -481,7 +486,7 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """True if this process has clients' data; builds no loaders."""
+    """Whether this process has client data; builds no loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 
@@ -497,8 +502,8 @@ def _advice(error: Exception) -> str:
     if "more than 1 value per channel" not in str(error):
         return ""
     return (
-        " A batch is too small for a BatchNorm layer that normalises with the batch's own statistics, as with"
-        " LocalStatistics(unseen='batch'): set another batch size, or `drop_last=True`, on that client's loader."
+        " A batch is too small for a BatchNorm layer that normalises with batch statistics, as with "
+        "LocalStatistics(unseen='batch'): set another batch size, or `drop_last=True`, in that client's loader."
     )
 
 

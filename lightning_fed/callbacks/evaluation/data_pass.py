@@ -1,4 +1,4 @@
-"""Runs the module's step over one client's validation or test data, and pools several reports' values."""
+"""Runs the module's step over the validation or test data of one client, and pools values of several reports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Stage = Literal["validation", "test"]
 _DEFAULT_RULES = StateRules()
 _CLOSE = 1e-4  # relative tolerance for values computed twice
 _HUGE = 1e30  # a number without an equal in data
-_MOST_TIMES = 100  # times the median of the reports, as which a larger weight per example counts
+_MOST_TIMES = 100  # maximum weight per example, as a multiple of the reports' median
 
 
 def evaluate_data(
@@ -75,19 +75,20 @@ def evaluate_data(
     pool: ProcessGroup | None = None,
     keeps: bool = False,
 ) -> EvaluationReport:
-    """Runs the module's step and hooks over data like Lightning's own evaluation, without callbacks and loggers.
+    """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Metrics, modes and logs are restored afterwards; parameters and buffers written by a step only with ``keeps``.
-    ``pool`` is for data spread over processes, and ``limit`` replaces the Trainer's limit of batches per loader.
+    Metrics, modes and logs are restored afterwards. Parameters and buffers written by a step are only restored with
+    ``keeps``. ``pool`` is for data spread over processes, and ``limit`` replaces the Trainer's limit of batches per
+    loader.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
-    # Processes with shared data synchronise metrics: batches may be in other processes only.
+    # Processes with shared data synchronise metrics, because a process may have no batches.
     change = compute_measured if pool is None else _compute_as_usual
     report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
 
-    running: list[Metric] = []  # computed in the current step
+    running: list[Metric] = []  # values computed in the current step
     computed: dict[int, None] = {}  # identities of all computed metrics, in order
-    accumulated: list[Metric] = []  # updated by the hook at the epoch's end
+    accumulated: list[Metric] = []  # metrics updated by the hook at the end of the epoch
 
     def take(call: LogCall) -> None:
         logged.take(call)
@@ -105,7 +106,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def record_states(place: int | None) -> None:
-        """Records the metrics' states after one loader, or after all loaders."""
+        """Records the states of the metrics after one loader, or after all loaders."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
@@ -120,7 +121,7 @@ def evaluate_data(
 
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module, intercepted(take), is_reloaded=not keeps, is_alone=pool is None))
-        if not trainer.loggers:  # for example on a node, if the module relies on the server's loggers
+        if not trainer.loggers:  # for example on a node, if the module depends on the server's loggers
             trainer.loggers = [DummyLogger()]
             stack.callback(setattr, trainer, "loggers", [])
         stack.enter_context(_in_stage(trainer, stage))
@@ -149,7 +150,7 @@ def evaluate_data(
             with computing(metrics.values(), change):
                 report.values |= logged.results()
         if pool is None and not report.num_samples:
-            return report  # without batches, Lightning calls no hooks either
+            return report  # without batches, Lightning does not call hooks either
         metrics = named_metrics(module)
         if len(loaders) != 1:
             record_states(None)
@@ -164,7 +165,7 @@ def evaluate_data(
             call_hook("epoch_end")
             counting += [id(metric) for metric in logged.metrics.values()]
             report.values |= logged.results()
-        # A metric without a value in the log may have seen a part of the data.
+        # A metric without a logged value may have processed only part of the data.
         known = [supports[key] for key in [*counting, *computed] if supports.get(key) is not None]
         report.support = next(iter(known), None)
         lasting = [metric for metric in accumulated if metric.update_called and id(metric) not in counting]
@@ -190,10 +191,10 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds values that depend on earlier epochs, like the best accuracy so far: a client has no earlier epochs.
+    """Finds values that depend on earlier epochs, such as the best accuracy so far: a client has no earlier epochs.
 
-    The epoch-end hook runs again, without the metrics carried over from earlier epochs, and with a very large and a
-    very small number in each carried-over attribute. A value that changes depends on earlier epochs.
+    The epoch-end hook runs again without the metrics from earlier epochs, and with a very large and a very small number
+    in each attribute from earlier epochs. A value that changes depends on earlier epochs.
     """
     names = _written_numbers(module)
     if not metrics and not names:
@@ -263,9 +264,9 @@ def pooled_values(
 ) -> dict[str, float]:
     """Values over the data of several reports, equal to the logged values of one pass over all data.
 
-    A value is missing if undefined, or if sums and states do not determine the value. A report's non-finite value is
-    excluded if another report has a finite one. In a mean, an example weighs at most 100 times as much as an example in
-    the median report.
+    A value is missing if it is undefined, or if sums and states do not determine it. A non-finite value is excluded if
+    another report has a finite value. In a mean, an example weighs at most 100 times as much as an example in the
+    median report.
     """
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
@@ -274,13 +275,13 @@ def pooled_values(
         for value_of_report in [value_of_report for value_of_report in logged if value_of_report.is_finite] or logged:
             joined[name].join(value_of_report)
     names = known_names(reports)
-    # A single client cannot make a value missing.
+    # A single client must not make a value missing.
     holders = Counter(name for report in reports for name in report.values)
     missing = {name for name in names if 2 * sum(name in report.partial for report in reports) > holders[name]}
     run = partial(_run_end, trainer, module, reports, stage, keeps, faults={} if faults is None else faults)
     computed = run(is_muted=is_muted, wanted=set(names) - joined.keys())
     if len(reports) > 1:
-        # A value without any metric is a constant: all clients must agree.
+        # A value without a metric is a constant, so all clients must agree.
         depends = {
             name for name, value in run(wanted=computed.keys(), change=_compute_nothing).items() if math.isnan(value)
         }
@@ -288,7 +289,7 @@ def pooled_values(
             if not all(is_close(report.values[name], computed[name]) for report in reports if name in report.values):
                 missing.add(name)
     values = {name: value for name, value in computed.items() if not math.isnan(value)}
-    # An infinite value would stay the best forever.
+    # An infinite value would remain the best value forever.
     values |= {name: value.value if value.is_finite else math.nan for name, value in joined.items()}
     return {name: values[name] for name in names if name in values and name not in missing}
 
@@ -305,11 +306,11 @@ def _run_end(
     faults: dict[str, str] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Computes metrics, and runs the epoch-end hook, with the merged states of several reports.
+    """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
-    The hook may raise if a client's lists are missing; values logged before the error count. A metric without a state,
-    or with an exception in ``compute``, is NaN. ``attributes`` are set on the module before the hooks, and updated
-    afterwards. A muted hook only runs if ``wanted`` contains names.
+    The hook may raise if the lists of clients are missing; values logged before the error are used. A metric without a
+    state, or whose ``compute`` raises, is NaN. ``attributes`` are set on the module before the hooks, and updated
+    afterwards. A muted hook runs only if ``wanted`` contains names.
     """
     if is_muted and not wanted:
         return {}
@@ -341,7 +342,7 @@ def _run_end(
         keys = {name: key for report in reports for name, key in report.metrics.items()}
         computed = states.compute(metrics, keys.values())
         values |= {name: computed[key] for name, key in keys.items() if key in computed}
-        if not is_muted or set(wanted) - values.keys():  # pictures, too, show all clients
+        if not is_muted or set(wanted) - values.keys():  # pictures show all clients, too
             try:
                 getattr(module, f"on_{stage}_epoch_end")()
             except Exception as error:
@@ -358,7 +359,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes the metrics with a single number from each client's states, by client and key; restores the metrics."""
+    """Computes the scalar metrics from each client's states, by client and key; restores the metrics."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))
@@ -367,7 +368,7 @@ def compute_states(
         for client, report in reports.items():
             computed = MetricStates.merge(metrics, [report.states]).compute(metrics, report.states)
             values[client] = computed
-            if report.stays:  # a metric can use a withheld metric
+            if report.stays:  # a metric can depend on a withheld metric
                 values[client] = {key: value for key, value in computed.items() if not math.isnan(value)}
     return values
 
@@ -381,14 +382,14 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """The reports' logged values, with bounded weights."""
+    """The logged values of the reports, with limited weights."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]
 
 
 def is_close(value: float, other: float | None) -> bool:
-    """True for equal values up to rounding."""
+    """Whether two values are equal up to rounding."""
     if other is None:
         return False
     return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))
@@ -402,19 +403,19 @@ def _count(batch: Any) -> int:
 
 
 def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
-    """The Trainer's limit of batches."""
+    """Returns the Trainer's limit on batches."""
     return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
-    """Limits batches like Lightning, to a number or a share."""
+    """Limits the number of batches like Lightning, by a number or a share."""
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)
 
 
 def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields batches; an exception while loading data, on any machine, becomes a `ClientFault`."""
+    """Yields batches. An exception while loading data, on any machine, becomes a `ClientFault`."""
     iterator = iter(batches)
     while True:
         try:
@@ -422,7 +423,7 @@ def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:
-            _log.warning("Validation or test data raised an exception.", exc_info=error)
+            _log.warning("Loading validation or test data raised an exception.", exc_info=error)
             raise ClientFault(f"its data raised {type(error).__name__}") from error
         yield batch
 

@@ -1,4 +1,4 @@
-"""Evaluation of clients' models between local training and averaging."""
+"""Evaluation of client models between local training and averaging."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from lightning_fed.messages import Client, ClientUpdate
 
 
 class LocalEvaluation(FederatedCallback):
-    """Evaluates each client after local training, on the client's own validation data.
+    """Evaluates each client after local training, on the client's validation data.
 
     :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
-    the accuracy of the locally trained models, which is far higher on local data with different classes per client.
-    The callback logs ``clients/local/<metric>``, the mean over the round's clients, for values from
-    ``validation_step``. The validation data are a mapping by client. With remote clients, server and clients both need
-    the callback.
+    the accuracy of locally trained models, which is far higher if clients have different classes. The callback logs
+    ``clients/local/<metric>``, the mean over the round's clients, for values from ``validation_step``. The validation
+    data are a mapping by client. With remote clients, add the callback on the server and the clients.
 
     Raises:
         ValueError: If ``every_n_rounds`` is below 1.
@@ -42,7 +41,10 @@ class LocalEvaluation(FederatedCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
         if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
-            raise MisconfigurationException("Expected validation data as a mapping of clients, but there are none.")
+            raise MisconfigurationException(
+                "Expected validation data as a mapping from client to data, but got no "
+                "mapping: pass one, or remove the callback."
+            )
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
@@ -51,8 +53,8 @@ class LocalEvaluation(FederatedCallback):
             return
         loaders = loaders_of(trainer, "validation")
         if client in loaders:
-            # A remote client's Trainer does not validate, so the limit is 0 there.
+            # The Trainer of a remote client does not validate, so the limit is 0 there.
             limit = None if find_federation(trainer).has_server else 1.0
-            with seeded_generators():  # training draws the same numbers with and without the evaluation
+            with seeded_generators():  # training draws the same random numbers with and without the evaluation
                 values = evaluate_data(trainer, module, loaders[client], limit=limit, keeps=True).values
             update.metrics |= {f"local/{name}": value for name, value in values.items()}

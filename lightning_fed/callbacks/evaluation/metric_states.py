@@ -1,4 +1,4 @@
-"""Metric states: copying, merging and loading, with private names from torchmetrics."""
+"""Metric states: copying, merging and loading, using private names of torchmetrics."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _log = logging.getLogger(__name__)
 
 REASONS = (
     "it is withheld",
-    "its state is a list of predictions or targets, and so contains data",
-    "its states have no sum, minimum, maximum or concatenation as `dist_reduce_fx`, so states cannot be merged",
+    "its state is a list of predictions or targets, and therefore reveals data",
+    "its states cannot be merged, because their `dist_reduce_fx` is not a sum, minimum, maximum or concatenation",
 )
 """Reasons why a state stays with its client."""
 
@@ -58,7 +58,7 @@ _MERGING = {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_cat, torch.min, t
 _TRANSPARENT = ClasswiseWrapper, MinMaxMetric, MultitaskWrapper
 _CURVES = BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve
 _CORRELATIONS = BinaryMatthewsCorrCoef, MulticlassMatthewsCorrCoef, MultilabelMatthewsCorrCoef
-# Counts in the denominators for metrics without an argument `zero_division`.
+# Counts used as denominators by metrics without an argument `zero_division`.
 _DENOMINATORS: tuple[tuple[tuple[type[Metric], ...], tuple[str, str]], ...] = (
     ((BinarySpecificity, MulticlassSpecificity, MultilabelSpecificity), ("tn", "fp")),
     (
@@ -71,7 +71,7 @@ _DENOMINATORS: tuple[tuple[tuple[type[Metric], ...], tuple[str, str]], ...] = (
 
 @dataclass
 class MetricState:
-    """State of one metric: tensors by name (a list is concatenated), and the number of batches."""
+    """State of one metric: tensors by name (lists are concatenated), and the number of batches."""
 
     values: State = field(default_factory=dict)
     updates: int = 0
@@ -85,7 +85,7 @@ class StateRules:
     withheld: Sequence[str] = ()
 
     def find_obstacle(self, name: str, metric: Metric) -> str | None:
-        """Finds a reason to keep a metric's state on the client; ``None`` if the state may leave."""
+        """Returns the reason why a metric's state must stay on the client; ``None`` if the state may leave."""
         if _matches(name, self.withheld):
             return REASONS[0]
         if holds_lists(metric) and not _matches(name, self.lists):
@@ -94,7 +94,7 @@ class StateRules:
 
 
 def holds_lists(metric: Metric) -> bool:
-    """True if a state grows with the data."""
+    """Whether a state grows with the data."""
     defaults = metric._defaults  # noqa: SLF001
     return any(
         isinstance(defaults[name], list) or reduction is dim_zero_cat for name, reduction in _reductions(metric).items()
@@ -102,10 +102,10 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """Returns whether the states for two parts of the data can be merged into the state for both parts.
+    """Whether the states of two parts of the data can be merged into the state of both parts.
 
-    Sums, minima, maxima and concatenations can, by the contract for ``dist_reduce_fx``. Some torchmetrics classes merge
-    other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order in which batches arrive.
+    By the contract of ``dist_reduce_fx``, sums, minima, maxima and concatenations can be merged. Some torchmetrics
+    classes merge other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order of batches.
     """
     is_known = type(metric).__module__.partition(".")[0] == "torchmetrics"
     for name, reduction in _reductions(metric).items():
@@ -119,7 +119,7 @@ def is_mergeable(metric: Metric) -> bool:
 
 @contextmanager
 def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Makes ``metric.compute()`` return ``change(metric, compute)``."""
+    """Replaces ``metric.compute()`` by ``change(metric, compute)`` inside the context."""
     before = [(metric, metric.compute) for metric in metrics]
     for metric, compute in before:
         vars(metric)["compute"] = partial(change, metric, compute)
@@ -131,17 +131,17 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """True for a metric with states. A metric composed of others (``a + b``) has no states."""
+    """Whether a metric has states. A metric composed of others (``a + b``) has no states."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
 def is_updated(metric: Metric) -> bool:
-    """False for a metric with states but without a batch so far. True for wrappers, which do not count batches."""
+    """Whether a metric has processed a batch; true for wrappers, which do not count batches."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects the metrics updated with batches. Excludes metrics without a batch, and metrics inside a wrapper."""
+    """Selects metrics updated with batches. Excludes metrics without a batch, and metrics inside a wrapper."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -153,7 +153,7 @@ def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     """Computes a metric, with NaN for undefined numbers.
 
-    A number is undefined without any batch, or after 0 / 0: the recall for a class without examples, the
+    A number is undefined without any batch, or after 0 / 0: for example, the recall of a class without examples, the
     specificity without negatives, the area under a curve without positives or negatives, retrieval without any relevant
     document. torchmetrics returns 0 or 1 in these cases. An average over an undefined class is undefined.
 
@@ -166,7 +166,7 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     if undefined is None or not bool(undefined.any()):
         return _compute_twice(metric, compute)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # by torchmetrics, for these classes
+        warnings.simplefilter("ignore", UserWarning)  # torchmetrics averages over these classes
         value = compute()
     if isinstance(value, Tensor) and value.shape == undefined.shape:
         return value.masked_fill(undefined.to(value.device), math.nan)
@@ -174,7 +174,7 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
-    """Computes a metric twice if possible, with 0 / 0 as 0 and as 1. A number that differs is undefined."""
+    """Computes a metric twice if possible, with 0 / 0 set to 0 and to 1. A number that differs is undefined."""
     value = compute()
     fill = getattr(metric, "zero_division", None)
     if not isinstance(fill, int | float) or not isinstance(value, Tensor):
@@ -189,14 +189,14 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Marks a metric's value computed before the last batch, and every result computed from such a value."""
+    """Marks the value of a metric computed before the last batch, and every result computed from it."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Makes ``metric.compute()`` in a step return a :class:`RunningValue`, because the order matters.
+    """Replaces the result of ``metric.compute()`` in a step by a :class:`RunningValue`, because the order matters.
 
-    ``metric(...)`` returns the value for one batch, as usual. Metrics with such a value are appended to ``traced``.
+    ``metric(...)`` still returns the value for one batch. Metrics with a running value are appended to ``traced``.
     """
     metrics, depth = list(metrics), [0]
 
@@ -226,7 +226,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends each metric to ``updated`` at the first update, unless a reset precedes the update."""
+    """Context in which each metric is appended to ``updated`` at its first update, unless a reset comes first."""
     fresh: list[Metric] = []
     before = [(metric, metric.update) for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -255,7 +255,7 @@ def as_nan(value: Any) -> Any:
 
 
 def _undefined_numbers(metric: Metric) -> Tensor | None:
-    """Marks undefined numbers: bool, with the value's shape or (classes,); ``None`` if unknown."""
+    """Mask of undefined numbers, bool, with the value's shape or (classes,); ``None`` if unknown."""
     if isinstance(metric, _CURVES):
         return _undefined_curves(metric)
     if isinstance(metric, RetrievalMetric):
@@ -303,20 +303,20 @@ def _undefined_curves(metric: Metric) -> Tensor:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """Finds a module's metrics, by path or, for metrics in a plain list or dictionary, by class and position."""
+    """Finds a module's metrics by path; metrics in a plain list or dictionary by class and position."""
     all_metrics = find_metrics(module)
     for metric in all_metrics:
         if isinstance(metric, MetricCollection):
-            dict(metric.items(copy_state=False))  # from here on each metric in a compute group has the shared state
+            dict(metric.items(copy_state=False))  # from here on, every metric in a compute group has the shared state
     paths = {id(layer): path for path, layer in module.named_modules()}
     metrics = [metric for metric in all_metrics if isinstance(metric, Metric)]
     names = [paths.get(id(metric), f"{type(metric).__name__}#{place}") for place, metric in enumerate(metrics)]
-    names = [name.replace("|", "/") for name in names]  # the separator in a message
+    names = [name.replace("|", "/") for name in names]  # the separator used in a message
     return {name: metrics[place] for place, name in sorted(enumerate(names), key=lambda item: "#" in item[1])}
 
 
 class MetricStates(dict[str, MetricState]):
-    """States for a module's metrics, by :func:`state_key`.
+    """States of a module's metrics, by :func:`state_key`.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -330,26 +330,26 @@ class MetricStates(dict[str, MetricState]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
-        """Copies the metrics' states to the CPU: for the loader at ``place``, or for all loaders."""
+        """Copies the states of metrics to the CPU: for the loader at position ``place``, or for all loaders."""
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
 
     @classmethod
     def merge(cls, metrics: Mapping[str, Metric], parts: Sequence[Mapping[str, MetricState]]) -> MetricStates:
-        """Merges several clients' states. A metric with incompatible states is skipped, and named in the log."""
+        """Merges the states of several clients. A metric with incompatible states is skipped and logged."""
         merged = cls()
         for key in dict.fromkeys(key for part in parts for key in part if metric_of(key) in metrics):
             try:
                 merged[key] = _join_states(metrics[metric_of(key)], (part[key] for part in parts if key in part))
-            except Exception as error:  # for example lists with different shapes
-                _log.warning("The states of metric %r cannot be joined: %s.", metric_of(key), describe(error))
+            except Exception as error:  # for example lists of different shapes
+                _log.warning("The states of metric %r cannot be merged: %s.", metric_of(key), describe(error))
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Loads the states into the metrics, and computes values by key. Values that raise are missing.
+        """Loads the states into the metrics and computes values by key. Metrics whose ``compute`` raises are missing.
 
-        Afterwards each metric has the state for all loaders.
+        Afterwards each metric has the state of all loaders.
         """
-        for name, metric in metrics.items():  # a metric can use other metrics, so all states come first
+        for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
         values: dict[str, float] = {}
         for key in keys:
@@ -362,17 +362,17 @@ class MetricStates(dict[str, MetricState]):
 
 
 def state_key(metric: str, place: int | None = None) -> str:
-    """Key for a metric's state: from all loaders, or from the loader at a position."""
+    """Key of a metric's state: for all loaders, or for the loader at a position."""
     return metric if place is None else f"@{place}@{metric}"
 
 
 def metric_of(key: str) -> str:
-    """The metric's name in a key from :func:`state_key`."""
+    """Returns the metric's name in a key from :func:`state_key`."""
     return key.split("@", 2)[-1] if key.startswith("@") else key
 
 
 def compute_number(name: str, metric: Metric) -> dict[str, float]:
-    """A metric's value by name; empty if ``compute`` fails."""
+    """Returns a metric's value by name; empty if ``compute`` fails."""
     try:
         return {name: float(metric.compute())}
     except Exception as error:
@@ -403,7 +403,7 @@ def _write_state(metric: Metric, state: MetricState | None) -> None:
 
 
 def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
-    """Merges states by ``dist_reduce_fx``: sums are added, and means are weighted by the numbers of batches."""
+    """Merges states by ``dist_reduce_fx``: sums are added, and means are weighted by the number of batches."""
     parts = [part for part in parts if part.updates]
     updates = [part.updates for part in parts]
     joined = {}
@@ -415,10 +415,10 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a received state with the metric's own state; raises `BadUpdate` if names or shapes differ."""
+    """Compares a received state with the metric's state; raises `BadUpdate` if names or shapes differ."""
     reductions = _reductions(metric)
     if state.updates < 0:
-        raise BadUpdate(f"a metric has seen {state.updates} batches")
+        raise BadUpdate(f"a metric reports {state.updates} batches")
     for name in (*reductions, *(state.values.keys() - reductions.keys())):
         default = metric._defaults.get(name)  # noqa: SLF001
         value = state.values.get(name)
@@ -434,7 +434,7 @@ def check_state(metric: Metric, state: MetricState) -> None:
 
 
 def support_of(metric: Metric) -> Tensor | None:
-    """Counts examples (or pixels) by class: float64, (classes,); ``None`` if unknown.
+    """Counts examples (or pixels) by class: float64, shape (classes,); ``None`` if unknown.
 
     The counts come from a property ``support``, a confusion matrix, or the states ``tp`` and ``fn``.
     """
@@ -467,7 +467,7 @@ def _join(
         return torch.cat(list(values))
     stacked = torch.stack(list(values))
     if reduction is dim_zero_sum:
-        # In float64 the sum of many float32 sums is near the sum in one process.
+        # In float64 the sum of many float32 sums is close to the sum in one process.
         return stacked.double().sum(0).to(stacked.dtype) if stacked.is_floating_point() else stacked.sum(0)
     if reduction is dim_zero_mean:
         weights = torch.tensor(updates, dtype=torch.float64)

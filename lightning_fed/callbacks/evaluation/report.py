@@ -1,4 +1,4 @@
-"""Message with a client's evaluation: sums and states instead of means."""
+"""Message with a client's evaluation: contains sums and states instead of means."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """Sums, states and values from one client's validation or test data.
+    """Sums, states and values from the validation or test data of one client.
 
     Args:
         num_samples: Number of examples.
-        logged: Sums of the values logged per epoch by steps and batch hooks, by name.
+        logged: By name, sums of values that steps and batch hooks log per epoch.
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: For each logged name, the state key of the logged metric.
-        values: The client's own values, by name.
-        partial: Names of values not determined by sums and states; these values have no result over all clients.
-        shown: Names for the progress bar.
-        higher_is_better: For each name, whether high values are good, if a metric declares the direction.
-        stays: For each metric whose state stays on the client, the reason.
-        support: Examples per class: float64, shape (classes,); ``None`` without a counting metric.
+        metrics: State key of the logged metric, for each logged name.
+        values: Values computed by the client, by name.
+        partial: Names of values that sums and states do not determine; there is no result over all clients for these
+            names.
+        shown: Names shown in the progress bar.
+        higher_is_better: For each name, whether higher is better, if a metric declares the direction.
+        stays: For each metric whose state must stay on the client, the reason.
+        support: Examples per class: float64, shape (classes,); ``None`` if no metric counts examples.
     """
 
     num_samples: int = 0
@@ -64,10 +65,10 @@ class EvaluationReport:
 
     @classmethod
     def of(cls, update: ClientUpdate) -> EvaluationReport:
-        """Unpacks the report from a message; raises `BadUpdate` for an invalid report."""
+        """Reads the report from a message; raises `BadUpdate` for an invalid report."""
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
-            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, more than {20 * _MOST_NAMES}")
+            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, but the limit is {20 * _MOST_NAMES}")
         try:
             for entry, value in update.extras.items():
                 report._read(entry, value)
@@ -76,14 +77,14 @@ class EvaluationReport:
         except (ArithmeticError, ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
             raise BadUpdate(f"its evaluation cannot be read: {type(error).__name__}") from error
         if any(key not in report.states and metric_of(key) not in report.stays for key in report.metrics.values()):
-            raise BadUpdate("it has logged a metric without a state")
+            raise BadUpdate("it logged a metric without a state")
         if not report.values.keys() >= report.logged.keys() | report.metrics.keys():
-            raise BadUpdate("it has logged a name without a value")
+            raise BadUpdate("it logged a name without a value")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
-                raise BadUpdate(f"the name {name[:50]!r} of a value is invalid")
+                raise BadUpdate(f"a value has the invalid name {name[:50]!r}")
         if len(report.values) > _MOST_NAMES:
-            raise BadUpdate(f"it has {len(report.values)} values, more than {_MOST_NAMES}")
+            raise BadUpdate(f"it has {len(report.values)} values, but the limit is {_MOST_NAMES}")
         return report
 
     def keep_names(self, names: set[str]) -> None:
@@ -105,7 +106,7 @@ class EvaluationReport:
                 raise BadUpdate(f"a value has the unknown reduction {detail!r:.50}")
             total, weight = value.double().cpu().unbind()
             if not float(weight) > 0 or not math.isfinite(float(weight)):
-                raise BadUpdate(f"a value has the weight {float(weight)}")
+                raise BadUpdate(f"a value has the invalid weight {float(weight)}")
             self.logged[names_in_entry[0]] = LoggedValue(detail, total, float(weight))
         elif kind == "updates":
             self.states.setdefault(detail, MetricState()).updates = int(value)
@@ -132,7 +133,7 @@ class EvaluationReport:
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
-    """Lists the value names in several reports, in order of appearance."""
+    """Lists the names of values in several reports, in order of appearance."""
     return list(dict.fromkeys(name for report in reports for name in report.values))
 
 

@@ -23,21 +23,20 @@ _log = logging.getLogger(__name__)
 
 
 class SiteMatrix(FederatedCallback):
-    """Evaluates the last round's client models and the global model on every client's data, after the fit.
+    """Evaluates the client models of the last round and the global model on every client's data, after the fit.
 
     A client's model is the state sent in the last round, before averaging. The log shows the matrix in Markdown;
-    ``<folder>/sites.csv`` and ``sites.png`` contain the same matrix. The costs are one evaluation on all clients per
-    model, and memory for one round's models. Server and clients need :class:`ClientEvaluation`. Personal entries, and
-    privacy or compression that hides single clients' models, are errors.
+    ``<folder>/sites.csv`` and ``sites.png`` contain the same matrix. The cost is one evaluation on all clients per
+    model, and memory for the models of one round. Server and clients need :class:`ClientEvaluation`. Personal entries
+    are refused, and also privacy or compression that hides the models of single clients.
 
     Args:
         metric: Name of the value in the matrix, as logged by the validation step.
-        folder: Folder for files; ``None`` writes to the log only.
+        folder: Folder for files; ``None`` only writes to the log.
 
     Raises:
-        MisconfigurationException: In ``fit``, if a sent state is no complete model because clients have personal
-            entries; if privacy or compression hides single clients' models from the server; or if no client has
-            validation data.
+        MisconfigurationException: In ``fit``, if personal entries make sent states incomplete, if privacy or
+            compression hides the models of single clients from the server, or if no client has validation data.
 
     Example:
         >>> matrix = SiteMatrix("val_acc")
@@ -58,13 +57,13 @@ class SiteMatrix(FederatedCallback):
         federation = find_federation(trainer)
         chain, reason = federation.server.chain, ""
         if federation.has_personal_entries:
-            reason = "personal entries never leave the clients, so a sent model is incomplete"
+            reason = "personal entries never leave the clients, so the server receives no complete client model"
         elif chain.reveals != "update" or chain.is_coded:
-            reason = "the server sees no single client's model, because of privacy or compression"
+            reason = "privacy or compression hides the models of single clients from the server"
         elif not any(isinstance(callback, ClientEvaluation) for callback in callbacks_of(trainer)):
-            reason = "it needs a `ClientEvaluation` among the callbacks"
+            reason = "a `ClientEvaluation` callback is required"
         if reason:
-            raise MisconfigurationException(f"`SiteMatrix` cannot be made: {reason}.")
+            raise MisconfigurationException(f"`SiteMatrix` cannot be computed: {reason}.")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
@@ -95,7 +94,8 @@ class SiteMatrix(FederatedCallback):
                 for name, model in {GLOBAL: {}, **models}.items():
                     if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
                         _log.warning(
-                            "The model of client %s is not in the matrix: its entries differ from the global model's.",
+                            "The matrix excludes the model of client %s, because its entries differ from the entries "
+                            "of the global model.",
                             name,
                         )
                         continue
@@ -111,7 +111,7 @@ class SiteMatrix(FederatedCallback):
             finally:
                 load_entries(entries, initial_state)
         if not values:
-            _log.warning("`SiteMatrix` has no table: no client has logged %r in its `validation_step`.", self.metric)
+            _log.warning("`SiteMatrix` has no table, because no client logs %r in `validation_step`.", self.metric)
             return
         self.table = Table(f"{self.metric} of the model of", [GLOBAL, *models], list(sites), values)
         if trainer.is_global_zero:

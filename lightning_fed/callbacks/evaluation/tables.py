@@ -1,4 +1,4 @@
-"""Table with values by name, as CSV, Markdown or picture."""
+"""Table of values by name, as CSV, Markdown or picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_fed.messages import Client
 
 @dataclass(frozen=True)
 class Table:
-    """Table with named rows and columns; ``corner`` is the heading for the row names.
+    """Table with named rows and columns; ``corner`` is the heading above the row names.
 
     A missing value (or NaN) gives an empty cell, not zero.
 
@@ -55,7 +55,7 @@ class Table:
             self._draw(path.with_suffix(".png"))
 
     def _draw(self, path: Path) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # requires the extra `demo`
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(2 + 1.1 * len(self.columns), 1.2 + 0.4 * len(self.rows)), layout="constrained")
@@ -94,14 +94,14 @@ ALL, GLOBAL = "all", "global"
 
 
 def row_name(client: Client) -> str:
-    """Names a client in a table, in quotes if the name would be ambiguous (``"1"`` next to 1, ``"all"``)."""
+    """Returns a client's name for a table, in quotes if ambiguous (``"1"`` next to 1, ``"all"``)."""
     text = str(client)
     is_ambiguous = text in (ALL, GLOBAL) or text[:1] in ("'", '"') or text.removeprefix("-").isdecimal()
     return repr(client) if is_ambiguous else text
 
 
 def client_table(results: ClientResults, pooled: Mapping[str, float], with_support: bool = True) -> Table:
-    """Builds a table with a row per client, a row for all clients and, if known, the examples per class."""
+    """Builds a table with one row per client, a row for all clients and, if known, the examples per class."""
     values: dict[tuple[str, str], float] = {}
     for client, count in results.num_samples.items():
         values[row_name(client), "examples"] = count
