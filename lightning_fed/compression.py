@@ -43,18 +43,18 @@ from lightning_fed.steps.update_step import UpdateStep
 _PREFIX = "short:"  # prefix for scales and positions in the extras
 _STREAM, _DOWN_STREAM = 9, 10  # random streams for clients and for the server
 
-# Prefix for encoded model changes in a broadcast's extras.
+# Prefix for encoded model changes in the extras of a broadcast.
 CODES = "down:"
 
-# Model version, in a broadcast's extras and in a node's stored entries.
+# Model version in the extras of a broadcast and in a node's stored entries.
 VERSION = "model:version"
 
 
 class Compression(UpdateStep, ABC):
-    """Base class for steps that encode all trained entries.
+    """Base class of update steps that encode all trained entries.
 
     The client stores the compression error of an update and adds the error to the next update (error feedback). Sliced
-    entries have no error feedback, because the client's rows change.
+    entries have no error feedback, because the client's rows change between visits.
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
@@ -68,7 +68,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def code_like(self, value: Tensor) -> Tensor:
-        """An empty code with the shape and dtype on the wire."""
+        """Returns an empty code with the shape and dtype used on the wire."""
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Compression(UpdateStep, ABC):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Encodes the update plus the error of earlier updates."""
+        """Encodes the update plus the compression error from earlier updates."""
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _STREAM)
         generator = torch.Generator().manual_seed(seed)
         for name in self.names(sent.state):
@@ -178,7 +178,7 @@ class Float16(Compression):
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Divides by the largest magnitude, to use the range of float16 for any learning rate."""
+        """Divides by the largest magnitude, so that float16's range suffices for any learning rate."""
         scale = step.abs().max()
         return (step / scale if float(scale) else step).half(), scale
 
@@ -187,10 +187,10 @@ class Float16(Compression):
 
 
 class TopK(Compression):
-    """Sends the values with the largest magnitude in each entry, with positions (Stich et al., Algorithm 1).
+    """Sends only the values with the largest magnitude in each entry, with positions (Stich et al., Algorithm 1).
 
     Args:
-        share: Fraction of the values in an entry, rounded up; in (0, 1].
+        share: Fraction of the values to send per entry, rounded up; in (0, 1].
 
     Raises:
         ValueError: If ``share`` is outside (0, 1]; for FedMA, secure sums and central differential privacy.
@@ -225,23 +225,23 @@ class TopK(Compression):
 
 
 class Downlink(UpdateStep):
-    r"""Sends encoded model changes since the client's last model (Tang et al., ICML 2019, Algorithm 1, server side).
+    r"""Sends encoded changes since the client's last model (Tang et al., ICML 2019, Algorithm 1, server side).
 
     The server encodes the change of each round and adds the compression error to the next change (error feedback). The
-    new global model is the decoded model, so all clients hold the same model:
+    new global model is the decoded model, so server and clients hold the same model:
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    A client with an earlier model receives all codes since then if the codes are smaller than the model; other clients
-    receive the full model. On remote machines all clients of a node share one model file, verified by a digest. Partial
-    rows, BatchNorm statistics, extras and models outside visits are sent without compression. The state has compression
-    errors and recent codes, at most the size of two models.
+    A client with an earlier model receives all later codes, if the codes are smaller than the model; other clients
+    receive the full model. On remote machines all clients of a node share one model file, verified by a hash. Partial
+    rows, BatchNorm statistics, extras and models outside visits are sent without compression. The state contains
+    compression errors and recent codes, at most the size of two models.
 
     Args:
-        step: Compression. ``Downlink`` follows all steps that change the new model.
+        step: Compression step. ``Downlink`` must follow all steps that change the new model.
 
     Raises:
-        ValueError: For rules with several models or client-specific shapes.
+        ValueError: For rules with several global models or client-specific shapes.
 
     Example:
         >>> from lightning_fed import Federation
@@ -252,8 +252,8 @@ class Downlink(UpdateStep):
         self.step = step
         self._version = 0  # version of the global model
         self._errors: State = {}
-        self._codes: list[State] = []  # for the newest models
-        self._digests: dict[str, str] = {}  # by entry, for the newest model
+        self._codes: list[State] = []  # codes for the newest models
+        self._digests: dict[str, str] = {}  # compression error by entry, for the newest model
         self._client_versions: dict[Client, int] = {}  # model version by client
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
@@ -261,7 +261,10 @@ class Downlink(UpdateStep):
         refuse_rule(self, rule, "has_clusters")
         for step in steps[[step is self for step in steps].index(True) + 1 :]:
             if type(step).on_aggregate is not UpdateStep.on_aggregate:
-                raise OptionError(f"Expected `Downlink` after `{type(step).__name__}`, which changes the new model.")
+                raise OptionError(
+                    f"Expected `Downlink` after `{type(step).__name__}`, because this step changes the "
+                    "new model: move `Downlink` to the end of `steps`."
+                )
 
     def callbacks(self) -> Sequence[Any]:
         return [HeldModels(self)]
@@ -296,7 +299,7 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def restore(self, client_model: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
-        """Client side: decodes the compressed entries of a broadcast, from the client's model and the extras."""
+        """Client side: decodes the compressed entries of a broadcast, using the client's model and the extras."""
         state, number = dict[str, Tensor](), int(client_model.get(VERSION, -1)) + 1
         while number and number <= int(extras.get(VERSION, -1)):
             codes = without_prefix(extras, f"{CODES}{number}:code:")
@@ -356,7 +359,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Tracks the model version of each client for :class:`Downlink`: the version of the last accepted update."""
+    """Tracks the model version of each client for :class:`Downlink`: the version in the last accepted update."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -1,4 +1,4 @@
-"""Default console logging, and round numbers for display."""
+"""Default logging to the console, and round numbers for display."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Removes root handlers added within the context: only programs should configure the root logger."""
+    """Removes handlers that the context added to the root logger, because only programs should configure it."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

@@ -613,7 +613,7 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
         given, default = arguments[name], parameters[name].default
         if given not in (default, value) and (given or default):  # an empty list in a recipe is treated as not given
             raise ValueError(
-                (f"Expected no `{name}` for `{method.name}`, because the method sets it, but got {given!r}.")
+                f"Expected no `{name}` for `{method.name}`, because the method sets it, but got {given!r}."
             )
     return {**arguments, **method.settings}
 

@@ -60,7 +60,7 @@ class ClientStore(ABC):
         """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Changes in ``round`` for other processes, picklable. A store without this method serves one process."""
+        """Returns the changes in ``round`` for other processes, picklable; without this method, one process only."""
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional

@@ -77,7 +77,7 @@ class LocalOptimizers:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Hyper-parameters, per-step schedulers and loss scale at the start of every visit."""
+        """Hyper-parameters, per-step schedulers and loss scale at every visit's start."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def record_visit(self, position: int, final_state: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Plan of a comparison, and execution of its runs, one after another.
+"""Plan of a comparison; executes the runs one after another.
 
-The clients' data, the cohorts, the stragglers and the initial weights depend only on the seed of a run.
+The clients' data, the cohorts, the stragglers and the initial weights depend only on the run's seed.
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
 
     Args:
         plan: The plan.
-        progress: Output for a line per run; ``None`` for the standard output.
+        progress: Stream for the progress lines; ``None`` for the standard output.
 
     Returns:
         The results of all runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every round's
         numbers), ``test`` (numbers on the test data) and ``has_own_models`` (whether clients have personal models).
 
     Raises:
-        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe or with
-            another treatment of BatchNorm, or the metric is not logged.
+        MisconfigurationException: If a method does not fit the recipe, a folder contains a run from another recipe or
+            with another treatment of BatchNorm, or the metric is not logged.
     """
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)
@@ -149,7 +149,7 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
 
 
 def load_results(plan: Plan) -> list[dict[str, Any]]:
-    """Loads the results of all finished runs, in the form of :func:`run_comparison`."""
+    """Loads the results of all finished runs, as from :func:`run_comparison`."""
     runs, target, _ = _prepare(plan)
     folders = [plan.out / "runs" / run.name for run in runs]
     return [_load(folder, target) for folder in folders if (folder / "result.json").exists()]
@@ -172,13 +172,13 @@ def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, d
     with quiet():
         result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show, decision)
     write_text_atomically(folder / "result.json", json.dumps(result))
-    gc.collect()  # Trainers are in reference cycles: data from many runs would fill the memory
+    gc.collect()  # Trainers are in reference cycles, so data from many runs would fill the memory
     rounds: list[dict[str, float]] = result["rounds"]
     return rounds
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Returns the runs, the metric with the mode, and the preset BatchNorm decision; finds mistakes before training."""
+    """Returns the runs, the metric with its mode, and the preset BatchNorm decision; refuses invalid plans."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer
@@ -192,13 +192,13 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
         for part in parts
         for method in plan.methods
     ]
-    runs = list(dict.fromkeys(all_runs))  # a centralised run serves all fractions of stragglers
+    runs = list(dict.fromkeys(all_runs))  # a centralised run is compared with all fractions of stragglers
     for run in runs:
         _check_folder(plan, run)
     if decisive and _decision_of(plan.out / "runs" / run.name for run in runs) == "pooled":
         raise MisconfigurationException(
-            f"Expected {plan.out} to hold runs in which each client has its own BatchNorm statistics, as {decisive!r}"
-            " requires, but finished runs have pooled statistics: choose another `--out`."
+            f"Expected {plan.out} to contain runs in which each client has its own BatchNorm statistics, as "
+            f"{decisive!r} requires, but finished runs have pooled statistics: choose another `--out`."
         )
     return runs, _metric(plan, trainer), "own" if decisive else ""
 
@@ -212,11 +212,13 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
     trainer: Any = cli.trainer
     if settings := trainer.federation.method.settings:  # other methods would train with different settings
         raise MisconfigurationException(
-            f"Expected a recipe whose `method` changes no other settings, but {trainer.federation.method.name} sets"
-            f" {sorted(settings)}."
+            f"Expected a recipe whose `method` changes no other settings, but {trainer.federation.method.name} sets "
+            f"{sorted(settings)}: use another method in the recipe."
         )
     if trainer.federation.partition is None and not isinstance(cli.datamodule, FederatedDataModule):
-        raise MisconfigurationException("Expected a `partition` of the training data, or a FederatedDataModule.")
+        raise MisconfigurationException(
+            "Expected a `partition` of the training data, or a FederatedDataModule, but got neither."
+        )
     if method.name == CENTRAL:
         check_central(cli)
     try:
@@ -231,8 +233,8 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
         in_recipe = any(isinstance(callback, type(added)) for callback in trainer.callbacks)
         if in_recipe and type(added) not in map(type, replaceable):
             raise MisconfigurationException(
-                f"Expected a recipe without `{type(added).__name__}`, because the method {method.label!r}"
-                " adds this callback."
+                f"Expected a recipe without `{type(added).__name__}`, because the method {method.label!r} adds this "
+                "callback: remove it from the recipe."
             )
 
 
@@ -243,7 +245,9 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
         if isinstance(callback, ModelCheckpoint) and callback.monitor
     }
     if plan.monitor is None and not saved:
-        raise MisconfigurationException("Expected `monitor`, because the recipe has no ModelCheckpoint with a metric.")
+        raise MisconfigurationException(
+            "Expected `monitor`, because the recipe has no ModelCheckpoint that monitors a metric."
+        )
     monitor = plan.monitor or next(iter(saved))
     return monitor, plan.mode or saved.get(monitor, "max")
 
@@ -260,8 +264,8 @@ def _check_folder(plan: Plan, run: Run) -> None:
     different = [name for name, value in now.items() if value != before[name]]
     if different:
         raise MisconfigurationException(
-            f"Expected {folder} to hold a run of the same recipe, overrides and method, but other"
-            f" {' and '.join(different)} made it: choose another `--out`, or delete the folder."
+            f"Expected {folder} to contain a run of the same recipe, overrides and method, but its run has different "
+            f"{' and '.join(different)}: choose another `--out`, or delete the folder."
         )
 
 
@@ -273,7 +277,7 @@ def _load(folder: Path, target: tuple[str, str]) -> dict[str, Any]:
         hint = " (`fed/<metric>/mean` needs validation data for every client)" if target[0].startswith("fed/") else ""
         shown = sorted(name for name in names if not name.startswith("client/"))
         raise MisconfigurationException(
-            f"Expected `monitor` to be logged{hint}, but {target[0]!r} is not one of {shown}."
+            f"Expected the metric `monitor` to be logged{hint}, but {target[0]!r} is not one of {shown}."
         )
     return result
 

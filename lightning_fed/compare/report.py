@@ -1,4 +1,4 @@
-"""Tables and curves of a comparison."""
+"""Tables and curves for a comparison."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _OF_CLIENTS = (
 
 @dataclass
 class Cell:
-    """Results for one method and one fraction of stragglers, with one number per seed.
+    """Results for one method and one fraction of stragglers, with one value per seed.
 
     Args:
-        score: Metric in the last rounds.
+        score: Mean metric over the last rounds.
         loss: Training loss in the last round, if logged as ``train_loss``.
-        rounds_to_target: First round (from 1) at or above the target, only with a centralised run for the seed.
+        rounds_to_target: First round (from 1) at or above the target; requires a centralised run with the same seed.
         megabytes: Megabytes sent in both directions, over all rounds.
         seconds: Wall-clock seconds for training and aggregation, over all rounds.
         cpu_seconds: CPU seconds for training and aggregation, over all rounds; excludes GPU work.
@@ -53,13 +53,13 @@ class Cell:
 def summarize(
     results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1
 ) -> dict[tuple[str, float | None], Cell]:
-    """Results by method and fraction of stragglers (``None`` for centralised training).
+    """Summarises results by method and fraction of stragglers (``None`` for centralised training).
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Target as a fraction of the centralised score for the same seed (``#R@80%``); a divisor with mode
-            ``"min"``.
-        last: Number of final rounds in the mean score.
+        target: Target as a fraction of the centralised score with the same seed (``#R@80%``); with mode ``"min"`` the
+            score is divided by this fraction.
+        last: Final rounds in the mean score.
 
     Example:
         >>> rounds = [{"val_acc": score, "seconds": 2.0, "cpu_seconds": 1.0} for score in (0.5, 0.75)]
@@ -100,12 +100,12 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
     try:
         draw(results, folder / "curves.png", target, last)
     except ModuleNotFoundError:
-        _log.warning("No figure with curves: install matplotlib with `pip install lightning-fed[demo]`.")
+        _log.warning("No figure of the curves: install matplotlib with `pip install lightning-fed[demo]`.")
     return text
 
 
 def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1) -> str:
-    """Table with notes, in Markdown; for the arguments see :func:`summarize`."""
+    """Formats the table and notes in Markdown; for the arguments see :func:`summarize`."""
     cells, parts, monitor = summarize(results, target, last), _parts(results), results[0]["monitor"]
     has_test = any(cell.test for cell in cells.values())
     has_target = any(cell.rounds_to_target for cell in cells.values())
@@ -148,7 +148,7 @@ def paired_interval(
 ) -> tuple[float, float, float]:
     """Mean difference between two methods over the same seeds, with Student's t confidence interval at ``level``.
 
-    The result is mean, lower end and upper end; NaN for non-finite scores.
+    Returns mean, lower end and upper end; NaN for non-finite scores.
 
     Raises:
         ValueError: If the scores have different lengths, or fewer than two seeds.
@@ -170,14 +170,14 @@ def paired_interval(
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
-    """Draws one panel per fraction of stragglers: mean over the seeds as a curve, range over the seeds as a band.
+    """Draws one panel per fraction of stragglers: the mean over seeds as a curve, the range over seeds as a band.
 
     The result is a PNG file; for the arguments see :func:`summarize`.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # the extra `demo`
+    from matplotlib.figure import Figure  # requires the extra `demo`
 
     parts, monitor = _parts(results), results[0]["monitor"]
     figure = Figure(figsize=(max(5 * len(parts), 8), 5), layout="constrained")
@@ -188,7 +188,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
         for number, method in enumerate(methods):
             runs = [run for run in results if run["method"] == method and run["stragglers"] == part]
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
-            columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
+            columns = list(zip(*curves, strict=False))  # number of rounds that all seeds have completed
             rounds = range(1, len(columns) + 1)
             style = "-" if number < 10 else "--"  # matplotlib cycles through ten colours
             (line,) = axes.plot(rounds, [statistics.fmean(values) for values in columns], style, label=method)
@@ -209,7 +209,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
 
 def _rounds(results: Sequence[Mapping[str, Any]]) -> str:
     logged = {name for run in results for values in run["rounds"] for name in values}
-    # Excludes values of single clients: the table would have thousands of columns.
+    # Excludes values of single clients, because the table would have thousands of columns.
     names = sorted(name for name in logged if not name.startswith(_OF_CLIENTS))
     rows = [
         [run["method"], run["stragglers"], run["seed"], number, *(values.get(name) for name in names)]
@@ -238,12 +238,12 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
     monitor, seeds = results[0]["monitor"], len({run["seed"] for run in results})
     lengths = sorted({len(run["rounds"]) for run in results if run["method"] != CENTRAL})
     rounds = f", {'-'.join(map(str, lengths))} {'round' if lengths == [1] else 'rounds'}" if lengths else ""
-    over = "of the last round" if last == 1 else f"over the last {last} rounds"
+    over = "in the last round" if last == 1 else f"over the last {last} rounds"
     notes = [f"{seeds} {'seed' if seeds == 1 else 'seeds'}{rounds}; `{monitor}` {over}, mean ± standard deviation."]
     if any(run["method"] == CENTRAL for run in results):
         notes.append(
-            f"#R@{target:.0%}: first round that reaches {target:.0%} of the centralised score; mean over seeds with"
-            " such a round (in brackets: number of these seeds)."
+            f"#R@{target:.0%}: first round that reaches {target:.0%} of the centralised score; mean over the seeds "
+            "that reach the target (in brackets: number of these seeds)."
         )
     personal = dict.fromkeys(f"`{run['method']}`" for run in results if run["has_own_models"])
     if personal and not monitor.startswith(("fed/", "fesem/")):
@@ -255,12 +255,14 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
 
 
 def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
-    """Sentences about each method's difference from the first method."""
+    """Formats each method's difference from the first method as sentences."""
     methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
     if len(methods) < 2:
         return []
     if len({run["seed"] for run in results}) < 2:
-        return ["One seed cannot separate a difference from chance: `--seeds 5` adds seeds and keeps finished runs."]
+        return [
+            "One seed cannot distinguish a difference from chance: `--seeds 5` adds seeds and reuses finished runs."
+        ]
     scores = {(run["method"], run["stragglers"], run["seed"]): _score(run, last) for run in results}
     sign = 1 if results[0]["mode"] == "max" else -1
     lines = []
@@ -268,7 +270,7 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
         seeds = {method: [seed for one, share, seed in scores if (one, share) == (method, part)] for method in methods}
         where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
         lines.append(
-            f"Compared with `{methods[0]}`{where}: mean difference and 95 % interval, paired over the seeds:\n"
+            f"Compared with `{methods[0]}`{where}: mean difference and 95 % confidence interval, paired by seed:\n"
         )
         for method in methods[1:]:
             common = [seed for seed in seeds[methods[0]] if seed in seeds[method]]
@@ -336,7 +338,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def _shown_rounds(*parts: Sequence[int | None]) -> str:
-    """Formats the number of rounds to the target: over seeds, or for several fractions over the means."""
+    """Formats the number of rounds to the target: for one fraction over seeds, for several fractions over means."""
     reached = [[number for number in part if number is not None] for part in parts]
     count, total = sum(map(len, reached)), sum(map(len, parts))
     if total and not count:

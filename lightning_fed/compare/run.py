@@ -1,4 +1,4 @@
-"""One run of a comparison: a recipe with another method, or centralised training."""
+"""One run of a comparison: the recipe with another method, or centralised training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKPOINT = "last.ckpt"
 
 OnRound: TypeAlias = Callable[[int, int, dict[str, float]], None]
 
-_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback)  # dropped from a recipe's callbacks
+_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback)  # callbacks removed from a recipe
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Folder name: ``fedprox_mu=0.1_0.5_0`` for seed 0."""
+        """Folder name, such as ``fedprox_mu=0.1_0.5_0`` for seed 0."""
         label = "".join(sign if sign.isalnum() or sign in "=.-" else "_" for sign in self.method.label)
         stragglers = "" if self.stragglers is None else f"_{self.stragglers:g}"
         return f"{label}{stragglers}_{self.seed}"
 
 
 class RoundCurve(Callback):
-    """Records every round's logged values and training time, also in checkpoints; ``on_round`` counts from 1."""
+    """Records the logged values and training time of every round, also in checkpoints; ``on_round`` counts from 1."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None]) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
@@ -65,7 +65,7 @@ class RoundCurve(Callback):
         self._begin = (time.perf_counter(), time.process_time())
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clocks: the time excludes validation."""
+        """Stops the clocks, because the time excludes validation."""
         self._stop()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -94,8 +94,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains a run, and returns the results as JSON-compatible values. An interrupted run resumes after the last round.
 
-    ``folder`` has ``last.ckpt``, written after every round. ``on_round`` is called after each round with the round's
-    number (from 1), the number of rounds, and the values. ``decision`` is an earlier run's decision for
+    ``folder`` contains ``last.ckpt``, written after every round. ``on_round`` is called after each round with the
+    round's number (from 1), the number of rounds, and the values. ``decision`` is the decision of an earlier run for
     ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)

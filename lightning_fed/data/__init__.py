@@ -1,4 +1,4 @@
-"""Clients' data: partitions, populations, and the round's loader."""
+"""Client data: partitions, populations, and the loader for rounds."""
 
 from lightning_fed.data.appearance import ImageLook as ImageLook
 from lightning_fed.data.appearance import Look as Look

@@ -24,20 +24,20 @@ _TOLERANCE = 1e-3
 
 @final
 class Look(PartitionOfPartition):
-    """Adds a different image appearance for each client to another partition.
+    """Adds a client-specific image appearance to another partition.
 
-    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key, for training samples and,
-    with :class:`~lightning_fed.data.PartitionedData`, for validation and test samples. Targets do not change.
+    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key. The look changes training
+    samples and, with :class:`~lightning_fed.data.PartitionedData`, validation and test samples. Targets do not change.
 
     Args:
-        partition: Partition for the data set.
+        partition: Partition of the data set.
         contrast: Strength :math:`s`; contrasts are log-uniform from :math:`1 / (1 + s)` to :math:`1 + s`.
-        colour: Strength :math:`s` for the gains of red, green and blue, drawn like the contrast.
+        colour: Strength :math:`s` of the gains for red, green and blue, drawn like the contrast.
         blur: Largest standard deviation of a Gaussian blur in pixels.
         noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1.
         polarity: Share of clients with inverted images, in [0, 1] (0.5: every second client).
-        mean: Mean subtracted by the data set (one number, or one per channel).
-        std: Standard deviation used as divisor by the data set. Without mean and std, images range from 0 to 1.
+        mean: Mean that the data set subtracts (one number, or one per channel).
+        std: Standard deviation by which the data set divides. Without mean and std, images range from 0 to 1.
         seed: Seed for the looks; ``None`` for the federation's seed.
 
     Raises:
@@ -78,7 +78,7 @@ class Look(PartitionOfPartition):
         rng = generator_for("look", seed, client_key(client))
         contrast = rng.uniform(-1, 1, 4).tolist()[
             0
-        ]  # four draws, as in the published tables, and only the first is used
+        ]  # four draws, as in the published tables; only the first draw is used
         blur, noise, polarity = rng.uniform(0, 1, 3).tolist()
         gains = rng.uniform(-1, 1, 3).tolist()
         if isinstance(client, int):
@@ -100,12 +100,12 @@ class Look(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class ImageLook:
-    """Changes a sample's image: gains, contrast, polarity, blur and noise, in this order.
+    """Changes the image of a sample: gains, contrast, polarity, blur and noise, in this order.
 
     The image is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
     sample itself: a tensor with shape ``(C, H, W)`` or ``(H, W)``. Values are floats from 0 to 1 (after undoing ``std``
-    and ``mean``), or uint8; the type does not change. Values are clamped to 0 and 1 after every step. Noise depends on
-    the image and the seed only: an image has the same noise in every epoch and process.
+    and ``mean``), or uint8; the type does not change. Values are clamped to 0 and 1 after every step. Noise depends
+    only on the image and the seed, so an image has the same noise in every epoch and process.
 
     Args:
         contrast: Factor for the distance from 0.5.
@@ -113,8 +113,8 @@ class ImageLook:
         blur: Standard deviation of the blur in pixels.
         noise: Standard deviation of the noise.
         is_negative: Whether to invert the image.
-        mean: Mean subtracted from the channels.
-        std: Standard deviation used as divisor for the channels.
+        mean: Mean that was subtracted from the channels.
+        std: Standard deviation by which the channels were divided.
         seed: Seed for the noise.
 
     Example:
@@ -143,8 +143,8 @@ class ImageLook:
             raise ValueError(f"Expected images of floating-point numbers or of uint8, but got {image.dtype}.")
         if values.min() < -_TOLERANCE or values.max() > 1 + _TOLERANCE:
             raise ValueError(
-                f"Expected images from 0 to 1, but got values from {float(values.min()):.3g} to"
-                f" {float(values.max()):.3g}: give the `mean` and `std` with which the data set normalises them."
+                f"Expected images from 0 to 1, but got values from {float(values.min()):.3g} to "
+                f"{float(values.max()):.3g}: pass the `mean` and `std` with which the data set normalises images."
             )
         if any(gain != 1 for gain in self.gains):
             values = (values * _per_channel(self.gains, values)).clamp(0, 1)

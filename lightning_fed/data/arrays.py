@@ -1,4 +1,4 @@
-"""Data set in memory with whole batches from one indexing operation."""
+"""Data set in memory that returns whole batches with one indexing operation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Samples in two tensors. Images stay uint8 in memory, and become normalised float32 when fetched.
+    """Samples in two tensors. Images are stored as uint8 and returned as normalised float32.
 
-    A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit like torchvision's transforms.
+    A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit as with torchvision's transforms.
     Floating-point inputs are only normalised. Other integer inputs (token ids) are returned unchanged.
 
-    `dataset[i]`, `__getitems__` (a list of samples) and `get_batch` (the collated batch, fastest) give the same bits.
+    `dataset[i]`, `__getitems__` (a list of samples) and `get_batch` (the collated batch, fastest) return identical
+    values.
 
     Args:
         inputs: All inputs, shape (N, C, H, W) or (N, ...).
         targets: All targets: classes (N,), masks (N, H, W), or values (N, ...). Integer targets are returned as int64.
             Masks may be uint8 to save memory.
-        groups: Natural client of each sample (writer, video, ...), shape (N,), with any comparable type.
-        mean: Mean per channel to subtract (for uint8 inputs after division by 255): one number, or C numbers.
+        groups: Natural client of each sample (such as a writer or video), shape (N,), with any comparable type.
+        mean: Mean per channel to subtract (from uint8 inputs after division by 255): one number, or C numbers.
         std: Standard deviation per channel to divide by: one number, or C numbers.
         augment: Function `augment(input, target)` before normalisation, such as a transform in
             `torchvision.transforms.v2` (with `torchvision.tv_tensors.Mask` for masks). Random draws should come from
@@ -65,7 +66,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         self._mean = _per_channel("mean", mean, inputs)
         self._std = _per_channel("std", std, inputs)
         if self._std is not None and bool((self._std == 0).any()):
-            raise ValueError("Expected `std` to have no zero, but got one.")
+            raise ValueError("Expected `std` to contain no zero, but it does.")
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -102,7 +103,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         )
 
     def without_augmentation(self) -> ArrayDataset:
-        """Returns the same samples (shared, not copied) without augmentation, for evaluation."""
+        """Returns a data set with the same samples (shared, not copied) without augmentation, for evaluation."""
         plain = copy.copy(self)
         plain.augment = None
         return plain
@@ -144,5 +145,8 @@ def _per_channel(name: str, value: float | Sequence[float] | Tensor | None, inpu
     numbers = torch.as_tensor(value, dtype=torch.float32).flatten()
     channels = inputs.shape[1] if inputs.ndim > 1 else 1
     if len(numbers) not in (1, channels):
-        raise ValueError(f"Expected `{name}` to be one number or {channels}, one per channel, but got {len(numbers)}.")
+        raise ValueError(
+            f"Expected `{name}` to have one number, or one number for each of {channels} channels, but "
+            f"got {len(numbers)}."
+        )
     return numbers.reshape([-1] + [1] * (inputs.ndim - 2)) if inputs.ndim > 1 else numbers.reshape(())

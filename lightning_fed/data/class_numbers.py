@@ -1,4 +1,4 @@
-"""Check for equal class numbers in the clients' data sets."""
+"""Check that the class numbers in the clients' data sets agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lightning_fed.messages import Client
 class ClassNumbers:
     """Classes by ``class_to_idx``, the attribute of torchvision's image folders.
 
-    An image folder numbers only existing classes. On sites with different folders, a number may mean different classes.
+    An image folder numbers only existing classes. If sites have different folders, the same number may mean different
+    classes.
     """
 
     def __init__(self) -> None:
@@ -21,7 +22,7 @@ class ClassNumbers:
         self._names: dict[int, tuple[str, str]] = {}
 
     def check(self, client: Client | None, data: Any, stage: str = "training") -> None:
-        """Adds a client's classes (all clients' for `None`).
+        """Adds the classes of a client, or for `None` the classes of all clients.
 
         Refuses a class with two numbers, and a number with two classes.
         """
@@ -33,15 +34,15 @@ class ClassNumbers:
                 known, owner = self._numbers.setdefault(name, (number, place))
                 other, namer = self._names.setdefault(number, (name, place))
                 if known != number:
-                    fault = f"class {name!r} has {known} at {owner} and {number} at {place}"
+                    fault = f"class {name!r} has number {known} at {owner} and {number} at {place}"
                 elif other != name:
-                    fault = f"{number} is {other!r} at {namer} and {name!r} at {place}"
+                    fault = f"number {number} means {other!r} at {namer} and {name!r} at {place}"
                 else:
                     continue
                 raise ValueError(
-                    f"Expected one number for each class, but {fault}: give every data set the same `class_to_idx`, for"
-                    " example with empty folders for missing classes and `allow_empty=True`, or by a"
-                    " `target_transform`, and delete an outdated attribute."
+                    f"Expected one number for each class, but {fault}: use the same `class_to_idx` in every data set, "
+                    "for example with empty folders for missing classes and `allow_empty=True`, or with a "
+                    "`target_transform`, and delete an outdated attribute."
                 )
 
 

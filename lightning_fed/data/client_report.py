@@ -1,4 +1,4 @@
-"""Report on the clients before training: amounts of data, classes, and appearance of images."""
+"""Report on the clients before training: amount of data, classes, and appearance of images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_COLUMNS = 20
 
 @dataclass(frozen=True, eq=False)
 class ClientSummary:
-    """Summary for one client's data.
+    """Summary of one client's data.
 
     Args:
         client: The client's key.
@@ -38,8 +38,9 @@ class ClientSummary:
         brightness: Mean over images and channels; NaN if inputs are not images.
         contrast: Standard deviation over pixels, averaged over images and channels.
         sharpness: Mean absolute difference between neighbouring pixels, divided by ``contrast``.
-        distance: Total variation distance between the client's classes and all clients' classes, from 0 to 1.
-        images: The first images, each with shape ``(C, H, W)``.
+        distance: Total variation distance between the class distributions of the client and of all clients, from 0 to
+            1.
+        images: The client's first images, each with shape ``(C, H, W)``.
     """
 
     client: Client
@@ -98,9 +99,9 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws a row per client, with the first images and the shares per class, in any file format of matplotlib."""
+        """Draws one row per client with its first images and class shares, in any file format of matplotlib."""
         try:
-            from matplotlib.figure import Figure  # the extra `demo`
+            from matplotlib.figure import Figure  # requires the extra `demo`
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 "Drawing needs matplotlib: `pip install 'lightning-fed[demo]'`.", name="matplotlib"
@@ -145,7 +146,7 @@ def report_partition(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Reports every client's data in a partition of a data set, as :func:`report_clients` does for a population."""
+    """Reports each client's data for a partition of a data set, like :func:`report_clients` for a population."""
     indices = partition.split(dataset, seed)
     parts = client_subsets(dataset, indices, partial(partition.transform, seed=seed))  # type: ignore[arg-type]
     population = DatasetClients(ClientSource(parts), batch_size=32, shuffle=False)
@@ -158,16 +159,16 @@ def report_clients(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Reads every client's training data once, and summarises the data.
+    """Reads every client's training data once and summarises the data.
 
     Training data include client transforms and random augmentation. The global generators are restored. Targets are
-    labels, shape ``(N,)``, masks ``(N, H, W)``, or one mask with 0 and 1 per class, ``(N, classes, H, W)``.
+    labels, shape ``(N,)``, class masks ``(N, H, W)``, or one binary mask per class, ``(N, classes, H, W)``.
 
     Args:
         population: The clients.
         num_classes: Number of classes; ``None`` for the largest label plus one.
         class_names: Class names.
-        ignore_index: Label that means no class. Negative labels mean no class either.
+        ignore_index: Label for "no class". Negative labels also mean no class.
 
     Raises:
         ValueError: If a batch has no inputs, a class is not below ``num_classes``, or a client's data have no length.
@@ -232,7 +233,7 @@ def _summarize(population: Population, client: Client, ignore_index: int | None)
 
 
 def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
-    """Counts pixels or examples per class, and those without a class; empty if the targets are not classes."""
+    """Counts pixels or examples per class, and without a class; empty if the targets are not classes."""
     try:
         labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1

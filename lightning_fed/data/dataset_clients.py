@@ -38,16 +38,17 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 class DatasetClients(Population):
     """Clients with one map-style data set each, or with parts from one map-style data set.
 
-    One ``DataLoader`` serves every round: the workers persist and fetch the next client's batches while the current
-    client trains. A trailing batch with a single example joins the previous batch, for BatchNorm.
+    One ``DataLoader`` serves every round: the workers persist, and fetch the next client's batches while the current
+    client trains. A trailing batch with a single example is merged into the previous batch, because BatchNorm needs two
+    examples.
 
     Args:
         source: The clients' examples.
         batch_size: Examples per batch.
-        shuffle: Whether every epoch in every visit has a new order.
-        drop_last: Whether to skip a short trailing batch.
+        shuffle: Whether each epoch in each visit has a new order.
+        drop_last: Whether to drop a trailing batch that is not full.
         loader_options: Further arguments for the ``DataLoader``.
-        draws: A custom sampler's passes, in place of passes over all examples.
+        draws: A custom sampler's passes, used instead of passes over all examples.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
@@ -79,7 +80,7 @@ class DatasetClients(Population):
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
-        """Number of the client's examples, or of a sampler's draws in the round's first pass."""
+        """Number of the client's examples, or a sampler's draws in the round's first pass."""
         if self.draws is None:
             return self.source.num_samples(client)
         return len(self._draw(client, self.round, 0)[0])
@@ -109,9 +110,9 @@ class DatasetClients(Population):
         while sum(lengths) < visit.steps if visit.steps is not None else len(lengths) < visit.epochs:
             lengths.append(sum(1 for _ in self.cut_draws(visit.client, visit.round, len(lengths), self.drop_last)))
             if not lengths[0]:
-                break  # the round excludes the client
+                break  # the round then excludes the client
             if not any(lengths[-_MOST_EMPTY:]):
-                raise ValueError(f"its sampler gave no batch in {_MOST_EMPTY} passes")
+                raise ValueError(f"its sampler returned no batch in {_MOST_EMPTY} passes")
         return tuple(lengths)
 
     def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
@@ -138,16 +139,16 @@ class DatasetClients(Population):
             self.source,
             batch_sampler=self._sampler,  # type: ignore[arg-type] # yields `BatchRequest`, the index type of `source`
             collate_fn=_return_batch,
-            generator=torch.Generator().manual_seed(0),  # otherwise the loader draws from the global generator
+            generator=torch.Generator().manual_seed(0),  # otherwise the loader would draw from the global generator
             **self._loader_options,
         )
 
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the visits' batches; an isolated pass is fetched in this process, without ``drop_last``."""
+        """Yields the visits' batches. An isolated pass is read in this process, without ``drop_last``."""
         loader = self._loader
-        # Without workers and pinned memory a loader equals this `map`.
+        # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
         sampler = _RoundSampler(self, self.drop_last and not isolated, isolated) if is_plain else self._sampler
         sampler.visits, sampler.groups = visits, groups
@@ -165,9 +166,10 @@ class DatasetClients(Population):
 
 
 class ClientSource(Dataset[Any]):
-    """Data set for :class:`DatasetClients`, indexed by requests for one client's batch.
+    """Data set for :class:`DatasetClients`, indexed by requests for one batch of a client.
 
-    A lookup in ``datasets`` may build the data set. The last two are cached, so a visit builds a data set once.
+    A lookup in ``datasets`` may build the data set. The last two data sets are cached, so a visit builds a data set
+    once.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class ClientSource(Dataset[Any]):
     def __getitems__(self, request: BatchRequest) -> Any:
         try:
             return self._fetch(request)
-        except StopIteration as error:  # would look like the end of all clients' data
+        except StopIteration as error:  # StopIteration would look like the end of all clients' data
             raise RuntimeError("StopIteration, which only an iterator may raise") from error
 
     def _fetch(self, request: BatchRequest) -> Any:
@@ -238,7 +240,7 @@ def client_subsets(
     """Splits a data set into clients by example indices, with a transform for each client's samples."""
     while (
         isinstance(dataset, Subset) and type(dataset) is Subset
-    ):  # batches then come directly from the underlying data set
+    ):  # so batches come directly from the underlying data set
         outer = np.asarray(dataset.indices)
         indices = {client: outer[inner] for client, inner in indices.items()}
         dataset = dataset.dataset
@@ -264,13 +266,13 @@ class BatchRequest(NamedTuple):
 
 
 def count_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> int:
-    """Number of batches in one pass; a single trailing example joins the previous batch."""
+    """Number of batches in one pass; a single trailing example is merged into the previous batch."""
     full, rest = divmod(num_samples, batch_size)
     return full if drop_last or not rest or (rest == 1 and full) else full + 1
 
 
 def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> Iterator[tuple[int, int]]:
-    """First and last position (exclusive) of every batch."""
+    """First position and end position (exclusive) of every batch."""
     count = count_batches(num_samples, batch_size, drop_last)
     for number in range(count):
         start = number * batch_size
@@ -279,7 +281,7 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 
 
 class _RoundSampler:
-    """Batch sampler over a round's visits; ``issued`` holds the position of every requested batch's visit."""
+    """Batch sampler over a round's visits; ``issued`` has the visit's position for every requested batch."""
 
     def __init__(self, population: DatasetClients, drop_last: bool, isolated: bool = False) -> None:
         self._population = population
@@ -302,7 +304,7 @@ class _RoundSampler:
             self.issued.append(position)
             try:
                 positions: np.ndarray | Exception = next(batches)
-            except Exception as error:  # too little memory for an order of so many examples
+            except Exception as error:  # not enough memory for the order of all examples
                 positions = error
             yield BatchRequest(client, positions, derive_seed(seed, number) if in_workers else 0)
             if isinstance(positions, Exception):
@@ -330,7 +332,7 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """Builds the batch by indexing the data set's tensors, as ``default_collate`` would; ``None`` without tensors."""
+    """Builds a batch by indexing the data set's tensors, like ``default_collate``; ``None`` without tensors."""
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]

@@ -1,4 +1,4 @@
-"""Datamodule for clients with separate data, and the split of a user's DataLoader into clients."""
+"""Datamodule for clients with separate data; splits a user's DataLoader into clients."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
 
 
 class EvaluationData(L.LightningDataModule):
-    """Validation and test data, for all clients together or by client.
+    """Validation and test data, joint for all clients or separate by client.
 
     Args:
-        val: Validation data: loaders as in ``Trainer.fit``, or a data set; or a mapping by client with a data set, a
+        val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
             loader or a list of loaders.
-        test: Test data, in the same forms.
-        known_clients: Function that returns the clients. A mapping without a known client counts as named loaders.
+        test: Test data, in the same formats.
+        known_clients: Function that returns the clients. A mapping without a known client is treated as named loaders.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class EvaluationData(L.LightningDataModule):
         self.test = test
         for hook, data in (("val_dataloader", val), ("test_dataloader", test)):
             if data is None and getattr(type(self), hook) is getattr(EvaluationData, hook):
-                # No data, no hook: an empty list would make Lightning warn of its length in every fit.
+                # Without data, the hook is not defined: for an empty list Lightning would warn in every fit.
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
-        """Returns the validation loaders; chains the clients' loaders if the data are a mapping by client."""
+        """Returns the validation loaders. For a mapping by client, the clients' loaders are chained."""
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
@@ -88,10 +88,10 @@ class EvaluationData(L.LightningDataModule):
         hook, data = ("val_clients", self.val) if stage == "validation" else ("test_clients", self.test)
         if getattr(type(self), hook) is not getattr(EvaluationData, hook):
             return bool(getattr(self, hook)())
-        return self._is_of_clients(data) and bool(data)  # a loader need not have a length
+        return self._is_of_clients(data) and bool(data)  # a loader may have no length
 
     def val_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Returns each client's validation loader, made at lookup; empty unless ``val`` is a mapping by client."""
+        """Returns each client's validation loader, created at lookup; empty unless ``val`` is a mapping by client."""
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
     def test_clients(self) -> Mapping[Client, Iterable[Any]]:
@@ -173,23 +173,23 @@ class LoaderDataModule(EvaluationData):
 
 
 class FederatedDataModule(EvaluationData):
-    """Clients in a federation, each with separate data.
+    """Clients of a federation, each with separate data.
 
-    With :class:`~lightning_fed.callbacks.Federation` a round serves one client after another. On a plain ``L.Trainer``
-    the data are pooled over all clients, as a centralised baseline.
+    With :class:`~lightning_fed.callbacks.Federation` a round trains one client after another. A plain ``L.Trainer``
+    trains on the pooled data of all clients, as a centralised baseline.
 
     Args:
         clients: Training data by client, or a sequence (clients 0, 1, ...): map-style data sets, or ``DataLoader`` s
-            with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds values at lookup.
+            with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds data at lookup.
         val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping by client. A mapping is evaluated
-            as a whole, and by client with the client's personal entries.
-        test: Test data, in the same forms.
+            on the pooled data, and by client with the client's personal entries.
+        test: Test data, in the same formats.
         batch_size: Examples per batch, for clients given as data sets.
-        shuffle: Whether every epoch in a visit has a new order.
-        drop_last: Whether to skip a short trailing batch.
+        shuffle: Whether each epoch of each visit has a new order.
+        drop_last: Whether to drop a trailing batch that is not full.
         num_workers: Worker processes for the loaders.
         pin_memory: As for a ``DataLoader``.
-        persistent_workers: Whether workers survive between rounds.
+        persistent_workers: Whether worker processes persist between rounds.
         collate_fn: Function from a list of samples to a batch.
 
     Raises:
@@ -257,14 +257,14 @@ class FederatedDataModule(EvaluationData):
         return self._loader(dataset)
 
     def _first_data(self, keys: Sequence[Client]) -> Any:
-        """Returns the data of the first client whose data load without an error. Rounds log the other clients."""
+        """Returns the data of the first client whose data load without an error. Rounds log errors of other clients."""
         fault: Exception | None = None
         for key in keys:
             try:
                 return self.clients[key]
             except Exception as error:
                 fault = fault or error
-        raise fault or ValueError("Expected at least one client, but got none.")
+        raise fault or ValueError("Expected `clients` to contain at least one client, but got none.")
 
     def _loader(self, dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(
@@ -280,17 +280,18 @@ class FederatedDataModule(EvaluationData):
 def datamodule_of_handed(
     train: Any, val: Any, partition: Partition | None, known_clients: Callable[[], Sequence[Client]]
 ) -> EvaluationData:
-    """Builds the datamodule for data given to ``fit``.
+    """Builds the datamodule for the data passed to ``fit``.
 
-    Training data are given by client, or as a ``DataLoader`` or map-style data set for a partition. A one-client
-    partition accepts the same data as a plain Trainer.
+    Training data are a mapping by client, or a ``DataLoader`` or map-style data set for a partition. A partition with
+    one client accepts the same data as a plain Trainer.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
         raise OptionError(
-            "Expected one DataLoader or data set for `partition` to split into clients, but got a"
-            f" {type(train).__name__} of {len(train)}. If its entries are the clients, leave out `partition`; if every"
-            " step takes a batch of each, put the loaders into a `CombinedLoader`; each client then gets a part."
+            "Expected one DataLoader or data set for `partition` to split into clients, but got a "
+            f"{type(train).__name__} with {len(train)} elements. If the elements are the clients, omit `partition`. "
+            "If every step takes one batch from each element, put the loaders into a `CombinedLoader`, which is then "
+            "split into clients."
         )
     if brings_clients:
         return FederatedDataModule(train, val)
@@ -300,9 +301,9 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Chains several loaders; the attribute `client` names the newest batch's client (``None`` without clients).
+    """Chains several loaders; `client` is the client of the last batch (``None`` without clients).
 
-    After an exception a client's later batches are skipped.
+    After an exception the client's remaining batches are skipped.
 
     Example:
         >>> loader = ChainedLoaders([[1, 2], [3]])
@@ -327,12 +328,12 @@ class ChainedLoaders:
                 failures += 1
                 if client is None or failures == len(self.loaders):
                     raise
-                _log.warning("The data of client %r raised %r: the other batches are skipped.", client, error)
+                _log.warning("The data of client %r raised %r: its remaining batches are skipped.", client, error)
         self.client = None
 
 
 def evaluated_client(trainer: L.Trainer) -> Client | None:
-    """Finds the client of the current validation or test batch; ``None`` without clients."""
+    """Returns the client of the current validation or test batch; ``None`` without clients."""
     if trainer.testing:
         loaders = trainer.test_dataloaders
     else:
@@ -343,18 +344,18 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copies a loader with persistent workers, because a second iteration would end the first."""
+    """Copies a loader with persistent workers, because a second iterator would end the first one."""
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
         return loader
     copied = copy.copy(loader)
-    vars(copied)["persistent_workers"] = False  # a DataLoader refuses to have the attribute set
+    vars(copied)["persistent_workers"] = False  # a DataLoader does not allow this attribute to be set
     return copied
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Lists the loaders in a client's evaluation data: one loader, or a list.
+    """Returns a client's evaluation loaders as a list.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
@@ -364,7 +365,7 @@ def split_loaders(data: Any) -> Sequence[Any]:
 
 
 def _is_several(data: Any) -> bool:
-    """Returns whether data are a list with loaders or data sets. A list with batches is a loader itself."""
+    """Whether data are a list of loaders or data sets. A list of batches is itself a loader."""
     if not isinstance(data, list | tuple) or not data:
         return False
     return all(isinstance(part, DataLoader | Dataset) for part in data)
@@ -382,7 +383,7 @@ def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
 
 
 class _SequenceLookup:
-    """Function that indexes a sequence. A class, so worker processes can unpickle the function."""
+    """Function that indexes a sequence; a class, so that worker processes can unpickle the function."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -399,25 +400,25 @@ def _check_kinds(clients: Any, numbers: ClassNumbers) -> None:
     kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}
     if len(set(kinds.values())) > 1 or any(isinstance(value, IterableDataset) for value in values):
         raise TypeError(
-            "Expected the clients to be map-style data sets, or all of them loaders, but got"
-            f" {' and '.join(sorted(kinds))}. Put each in a `DataLoader`."
+            "Expected the clients to be all map-style data sets, or all loaders, but got "
+            f"{' and '.join(sorted(kinds))}: put each data set in a `DataLoader`."
         )
 
 
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
-    """Splits the result of ``train_dataloader`` (a loader, or several loaders read in parallel) into clients.
+    """Splits the result of ``train_dataloader`` (one loader, or several loaders read in parallel) into clients.
 
-    A one-client partition accepts the same data as a plain Trainer.
+    A partition with one client accepts the same data as a plain Trainer.
 
     Raises:
-        TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and there are
-            several clients.
-        OptionError: If a loader's class changes how batches are made, a sampler cannot be divided, or several loaders
-            are split into different clients.
+        TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and the
+            partition has several clients.
+        OptionError: If a loader's class changes batches, a sampler cannot be divided, or several loaders are split into
+            different clients.
     """
     is_ordinary = type(data) is DataLoader and not changed_methods(data)
     is_ordinary = is_ordinary and data.batch_size is not None and _is_whole(data)
-    if is_one_client(partition) and not is_ordinary:  # there is nothing to split
+    if is_one_client(partition) and not is_ordinary:  # one client: no split is needed
         several = isinstance(data, Mapping | list | tuple)
         clients = LoaderClients({0: CombinedLoader(data, "max_size_cycle") if several else data}, is_plain=True)
         clients.split_loader = data if isinstance(data, DataLoader) and sized_len(data) is not None else None
@@ -432,14 +433,14 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
     """Splits the data set in a user's ``DataLoader`` into clients, with the same batch size, collation and workers.
 
-    ``shuffle=True`` means shuffling within each client; :class:`~lightning_fed.data.sampler_stream.SamplerStream`
-    divides any other sampler's passes.
+    ``shuffle=True`` shuffles within each client; :class:`~lightning_fed.data.sampler_stream.SamplerStream` divides the
+    passes of any other sampler.
     """
     _check_splittable(loader)
     if loader.batch_sampler is None:
         raise OptionError(
-            "Expected a DataLoader with a batch size (batches are cut within clients), but got batch_size=None."
-            f" {LOADERS_REMEDY}"
+            "Expected a DataLoader with a batch size, because batches are formed within clients, but got "
+            f"batch_size=None. {LOADERS_REMEDY}"
         )
     indices = partition.split(loader.dataset, seed)
     sampler, batch_size, drop_last = batches_of(loader)
@@ -448,8 +449,8 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         indices = {client: np.sort(client_indices) for client, client_indices in indices.items()}
     if batch_size is None:
         _log.warning(
-            "%s is divided batch by batch: a client's step takes only the client's part of a batch. To keep the batch"
-            " size, give each client its own loader in a FederatedDataModule.",
+            "%s is divided batch by batch: a client's step uses only the client's part of a batch, so batches are "
+            "smaller. For full batches, give each client its own loader in a FederatedDataModule.",
             type(sampler).__name__,
         )
     parts = client_subsets(loader.dataset, indices, partial(partition.transform, seed=seed))
@@ -479,34 +480,36 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
     clients = [client_keys(indices) for _, indices in parts]
     if any(list(keys) != list(clients[0]) for keys in clients):
         raise OptionError(
-            "Expected a partition that splits the data sets of all loaders into the same clients, but got"
-            f" {' and '.join(str(len(keys)) for keys in clients)} clients, or other names."
+            "Expected a partition that splits the data sets of all loaders into the same clients, but got "
+            f"{' and '.join(str(len(keys)) for keys in clients)} clients, or different names."
         )
     if partition.transform(clients[0][0], seed) is not None:
         raise OptionError(
-            f"Expected a partition without changes to samples, but {type(partition).__name__} changes samples, which"
-            " needs a single loader with a batch size: give each client its own loaders in a FederatedDataModule."
+            f"Expected a partition that does not change samples, but {type(partition).__name__} does, which requires "
+            "a single loader with a batch size: give each client its own loaders in a FederatedDataModule."
         )
 
     return LoaderClients(LazyClients(clients[0], partial(_part_of_loaders, combined, parts)))
 
 
 def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]], client: Client) -> CombinedLoader:
-    """Builds a client's part of several loaders. A top-level function, so the Trainer can be pickled."""
+    """Builds a client's part of several loaders. The function is at module level, to make the Trainer picklable."""
     combined_part = copy.copy(combined)
     combined_part.flattened = [_loader_of(loader, indices[client]) for loader, indices in parts]
     return combined_part
 
 
 def is_one_client(partition: Partition | None) -> bool:
-    """Returns whether a partition has only one client."""
+    """Whether a partition has only one client."""
     return isinstance(partition, NumberedPartition) and partition.num_clients == 1
 
 
 def _check_splittable(loader: Any) -> None:
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if not isinstance(loader, DataLoader) or is_iterable:
-        description = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
+        description = (
+            f"one over the iterable data set {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
+        )
         raise TypeError(
             "Expected `train_dataloader` to return a DataLoader over a map-style data set, or several, for a"
             f" `partition` to split, but got {description}. {LOADERS_REMEDY}"
@@ -527,14 +530,14 @@ def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
     is_shuffled = isinstance(sampler, RandomSampler) and len(part)
     batches = _Batches(RandomSampler(part) if is_shuffled else SequentialSampler(part), batch_size or 1, drop_last)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
-    # Without a batch sampler the data set takes the indices of a batch.
+    # Without a batch sampler, the data set receives the indices of a whole batch.
     has_batches = loader.batch_sampler is not None
     draws: Any = {"batch_sampler": batches} if has_batches else {"batch_size": None, "sampler": batches}
     return DataLoader(part, collate_fn=loader.collate_fn, **draws, **options)
 
 
 class _Batches(BatchSampler):
-    """Batch sampler that merges a trailing single example into the previous batch."""
+    """Batch sampler that merges a single trailing example into the previous batch."""
 
     def __len__(self) -> int:
         return count_batches(len(self.sampler), self.batch_size, self.drop_last)  # type: ignore[arg-type]

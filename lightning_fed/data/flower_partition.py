@@ -24,14 +24,14 @@ _LABELS = ("label", "labels")
 class FlowerPartition(Partition):
     """Clients from a ``flwr-datasets`` partitioner, for any map-style data set.
 
-    The partitioner receives a table with the necessary columns. Clients are numbered 0, 1, ..., or have the names of
-    the partitioner's groups. Randomness comes from the partitioner's seed, not from the federation's seed. Splitting
-    needs the package (``pip install flwr-datasets``).
+    The partitioner receives a table with the columns it needs. Clients are numbered 0, 1, ..., or have the names of the
+    partitioner's groups. Randomness comes from the partitioner's seed, not from the federation's seed. This class
+    requires the package (``pip install flwr-datasets``).
 
     Args:
         partitioner: The partitioner, without an assigned data set.
-        columns: Columns for the partitioner (``partition_by``): names of attributes or columns in the data set, or a
-            mapping from names to one value per sample.
+        columns: Columns for the partitioner (``partition_by``): names of attributes or columns of the data set, or a
+            mapping from column name to one value per sample.
 
     Raises:
         TypeError: If ``partitioner`` is not a partitioner.
@@ -47,8 +47,8 @@ class FlowerPartition(Partition):
     ) -> None:
         if not hasattr(partitioner, "load_partition"):
             raise TypeError(
-                "Expected `partitioner` to be one of `flwr_datasets.partitioner`, such as `IidPartitioner(10)`, but got"
-                f" {partitioner!r}."
+                "Expected `partitioner` to be an object from `flwr_datasets.partitioner`, such as "
+                f"`IidPartitioner(10)`, but got {partitioner!r}."
             )
         self.partitioner = partitioner
         self.columns = columns
@@ -56,8 +56,8 @@ class FlowerPartition(Partition):
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         if self.partitioner.is_dataset_assigned():
             raise OptionError(
-                "Expected a partitioner without a data set, because the training loader's data set is split, but"
-                f" {type(self.partitioner).__name__} already has one: create a new partitioner."
+                "Expected a partitioner without a data set, because the data set of the training loader is split, "
+                f"but {type(self.partitioner).__name__} already has one: create a new partitioner."
             )
         partitioner = copy.deepcopy(self.partitioner)  # a partitioner accepts only one data set
         partitioner.dataset = self._table(dataset)
@@ -73,7 +73,7 @@ class FlowerPartition(Partition):
             datasets = import_module("datasets")
         except ImportError as error:
             raise ImportError(
-                "`FlowerPartition` needs the package `datasets`, which comes with `pip install flwr-datasets`."
+                "`FlowerPartition` requires the package `datasets`: pip install flwr-datasets."
             ) from error
         if isinstance(self.columns, Mapping):
             columns = {name: list(values) for name, values in self.columns.items()}

@@ -1,4 +1,4 @@
-"""Batches of several clients at once: interleaved, with separate random generators, and stacked."""
+"""Batches of several clients at once: interleaved, with separate random generators, or stacked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """Yields one item of every stream in turn until all have ended."""
+    """Yields one item from each stream in turn, until all streams have ended."""
     active = list(streams)
     while active:
         for stream in list(active):
@@ -35,11 +35,11 @@ def sequential_groups(visits: Sequence[Any]) -> list[range]:
 
 
 class ClientGenerators:
-    """States of the global random generators of several clients, each seeded separately.
+    """States of the global random generators for several clients, each seeded separately.
 
     Args:
         seeds: The clients' seeds.
-        everywhere: Whether Python's and NumPy's generators are switched too; PyTorch's always are.
+        everywhere: Whether to switch Python's and NumPy's generators in addition to PyTorch's.
 
     Example:
         >>> numbers = ClientGenerators([1, 2])
@@ -92,7 +92,7 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that detects draws from Python's and NumPy's global generators.
+    """Context that detects draws from the global generators of Python and NumPy.
 
     Example:
         >>> with detect_draws() as has_drawn:
@@ -110,7 +110,7 @@ def _host_states() -> tuple[Any, Any]:
 
 
 class StackedBatch(NamedTuple):
-    """Stacked batch of the clients with indices `clients`: the first axis of every tensor is the client."""
+    """Stacked batch for the clients with indices `clients`; the first axis of every tensor is the client."""
 
     clients: tuple[int, ...]
     batch: Any
@@ -144,14 +144,14 @@ def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:
-    """The tensors in a batch, in the order of :func:`rebuild_batch`."""
+    """Returns the tensors of a batch, in the order used by :func:`rebuild_batch`."""
     tensors: list[Tensor] = []
     _structure(batch, tensors)
     return tensors
 
 
 def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """A batch of the same structure with new tensors.
+    """Builds a batch of the same structure with new tensors.
 
     Example:
         >>> batch = {"image": torch.zeros(1), "name": "a"}
@@ -172,7 +172,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """The structure that two batches must share to be stacked; appends the batch's tensors to the list."""
+    """Returns the structure that batches must share to be stacked; appends the batch's tensors to the list."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

@@ -1,4 +1,4 @@
-"""Labels and groups for the samples in a data set, without reading samples if possible."""
+"""Finds labels and groups of samples in a data set, if possible without reading the samples."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MapDataset = Dataset[Any] | Sequence[Any]
 
 IndexArray = npt.NDArray[np.int64]
 
-_NAMES = ("targets", "labels", "label", "target", "y")  # attributes and columns
-_KEYS = ("label", "labels", "target", "y", "mask")  # entries in a sample
+_NAMES = ("targets", "labels", "label", "target", "y")  # names of attributes and columns
+_KEYS = ("label", "labels", "target", "y", "mask")  # names of entries in a sample
 _NUM_BINS = 10
 _HINT = (
-    "Pass `label_fn`, a function of a sample that gives its label, a number or a text. The partitions `IID` and"
-    " `ByGroup` need no labels."
+    "Pass `label_fn`, a function from a sample to its label (a number or a string). The partitions `IID` and "
+    "`ByGroup` need no labels."
 )
 _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
 class NoLabels(TypeError):
-    """A data set has no labels in the usual places."""
+    """Raised if a data set has no labels in the usual places."""
 
 
 def labels_of(
@@ -53,15 +53,15 @@ def labels_of(
 
     A target is a number, or an integer mask with shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is
     the dominant foreground class: the class with the most pixels, without ``ignore_index`` and ``background`` (the
-    smaller class in a tie). Fractions are sorted into ten bins with equally many samples. Texts are numbered in
+    smaller class in a tie). Real numbers are sorted into ten bins with equally many samples. Strings are numbered in
     alphabetical order.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
-        label_fn: Function from a sample to a label: a number or a text.
+        label_fn: Function from a sample to a label: a number or a string.
         ignore_index: Value of void pixels in a mask; ``None`` if no pixel is void.
-        background: Background class in masks, and the label for a mask without foreground; ``None`` if every class
-            is foreground.
+        background: Background class in masks, also the label for a mask without foreground; ``None`` if every class is
+            foreground.
 
     Raises:
         TypeError: If the data set cannot be read by index.
@@ -88,8 +88,8 @@ def labels_of(
 
     def read_labels(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         _log.info(
-            "Reading %d samples of %s to find their labels, because it has no labels as `targets` or `labels`. For"
-            " faster splits, add such an attribute.",
+            "Reading %d samples of %s to find their labels, because the data set has no attribute `targets` or "
+            "`labels`. Add such an attribute for faster splits.",
             indices.size,
             type(part).__name__,
         )
@@ -99,7 +99,7 @@ def labels_of(
             try:
                 return label_of(_find_target(sample, is_logged=not labels))
             except (TypeError, ValueError) as error:
-                error.add_note(f"This is about sample {indices[len(labels)]} of {type(part).__name__}.")
+                error.add_note(f"Raised for sample {indices[len(labels)]} of {type(part).__name__}.")
                 raise
 
         with seeded_generators(0):
@@ -113,10 +113,10 @@ def labels_of(
 def groups_of(
     dataset: MapDataset, group: str | npt.ArrayLike | Callable[[Any], int | str] = "groups"
 ) -> IndexArray | npt.NDArray[np.str_]:
-    """Finds the group for every sample: a writer, speaker, video or hospital; shape ``(N,)``, integers or strings.
+    """Finds the group of every sample (such as a writer, video or hospital); shape ``(N,)``, integers or strings.
 
     Groups come from an attribute or a table's column (also inside ``Subset`` and ``ConcatDataset``), from given groups,
-    or from a function that reads every sample. Equal names in two parts are one group.
+    or from a function that reads every sample. Equal names in two parts of the data set are one group.
     """
     length = length_of(dataset)
     if not isinstance(group, str):
@@ -129,8 +129,8 @@ def groups_of(
 
     def refuse(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         raise ValueError(
-            f"Expected the data set to have an attribute or column `{group}` with one group per sample, but"
-            f" {type(part).__name__} has none. Name another one, or pass the groups or a function of a sample."
+            f"Expected the data set to have an attribute or column `{group}` with one group per sample, but "
+            f"{type(part).__name__} has none: pass another name, the groups, or a function from a sample to its group."
         )
 
     return _collect(dataset, np.arange(length), find_groups, refuse)
@@ -147,7 +147,7 @@ def _collect(
     find: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
     read: Callable[[Any, IndexArray], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Collects values with ``find`` from stored values, also in nested data sets, or else with ``read``."""
+    """Collects values with ``find`` from stored values, also in nested data sets, else with ``read``."""
     length_of(dataset)
     values = find(dataset, indices)
     if values is not None:
@@ -174,8 +174,8 @@ def length_of(dataset: Any) -> int:
     is_iterable = isinstance(dataset, IterableDataset)  # inherits `__getitem__` from `Dataset`
     if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            "Expected a data set with `__len__` and `__getitem__` (map-style), but got"
-            f" {type(dataset).__name__}. Only such a data set can be split by sample."
+            f"Expected a data set with `__len__` and `__getitem__` (map-style), but got {type(dataset).__name__}: "
+            "only map-style data sets can be split by sample."
         )
     return len(dataset)
 
@@ -183,12 +183,12 @@ def length_of(dataset: Any) -> int:
 def _possible_targets(dataset: Any) -> Iterator[Any]:
     for name in _NAMES:
         yield _stored_values(dataset, name)
-    if type(dataset) is TensorDataset and len(dataset.tensors) > 1:  # a subclass may return something else
+    if type(dataset) is TensorDataset and len(dataset.tensors) > 1:  # a subclass may return another type
         yield dataset.tensors[1]
 
 
 def _stored_values(dataset: Any, name: str) -> Any:
-    """Looks up an attribute, or a column in a table such as ``datasets.Dataset``; ``None`` without either."""
+    """Returns an attribute, or a column of a table such as ``datasets.Dataset``; ``None`` if neither exists."""
     values = getattr(dataset, name, None)
     names = getattr(dataset, "column_names", None)
     if values is None and isinstance(names, list | tuple) and name in names:
@@ -200,7 +200,7 @@ def _stored_values(dataset: Any, name: str) -> Any:
 def _labels_of_targets(
     targets: Any, indices: IndexArray, length: int, label_of: Callable[[Any], float]
 ) -> npt.NDArray[Any] | None:
-    """Labels from all samples' targets; ``None`` unless there is one label or mask per sample."""
+    """Labels from the targets of all samples; ``None`` unless there is one label or mask per sample."""
     array = _as_array(targets)
     targets = targets if array is None else array
     if not isinstance(targets, np.ndarray | list | tuple) or len(targets) != length:
@@ -219,7 +219,8 @@ def _find_target(sample: Any, is_logged: bool) -> Any:
     if isinstance(sample, tuple | list) and len(sample) > 1:
         if is_logged:
             _log.info(
-                "The label of a sample is the second of its %d elements (a %s); `label_fn` takes another one.",
+                "The second of %d elements of a sample (a %s) is used as the label; pass `label_fn` to use another "
+                "element.",
                 len(sample),
                 type(sample[1]).__name__,
             )
@@ -228,11 +229,11 @@ def _find_target(sample: Any, is_logged: bool) -> Any:
     for key in _KEYS:
         if entries.get(key) is not None:
             if is_logged:
-                _log.info("The label of a sample is its %r; `label_fn` takes another one.", key)
+                _log.info("The entry %r of a sample is used as the label; pass `label_fn` to use another entry.", key)
             return entries[key]
     raise NoLabels(
-        "Expected a sample to be a tuple or list of at least an input and a target, or to have one of"
-        f" {', '.join(map(repr, _KEYS))}, but got {_describe(sample)}. {_HINT}"
+        "Expected a sample to be a tuple or list with an input and a target, or to have one of the entries "
+        f"{', '.join(map(repr, _KEYS))}, but got {_describe(sample)}. {_HINT}"
     )
 
 
@@ -247,15 +248,15 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
         if array.ndim == 2:
             return _dominant_class(array, ignore_index, background)
     raise NoLabels(
-        "Expected a target to be a number or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got"
-        f" {_describe(target if array is None else array)}. {_HINT}"
+        "Expected a target to be a number or a class mask of shape (H, W), (1, H, W) or (H, W, 1), but got "
+        f"{_describe(target if array is None else array)}. {_HINT}"
     )
 
 
 def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
-    """Converts labels to integers: texts in alphabetical order, fractions to bins. Suspicious labels are logged."""
+    """Converts labels to integers: strings in alphabetical order, real numbers to bins. Logs suspicious labels."""
     if values.dtype.kind not in "iubfU":
-        raise NoLabels(f"Expected labels to be numbers, or all of them texts, but got {values[0]!r}. {_HINT}")
+        raise NoLabels(f"Expected labels to be all numbers or all strings, but got {values[0]!r}. {_HINT}")
     if values.dtype.kind == "U":
         values = np.unique(values, return_inverse=True)[1]
     if not np.isfinite(values).all():
@@ -263,8 +264,8 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
     labels = _as_integers(values)
     if labels is None:
         _log.info(
-            "The targets are numbers with fractions, from %g to %g: their labels are %d bins of equally many samples."
-            " Another division can be passed as `label_fn`.",
+            "The targets are real numbers from %g to %g, so the labels are %d bins with equally many samples. Pass "
+            "`label_fn` for other labels.",
             values.min(),
             values.max(),
             _NUM_BINS,
@@ -273,15 +274,15 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
         labels = np.searchsorted(edges, values, side="right").astype(np.int64)
     if labels.size > 1 and (labels == labels[0]).all():
         _log.warning(
-            "All %d samples have the label %d, so clients cannot differ by label. In masks of 0 and 255 the foreground"
-            " counts as void: pass `ignore_index=None`. Other labels come from `label_fn`.",
+            "All %d samples have the label %d, so clients cannot differ by label. If the masks contain only 0 and "
+            "255, the foreground is treated as void: pass `ignore_index=None`. For other labels pass `label_fn`.",
             labels.size,
             labels[0],
         )
     if (labels < 0).any():
         _log.warning(
-            "%d of %d samples have a label below 0, which counts as a class. If it means `unlabelled`, take these"
-            " samples out with a `Subset`, or pass `label_fn`.",
+            "%d of %d samples have a negative label, which is treated as a class. If the label means `unlabelled`, "
+            "exclude these samples with a `Subset`, or pass `label_fn`.",
             (labels < 0).sum(),
             labels.size,
         )
@@ -291,9 +292,7 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
 def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background: int | None) -> int:
     pixels = _as_integers(mask.ravel())
     if pixels is None:
-        raise NoLabels(
-            f"Expected a mask of classes (whole numbers), but got one of {mask.dtype} with fractions. {_HINT}"
-        )
+        raise NoLabels(f"Expected a mask of integer classes, but got {mask.dtype} with non-integer values. {_HINT}")
     if pixels.min() >= 0 and pixels.max() < _MOST_BINS:
         counts = np.bincount(pixels)
         classes = np.arange(counts.size)
@@ -302,17 +301,17 @@ def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background
     excluded = [value for value in (ignore_index, background) if value is not None]
     counts[np.isin(classes, excluded)] = 0
     if not counts.any():
-        return excluded[-1]  # background, or else void: the mask has no other pixels
+        return excluded[-1]  # background, else void: the mask has no other pixels
     if classes[counts > 0].min() < 0:
         raise ValueError(
-            f"Expected the classes of a mask to be at least 0, apart from `ignore_index` ({ignore_index}), but got"
-            f" {classes.min()}."
+            f"Expected the classes in a mask to be at least 0, except `ignore_index` ({ignore_index}), but got "
+            f"{classes.min()}."
         )
     return int(classes[counts.argmax()])
 
 
 def _as_array(value: Any) -> npt.NDArray[Any] | None:
-    """Converts numbers, tensors, arrays, images and data frames' columns; ``None`` for other objects."""
+    """Converts numbers, tensors, arrays, images and data frame columns to an array; ``None`` for other objects."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy()
     if isinstance(value, int | float) or hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
@@ -334,7 +333,7 @@ def _as_groups(values: Any, length: int, source: str) -> npt.NDArray[Any]:
     array = _as_array(values)
     items = [_plain(item) for item in (values if array is None else array.tolist())]
     if len(items) != length:
-        raise ValueError(f"Expected {source} to have one group for each of {length} samples, but got {len(items)}.")
+        raise ValueError(f"Expected {source} to have one group per sample ({length}), but got {len(items)}.")
     for kind, dtype in ((str, np.str_), (int, np.int64)):
         if all(isinstance(item, kind) for item in items):
             return np.asarray(items, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Partitions with label skew: clients differ in the shares of the classes."""
+"""Partitions with label skew: clients have different class distributions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LabelFn = Callable[[Any], int | str]
 class LabelPartition(NumberedPartition):
     """Partition by labels (abstract: subclasses implement :meth:`assign_by_label`).
 
-    Labels come from :func:`~lightning_fed.data.label_lookup.labels_of`. In segmentation, an image's label is the
+    Labels come from :func:`~lightning_fed.data.label_lookup.labels_of`. In segmentation, the label of an image is the
     dominant foreground class.
     """
 
@@ -50,14 +50,16 @@ class LabelPartition(NumberedPartition):
 
     @abc.abstractmethod
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients, from each sample's label."""
+        """Assigns samples to clients by the label of each sample."""
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         try:
             labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
         except NoLabels as error:
             name, number = type(self).__name__, self.num_clients
-            raise NoLabels(f"`{name}` needs labels and found none; without labels: `IID({number})`. {error}") from None
+            raise NoLabels(
+                f"`{name}` needs labels but found none; without labels use `IID({number})`. {error}"
+            ) from None
         return self.assign_by_label(labels, seed)
 
 
@@ -71,30 +73,29 @@ class Dirichlet(LabelPartition):
         \text{client } k \text{ gets samples } \lfloor N_c \textstyle\sum_{j<k} p_{cj} \rfloor \text{ to }
         \lfloor N_c \sum_{j \le k} p_{cj} \rfloor \text{ of the shuffled class } c
 
-    ``definition="per_client"`` gives every client equally many samples, from separate class probabilities:
+    ``definition="per_client"`` gives every client the same number of samples, with separate class probabilities:
 
     .. math:: q_k \sim \mathrm{Dir}(\alpha \pi), \qquad
         \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
 
     The prior :math:`\pi` over the classes sums to 1, and the concentrations sum to ``alpha``, as in the paper, so the
-    same ``alpha`` is a stronger skew. An exhausted class gets mass 0, or :math:`q_k` is drawn again over the remaining
-    classes. The last :math:`N \bmod K` samples are not assigned.
+    same ``alpha`` gives a stronger skew than ``"per_class"``. If a class is exhausted, its probability is set to 0, or
+    :math:`q_k` is drawn again over the remaining classes. The last :math:`N \bmod K` samples are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
-        alpha: Concentration, greater than 0: small for a strong skew, ``inf`` for none. ``"per_client"`` also allows 0:
-            every client then has one class, among the classes with enough samples if possible.
+        alpha: Concentration, greater than 0: small values give a strong skew, ``inf`` gives none. ``"per_client"`` also
+            allows 0: every client then has one class, if possible a class with enough samples.
         definition: ``"per_class"`` or ``"per_client"``.
-        min_size: Per class: smallest number of samples per client, ensured by repeated draws; ``None`` for the first
+        min_size: Per class: minimum number of samples per client, reached by repeated draws; ``None`` for the first
             reachable size among 10, 5, 2 and 1.
-        balance: Per class: whether a client with :math:`N / K` samples gets no further classes, as in NIID-Bench's
+        balance: Per class: whether a client with :math:`N / K` samples receives no further classes, as in NIID-Bench's
             code.
-        label_fn: Function from a sample to a label, instead of the data set's targets.
+        label_fn: Function from a sample to a label, used instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
-        prior: Per client: :math:`\pi`, the classes' shares in the data (``"empirical"``) or equal shares
-            (``"uniform"``).
+        prior: Per client: :math:`\pi`, the class shares in the data (``"empirical"``) or equal shares (``"uniform"``).
 
     Raises:
         ValueError: If an argument is outside the allowed range.
@@ -137,11 +138,11 @@ class Dirichlet(LabelPartition):
             raise ValueError(f"Expected `alpha` to be at least 0, but got {alpha}.")
         if definition == "per_client" and balance:
             raise ValueError(
-                "Expected `balance` with definition='per_class' only, but got it with 'per_client', where all clients"
-                " have the same size."
+                "Expected `balance` only with definition='per_class', but got it with 'per_client', which gives all "
+                "clients the same size."
             )
         if definition == "per_class" and prior != "empirical":
-            raise ValueError(f"Expected `prior` with definition='per_client' only, but got {prior!r} with 'per_class'.")
+            raise ValueError(f"Expected `prior` only with definition='per_client', but got {prior!r} with 'per_class'.")
         self.alpha = alpha
         self.definition = definition
         self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
@@ -185,13 +186,14 @@ class Dirichlet(LabelPartition):
 class Shards(LabelPartition):
     r"""Pathological label skew: samples sorted by label are cut into equal shards, and clients get random shards.
 
-    With :math:`K` clients and :math:`z` shards each there are :math:`K z` shards with :math:`\lfloor N / (K z) \rfloor`
+    With :math:`K` clients and :math:`z` shards each, the :math:`K z` shards have :math:`\lfloor N / (K z) \rfloor`
     samples; fewer than :math:`K z` samples at the end are not assigned. A shard may contain two labels. A client has at
     most :math:`2 z` labels if every label fills a shard, and usually :math:`z` or fewer.
 
     Args:
         num_clients: Number of clients, at least 1.
-        shards_per_client: Shards per client, at least 1; in the paper 2 shards of 300 samples for 100 clients (MNIST).
+        shards_per_client: Shards per client, at least 1; the paper uses 2 shards with 300 samples for 100 clients
+            (MNIST).
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
         background: Background class in masks; ``None`` if every class counts.
@@ -244,10 +246,10 @@ class Shards(LabelPartition):
 
 @final
 class LabelsPerClient(LabelPartition):
-    r"""Equal number of labels for every client. Clients with a label share the samples, equally or by a power law.
+    r"""The same number of labels for every client. Clients with a label share its samples, equally or by a power law.
 
-    Equal shares differ by at most one sample; if a label has more owners than samples, the last owners get none. With
-    ``sigma`` a label's owner gets ``min_per_label`` samples, and a share of the rest
+    Equal shares differ by at most one sample. If a label has more owners than samples, the last owners get none. With
+    ``sigma`` each owner of a label gets ``min_per_label`` samples, and a share of the remaining samples
 
     .. math:: p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2)
 
@@ -255,8 +257,8 @@ class LabelsPerClient(LabelPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        labels_per_client: Different labels per client, from 1 to the number of labels.
-        assignment: ``"random"``, as in NIID-Bench: client k has label k mod C and random further labels. ``"even"``
+        labels_per_client: Number of different labels per client, from 1 to the number of labels.
+        assignment: ``"random"``, as in NIID-Bench: client k has label k mod C and other labels at random. ``"even"``
             balances the number of owners per label to within one. ``"consecutive"``, as in FedProx's program: client k
             has the labels k, k + 1, ... mod C.
         label_fn: Function from a sample to a label, instead of the data set's targets.
@@ -321,14 +323,15 @@ class LabelsPerClient(LabelPartition):
         else:
             clients = np.arange(self.num_clients)
             scores = rng.random((self.num_clients, class_sizes.size))
-            scores[clients, clients % class_sizes.size] = -1.0  # the lowest: every client's first label
+            scores[clients, clients % class_sizes.size] = -1.0  # the lowest: each client's first label
             owned = np.zeros(scores.shape, dtype=np.int64)
             np.put_along_axis(owned, np.argsort(scores, axis=1)[:, : self.labels_per_client], 1, axis=1)
         num_owners = owned.sum(axis=0)
         if (short := self.min_per_label * num_owners > class_sizes).any():
             raise PartitionError(
-                f"Expected every label to have `min_per_label` ({self.min_per_label}) samples for each client with"
-                f" the label, but one label has {class_sizes[short][0]} samples for {num_owners[short][0]} clients."
+                f"Expected every label to have at least `min_per_label` ({self.min_per_label}) samples for each "
+                f"client with the label, but one label has only {class_sizes[short][0]} samples for "
+                f"{num_owners[short][0]} clients."
             )
         if self.sigma > 0:
             return assign_by_class(rng, classes, self._skewed(rng, owned, class_sizes))
@@ -359,7 +362,7 @@ def _counts_per_class(
     for label, total in enumerate(class_sizes):
         has_room = assigned * num_clients < class_sizes.sum()  # never empty: otherwise all samples would be assigned
         share = shares[label] * has_room
-        if share.sum() == 0:  # all mass on full clients, as with a tiny alpha
+        if share.sum() == 0:  # full clients have all the mass, as with a tiny alpha
             room = has_room.sum()
             share[has_room] = draw_dirichlet(rng, np.full(room, 1 / room), alpha * room, 1)[0]
         counts[:, label] = cut_shares((share / share.sum())[None], total[None])[0]

@@ -1,4 +1,4 @@
-"""Clients with one loader each, chained by a round."""
+"""Clients with one loader each; a round chains the loaders."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class LoaderClients(Population):
 
     Args:
         loaders: Loader by client. A client may have several loaders (a ``CombinedLoader``, mapping or sequence): each
-            batch then combines one batch per loader. The mapping may build a loader on access.
-        is_plain: Whether the only client trains as in a plain fit: the loader then needs neither length nor data set.
+            batch then combines one batch per loader. The mapping may build loaders at lookup.
+        is_plain: Whether the only client trains as in a plain fit: the loader then needs neither length nor data
+            set.
         class_numbers: Known class numbers, shared with other data.
     """
 
@@ -43,16 +44,16 @@ class LoaderClients(Population):
         super().__init__(client_keys(loaders))
         self.loaders, self.is_plain = loaders, is_plain
         self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
-        self._counted: dict[Client, int] = {}  # examples in one pass over a client's batches
+        self._counted: dict[Client, int] = {}  # number of examples in one pass over a client's batches
         self._opened: dict[int, Any] = {}  # loaders with persistent workers, by ``id``
-        self._in_order: dict[Client, Any] = {}  # loaders with shuffling removed
+        self._in_order: dict[Client, Any] = {}  # loaders whose shuffling was removed
 
     def num_samples(self, client: Client) -> int:
-        """Counts the sampler's or data set's length, or else the examples in one pass over the batches.
+        """Returns the length of the sampler or data set, else the number of examples in one pass over the batches.
 
-        A custom sampler's length takes precedence: a geographic sampler draws many windows from few files. With
-        several loaders, the loader that ends the pass counts; a stream without a length counts the examples in a
-        visit's ``local_steps`` batches.
+        The length of a custom sampler takes precedence, because a geographic sampler draws many windows from few files.
+        With several loaders, the loader that ends the pass determines the number. For a stream without a length, the
+        number is counted over the ``local_steps`` batches of a visit.
         """
         return self._count(client, self._loader(client))
 
@@ -71,9 +72,9 @@ class LoaderClients(Population):
         if dataset is not None and self.local_steps is not None and batch_size is not None:
             return self.local_steps * int(batch_size)
         raise ValueError(
-            f"Expected the loader of client {client!r} to have a data set with a length, because an average weights"
-            " clients by numbers of examples: define `__len__` on the data set, or set `local_steps` (and a batch"
-            " size), so a client counts with the examples in a visit."
+            f"Expected the loader of client {client!r} to have a data set with a length, because averages are "
+            "weighted by the number of examples: define `__len__` on the data set, or set `local_steps` (and a batch "
+            "size), so that the examples of a visit are counted."
         )
 
     def _loader(self, client: Client) -> Any:
@@ -116,7 +117,7 @@ class LoaderClients(Population):
         return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
 
     def gives_all(self, client: Client) -> bool:
-        """Returns whether a pass over the loader gives every example, without dropped or randomly drawn examples."""
+        """Whether a pass over the loader returns every example, without dropped or randomly drawn examples."""
         return self._gives_all(self._loader(client))
 
     def _gives_all(self, loader: Any) -> bool:
@@ -149,7 +150,7 @@ class LoaderClients(Population):
         except Exception as error:
             yield VisitBatch.failed(position, error)
             return
-        for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
+        for _ in range(planned.num_batches - served):  # the loader returned fewer batches than its length
             yield VisitBatch(position)
 
     def _draws(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
@@ -174,7 +175,7 @@ class LoaderClients(Population):
                 has_batches = True
                 yield batch
             if not has_batches:
-                raise ValueError("its loader gave no batch")
+                raise ValueError("its loader returned no batch")
 
 
 def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -199,7 +200,7 @@ def _owners(loader: Any) -> list[Any]:
 
 
 def _end_workers(loader: Any) -> None:
-    iterator = getattr(loader, "_iterator", None)  # torch has no public name for the iterator
+    iterator = getattr(loader, "_iterator", None)  # torch has no public name for this iterator
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()  # noqa: SLF001
         loader._iterator = None  # noqa: SLF001
@@ -212,23 +213,24 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 
 def _checked_length(batch: Any) -> int:
-    """Counts the examples in a batch; refuses tensors with different lengths (for example with time first)."""
+    """Counts the examples in a batch; refuses tensors with different lengths (for example time first)."""
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
-            "Expected the examples of a batch along the first dimension of all tensors, with one length, but got"
-            f" lengths {sorted(lengths)}: put the batch first, or give the loader a `dataset` with a length."
+            "Expected all tensors in a batch to have the examples along the first dimension, with equal lengths, but "
+            f"got lengths {sorted(lengths)}: move the batch dimension to the front, or give the loader a `dataset` "
+            "with a length."
         )
     return batch_length(batch)
 
 
 def _drawn_samples(loader: Any, most: int) -> int:
-    """Counts the examples drawn by a loader in a pass; with torch's samplers at most the data set's length."""
+    """Number of examples drawn by a loader in a pass; with torch's samplers at most the data set's length."""
     batches, sampler = _samplers(loader)
     batch_size = getattr(batches, "batch_size", None)
     if isinstance(batches, Sized) and isinstance(batch_size, int) and not hasattr(batches, "sampler"):
-        return len(batches) * batch_size  # batches of places, as in torchgeo
-    # Clients may share a data set, each with a sampler for one part.
+        return len(batches) * batch_size  # batches of locations, as in torchgeo
+    # Clients may share a data set, each with a sampler over its part.
     if not isinstance(sampler, Sized):
         return most
     is_known = type(sampler).__module__.startswith("torch.")
@@ -236,7 +238,7 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Batches of a ``CombinedLoader`` for ``training_step``. Sequential loaders are an error, as in Lightning."""
+    """Batches of a ``CombinedLoader`` for ``training_step``. Sequential loaders are refused, as in Lightning."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
@@ -262,39 +264,39 @@ class _Streams:
 
 
 def inside(container: Any) -> Iterable[Any]:
-    """Elements of a mapping, list or tuple; empty for other objects."""
+    """Returns the elements in a mapping, list or tuple; empty for other objects."""
     if isinstance(container, Mapping):
         return container.values()
     return container if isinstance(container, list | tuple) else ()
 
 
 def has_loader(loaders: Any) -> bool:
-    """Returns whether nested mappings and sequences contain a loader."""
+    """Whether nested mappings and sequences contain a loader."""
     return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, inside(loaders)))
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses arrays, data sets and tables instead of loaders."""
+    """Refuses arrays, data sets and tables in place of loaders."""
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
-    # A list may hold batches of equal kind and shape.
+    # A list may contain batches of equal type and shape.
     kinds = {(str(array.dtype), tuple(array.shape[1:])) for array in arrays} if is_of_arrays else set()
     if is_of_arrays and (not isinstance(loader, list) or len(kinds) > 1):
         raise TypeError(
-            f"Expected a client's data to be a data set or a loader, but got {len(arrays)} arrays in a"
-            f" {type(loader).__name__}, which would count as batches: use a `torch.utils.data.TensorDataset(x, y)`,"
-            " with examples along the first dimension."
+            f"Expected a client's data to be a data set or a loader, but got {len(arrays)} arrays in a "
+            f"{type(loader).__name__}, which would be read as batches: use `torch.utils.data.TensorDataset(x, y)`, "
+            "with examples along the first dimension."
         )
     if hasattr(loader, "column_names") and not isinstance(loader, Dataset):
         raise TypeError(
-            f"Expected a client's data to be a data set of torch or a loader, but got the table"
-            f" {type(loader).__name__}. Put it in a `DataLoader`."
+            f"Expected a client's data to be a torch data set or a loader, but got the table {type(loader).__name__}: "
+            "put the table in a `DataLoader`."
         )
     if any(isinstance(value, Dataset) for value in inside(loader)):
         raise TypeError(
-            f"Expected a client's data to be a data set, a loader or several loaders, but got data sets in a"
-            f" {type(loader).__name__}. Put each in a `DataLoader`, or all of them in one data set"
-            " (`torch.utils.data.StackDataset` zips them, `ConcatDataset` puts them together)."
+            "Expected a client's data to be a data set, a loader or several loaders, but got data sets in a "
+            f"{type(loader).__name__}: put each data set in a `DataLoader`, or combine all data sets "
+            "(`torch.utils.data.StackDataset` zips them, `ConcatDataset` concatenates them)."
         )
 
 
@@ -303,13 +305,13 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     """Context that seeds a loader's random generators, and restores the states; refuses persistent workers.
 
     Raises:
-        ValueError: If the loader has persistent workers, because these hold training's random numbers.
+        ValueError: If the loader has persistent workers, because their random state belongs to training.
     """
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
-            "Expected a loader for a pass outside training, but its workers are persistent and serve one"
-            " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"
-            " `SampledSoftmax` the clients' `classes`)"
+            "Expected a loader for a pass outside training, but its workers are persistent and allow only one pass "
+            "at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or pass the "
+            "clients' `classes` to `SampledSoftmax`)"
         )
     with seeded_own_generators(_owners(loader), seed):
         yield

@@ -29,16 +29,16 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def is_whole(sampler: Any, dataset: Any) -> bool:
-    """True for a torch sampler over every example of a data set, once per pass."""
+    """Whether a sampler is a torch sampler over every example of a data set, once per pass."""
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
         return False
     return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)
 
 
 def changed_methods(loader: DataLoader[Any]) -> set[str]:
-    """Finds the methods and attributes of ``DataLoader`` overridden by a subclass or on the object."""
+    """Returns the methods and attributes of ``DataLoader`` that a subclass or the object overrides."""
     methods = {name for name, value in vars(DataLoader).items() if callable(value) or isinstance(value, property)}
-    # Lightning wraps every `__init__` during `train_dataloader`, and saves the method under the second name.
+    # Lightning wraps every `__init__` during `train_dataloader`, and saves the original under the second name.
     methods = (methods | {"__getattribute__"}) - {"__init__", "__old__init__"}
     changed = vars(loader).keys() & methods
     for layer in itertools.takewhile(lambda layer: layer is not DataLoader, type(loader).__mro__):
@@ -48,18 +48,18 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader whose parts do not suffice to build an equivalent loader; the error contains `purpose`."""
+    """Refuses a loader from whose parts no equivalent loader can be built; `purpose` is part of the error."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(
-            f"Expected a DataLoader {purpose}, but {type(loader).__name__} has its own `{min(changed)}`, which would"
-            " have no effect: change batches in `collate_fn`, in the module's `on_after_batch_transfer`, or in a"
-            f" `sampler`. {LOADERS_REMEDY}"
+            f"Expected a DataLoader {purpose}, but {type(loader).__name__} overrides `{min(changed)}`, which would "
+            "have no effect: change batches in `collate_fn`, in the module's `on_after_batch_transfer`, or in a "
+            f"`sampler`. {LOADERS_REMEDY}"
         )
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Returns a loader's samplers, with nested samplers."""
+    """Returns the samplers of a loader, including nested samplers."""
     samplers: dict[int, Any] = {}
     waiting = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     while waiting:
@@ -71,7 +71,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(samplers: list[Any], epoch: int) -> None:
-    """Calls ``set_epoch`` on all samplers that have the method."""
+    """Calls ``set_epoch`` on all samplers with this method."""
     for sampler in samplers:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Partitions with partially annotated clients, for example hospitals with outlines for different organs."""
+"""Partitions with partially annotated clients, for example hospitals that annotate different organs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class PartialLabels(PartitionOfPartition):
 
     Client k annotates class k modulo the number of classes, and random further classes. Other classes become
     ``ignore_index`` in the training data and, with :class:`~lightning_fed.data.PartitionedData`, in validation and test
-    data, so scores cover the annotated classes only.
+    data, so scores cover only the annotated classes.
 
-    Masks are class indices with any shape. With ``mode="multilabel"`` there is one mask with 0 and 1 per class, shape
+    Masks are class indices with any shape. With ``mode="multilabel"`` there is one binary mask per class, shape
     ``(num_classes, H, W)``, and whole masks become void.
 
     Args:
         partition: Partition for the data set.
         num_classes: Number of classes in the masks.
         classes_per_client: Number of annotated classes per client, in addition to ``always``.
-        always: Classes annotated by every client (for example a background).
+        always: Classes that every client annotates (for example a background).
         ignore_index: Label for pixels without annotation.
-        seed: Seed for the choice; ``None`` for the federation's seed.
-        mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for any number.
+        seed: Seed for choosing classes; ``None`` for the federation's seed.
+        mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for any number of classes per pixel.
 
     Raises:
-        ValueError: If an argument is outside the allowed range; while reading, if a sample has no integer mask, or a
-            mask for the other mode.
+        ValueError: If an argument is outside the allowed range; while reading, if a sample has no integer mask or a
+            mask of the other mode.
 
     Example:
         >>> from lightning_fed.data import IID
@@ -69,7 +69,7 @@ class PartialLabels(PartitionOfPartition):
         self.always = tuple(always)
         outside = [label for label in self.always if not 0 <= label < num_classes]
         if outside:
-            raise ValueError(f"Expected `always` to hold classes from 0 to {num_classes - 1}, but got {outside}.")
+            raise ValueError(f"Expected `always` to contain classes from 0 to {num_classes - 1}, but got {outside}.")
         self.classes_per_client = check_count("classes_per_client", classes_per_client)
         num_others = num_classes - len(set(self.always))
         if classes_per_client > num_others:
@@ -97,11 +97,11 @@ class PartialLabels(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """Makes pixels void in a sample's mask, except for some classes.
+    """Sets pixels of all but some classes to void in a sample's mask.
 
     The mask is the second element in a tuple or list, or the entry ``"mask"`` in a mapping (or ``"target"``,
-    ``"label"``, ``"y"`` and the plurals), with one class per pixel or, with ``mode="multilabel"``, one mask with 0 and
-    1 per class, shape ``(num_classes, H, W)``.
+    ``"label"``, ``"y"`` and the plurals), with one class per pixel or, with ``mode="multilabel"``, one binary mask per
+    class, shape ``(num_classes, H, W)``.
     """
 
     classes: tuple[int, ...]
@@ -123,9 +123,7 @@ class AnnotatedClasses:
             description = (
                 f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             )
-            raise ValueError(
-                f"Expected a sample with a mask of classes (a tensor of whole numbers), but got {description}."
-            )
+            raise ValueError(f"Expected a sample with a class mask (a tensor of integers), but got {description}.")
         has_mask_per_class = mask.ndim == 3 and len(mask) == self.num_classes
         if self.mode == "multilabel":
             if not has_mask_per_class:
@@ -142,9 +140,9 @@ class AnnotatedClasses:
             and bool(((mask == 0) | (mask == 1) | (mask == self.ignore_index)).all())
         ):
             raise ValueError(
-                f"Expected masks of classes with mode='multiclass', but a mask of shape {tuple(mask.shape)} holds 0 and"
-                " 1 only. For a mask of each class give mode='multilabel'; a volume of class indices needs another axis"
-                " before its first."
+                f"Expected class masks with mode='multiclass', but a mask of shape {tuple(mask.shape)} contains only "
+                "0 and 1. For one mask per class set mode='multilabel'; a volume of class indices needs an "
+                "additional leading axis."
             )
         is_annotated = torch.isin(mask, torch.tensor(self.classes, dtype=mask.dtype))
         return mask.masked_fill(~is_annotated, self.ignore_index)

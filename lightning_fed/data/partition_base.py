@@ -1,4 +1,4 @@
-"""Base classes for partitions: ways to split a data set over clients."""
+"""Base classes of partitions, which split a data set over clients."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _log = logging.getLogger(__name__)
 class Partition(abc.ABC):
     """Splits a data set over clients, as a pure function of the data set and a seed.
 
-    Custom partitions override :meth:`split`. ``seed`` None means the federation's seed.
+    Custom partitions override :meth:`split`. If ``seed`` is None, the federation's seed is used.
     """
 
     seed: int | None = None
 
     @abc.abstractmethod
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into sample indices by client, without repeated indices."""
+        """Splits a data set into sample indices by client. Each index occurs at most once."""
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
         """Returns a picklable function that transforms a client's samples; ``None`` for unchanged samples."""
         return None
 
     def seed_of(self, federation_seed: int) -> int:
-        """Returns the partition's seed, or else the federation's seed."""
+        """Returns the partition's seed, or the federation's seed if the partition has none."""
         return check_count("seed", federation_seed if self.seed is None else self.seed, 0)
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class Partition(abc.ABC):
 
 
 class PartitionOfPartition(Partition):
-    """Changes the clients' samples in another partition, after its transform (abstract: implement :meth:`change`)."""
+    """Changes the samples of clients in another partition, after its transform (abstract: implement :meth:`change`)."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
@@ -83,8 +83,8 @@ def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def changed(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or image.ndim == 0:
             raise TypeError(
-                "Expected the input of a sample to be a tensor of shape (..., H, W), but got"
-                f" {type(image).__name__}. Convert images to tensors in the data set's own transform."
+                f"Expected the input of a sample to be a tensor of shape (..., H, W), but got {type(image).__name__}: "
+                "convert images to tensors in the data set's transform."
             )
         return change(image)
 

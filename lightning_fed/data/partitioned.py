@@ -1,4 +1,4 @@
-"""Any datamodule's training data, split into clients with held-out validation data."""
+"""Splits the training data of any datamodule into clients with held-out validation data."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ FORWARDED = (*TRANSFER_HOOKS, "predict_dataloader")
 
 
 class PartitionedData(FederatedDataModule):
-    """Splits another datamodule's training data into clients, with validation data for each client.
+    """Splits the training data of another datamodule into clients, with validation data for each client.
 
-    The split equals a Trainer's `partition`. In addition, a random share of every client's examples is held out for
-    evaluation by client, the only fair evaluation for methods with one model per client. Shares are rounded down, but
-    to at least one example. Held-out examples have no augmentation if the training data set is an
+    The split equals the split with the Trainer's `partition`. In addition, a random share of every client's examples is
+    held out for evaluation by client, which methods with one model per client require for a fair evaluation. Shares are
+    rounded down, but to at least one example. Held-out examples have no augmentation if the training data set is an
     :class:`~lightning_fed.data.ArrayDataset`; augmentation inside other data sets remains.
 
-    The source datamodule works as without the split, with its hooks and its state in checkpoints.
+    The source datamodule works as without the split, including hooks and state in checkpoints.
 
     Args:
-        source: Any datamodule with one training loader. Batch size, collation and workers are reused; the validation
+        source: Any datamodule with one training loader. Batch size, collation and workers are reused; its validation
             data are ignored.
-        partition: Partition for the training data.
-        val_fraction: Share of every client's examples for validation, in (0, 1).
-        test_fraction: Share for the test, in [0, 1). With 0 the test data come from `source`.
-        seed: Seed for the split. None takes the seed from `lightning.seed_everything`, or else 0, in the first `setup`.
+        partition: Partition of the training data.
+        val_fraction: Fraction of every client's examples for validation, in (0, 1).
+        test_fraction: Fraction for testing, in [0, 1). With 0, the test data come from `source`.
+        seed: Seed for the split. None uses the seed of `lightning.seed_everything`, or 0, at the first `setup`.
 
     Raises:
-        ValueError: If a share is outside the allowed range, or no example remains for training; in `setup`, if the
+        ValueError: If a fraction is outside the allowed range, or no example remains for training; in `setup`, if the
             loader has a custom sampler.
         TypeError: If `source` is not a datamodule; in `setup`, if `source` has no training loader over a map-style data
             set.
@@ -69,8 +69,8 @@ class PartitionedData(FederatedDataModule):
         super().__init__({}, val={}, test={})
         if not isinstance(source, L.LightningDataModule):
             raise TypeError(
-                f"Expected `source` to be a LightningDataModule, but got {type(source).__name__}:"
-                " `L.LightningDataModule.from_datasets(data_set, batch_size=32)` makes one of a data set."
+                f"Expected `source` to be a LightningDataModule, but got {type(source).__name__}: create one with "
+                "`L.LightningDataModule.from_datasets(data_set, batch_size=32)`."
             )
         check_inside("val_fraction", val_fraction)
         if not 0 <= test_fraction < 1 - val_fraction:
@@ -80,7 +80,7 @@ class PartitionedData(FederatedDataModule):
             )
         self.source = source
         self.prepare_data_per_node = source.prepare_data_per_node
-        # Without an override in the source, the hook is Lightning's.
+        # Without an override in the source, Lightning's hook is used.
         for hook in (*FORWARDED, "on_exception", "state_dict", "load_state_dict"):
             if not is_overridden(hook, self, PartitionedData):
                 setattr(self, hook, getattr(source, hook))
@@ -105,9 +105,11 @@ class PartitionedData(FederatedDataModule):
         self.source.teardown(self._stage_of_source(stage))
 
     def population(self) -> Population:
-        """Returns the clients and their batches for the rounds; available after `setup`."""
+        """Returns the population of clients for the rounds; available after `setup`."""
         if self._population is None:
-            raise RuntimeError("Expected `setup` before `population`: the clients are unknown before.")
+            raise RuntimeError(
+                "Expected `setup` before `population`, because the clients are unknown before: call `setup` first."
+            )
         return self._population
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -119,7 +121,7 @@ class PartitionedData(FederatedDataModule):
         return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
 
     def _stage_of_source(self, stage: str) -> str:
-        """Maps a stage to the source's stage: held-out data come from the training data."""
+        """Maps a stage to the source's stage, because held-out data come from the training data."""
         return "fit" if stage == "validate" or (stage == "test" and self.test_fraction) else stage
 
     def _split(self) -> DatasetClients:
@@ -129,9 +131,9 @@ class PartitionedData(FederatedDataModule):
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         if population.draws is not None:
             raise OptionError(
-                "Expected a training loader with a pass over all examples, because some are held out, but got"
-                f" sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with `partition=` on"
-                " the Trainer."
+                "Expected a training loader that passes over all examples, because some examples are held out, but "
+                f"got sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with "
+                "`partition=` on the Trainer."
             )
         source = population.source
         train, val, test = dict[Client, Any](), dict[Client, Any](), dict[Client, Any]()

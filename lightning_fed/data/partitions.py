@@ -1,7 +1,7 @@
-"""Partitions: assignments of samples in one data set to clients.
+"""Partitions assign the samples of one data set to clients.
 
-A client's indices ascend. Every sample belongs to one client unless the class documents an exception. Equal arguments
-give equal splits in every process.
+A client's indices are increasing. Every sample belongs to one client unless the class documents an exception. Equal
+arguments give equal splits in every process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_fed.numerics.seeds import client_key
 
 @final
 class IID(NumberedPartition):
-    """Random shares of the data; client sizes differ by at most one sample.
+    """Random shares of the data. Client sizes differ by at most one sample.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -77,12 +77,13 @@ class QuantitySkew(NumberedPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        beta: Concentration for ``"dirichlet"``: small for very unequal sizes, ``inf`` for equal sizes. Greater than 0.
-        distribution: Distribution of the sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"``
-            (as in the FedProx data).
-        sigma: Standard deviation of the logarithm of the sizes for ``"lognormal"``, at least 0.
-        min_size: Smallest number of samples per client, ensured by repeated draws; ``None`` for the first reachable
-            size among 10, 5, 2 and 1.
+        beta: Concentration for ``"dirichlet"``, greater than 0: small values give very unequal sizes, ``inf`` gives
+            equal sizes.
+        distribution: Distribution of sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"`` (as
+            in the FedProx data).
+        sigma: Standard deviation of the log-sizes for ``"lognormal"``, at least 0.
+        min_size: Minimum number of samples per client, reached by repeated draws; ``None`` for the first reachable size
+            among 10, 5, 2 and 1.
         seed: Seed for the split; ``None`` for the federation's seed.
 
     Raises:
@@ -144,14 +145,14 @@ class QuantitySkew(NumberedPartition):
 
 @final
 class PermutedPixels(PartitionOfPartition):
-    """User-specific input skew: a separate pixel permutation for every client in another partition.
+    """User-specific input skew: adds a separate pixel permutation for every client to another partition.
 
-    A datamodule's validation data are not permuted, and measure nothing for these clients.
-    :class:`~lightning_fed.data.PartitionedData` holds out permuted examples; :meth:`transform` gives a client's
+    A datamodule's validation data are not permuted, so scores on these data say nothing about the clients.
+    :class:`~lightning_fed.data.PartitionedData` holds out permuted examples; :meth:`transform` returns a client's
     permutation.
 
     Args:
-        partition: Partition for the data set: `IID` as in the paper, `LabelsPerClient` as in the paper's program.
+        partition: Partition of the data set: `IID` as in the paper, or `LabelsPerClient` as in the paper's program.
         seed: Seed for the permutations; ``None`` for the federation's seed.
 
     Raises:
@@ -182,7 +183,7 @@ class ByGroup(Partition):
     Args:
         group: Name of a data set attribute with the group of each sample, the groups themselves, or a function from a
             sample to a group.
-        seed: Accepted as in other partitions, but the split is not random.
+        seed: Accepted as in other partitions, but without effect, because the split is not random.
 
     Raises:
         ValueError: If ``seed`` is negative.
@@ -209,14 +210,14 @@ class ByGroup(Partition):
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         names, owner = np.unique(groups_of(dataset, self.group), return_inverse=True)
         if names.size == 0:
-            raise PartitionError("Expected a data set with at least one sample, but got an empty one.")
+            raise PartitionError("Expected a data set with at least one sample, but got an empty data set.")
         return dict(zip(names.tolist(), group_by_owner(owner.astype(np.int64), names.size), strict=True))
 
 
 @final
 @dataclass(frozen=True)
 class PixelPermutation:
-    """Permutes the pixels in a sample's input: one permutation over H x W positions for all channels.
+    """Permutes the pixels of a sample's input, with one permutation over H x W positions for all channels.
 
     The input is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
     sample itself, with shape ``(..., H, W)``, or ``(P,)`` for flattened images.
@@ -238,6 +239,6 @@ class PixelPermutation:
         return pixels[..., order].reshape(image.shape)
 
 
-@lru_cache(maxsize=64)  # a transform is built for every lookup; 64 permutations for 224 x 224 pixels take 26 MB
+@lru_cache(maxsize=64)  # each lookup creates a transform; 64 permutations for 224 x 224 pixels take 26 MB
 def _cached_permutation(num_pixels: int, client: int, seed: int) -> Tensor:
     return torch.from_numpy(pixel_permutation(num_pixels, client, seed))

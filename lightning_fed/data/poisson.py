@@ -18,10 +18,10 @@ _BATCH = 0
 
 
 class PoissonSampling:
-    """Poisson-sampled batches, as functions of (key, client, round, batch index).
+    """Poisson-sampled batches as functions of (key, client, round, batch index).
 
-    Each example is drawn independently, with probability batch size over number of examples: the expected batch size
-    equals ``batch_size``.
+    Each example is drawn independently, with probability batch size divided by number of examples, so the expected
+    batch size equals ``batch_size``.
 
     Args:
         key: The key, a 128-bit integer.
@@ -37,18 +37,19 @@ class PoissonSampling:
         self.key = key
 
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Draws the positions of a batch's examples, in order, shape (examples,); the batch may be empty.
+        """Draws the positions of a batch's examples, increasing, shape (examples,); the batch may be empty.
 
-        A client with fewer examples than ``batch_size`` gives all examples; ``number`` is the batch index in the visit.
+        A client with fewer examples than ``batch_size`` returns all examples. ``number`` is the index of the batch in
+        the visit.
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
         generator = np.random.default_rng(keys)
-        # First the number of examples, then the examples: equivalent to independent draws.
+        # Draws the number of examples first, then the examples, which is equivalent to independent draws.
         size = int(generator.binomial(num_samples, min(1.0, batch_size / num_samples)))
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Returns the positions from :meth:`draw`; for an empty batch, the first example's position as a placeholder.
+        """Returns the positions from :meth:`draw`; for an empty batch, the first example's position as placeholder.
 
         The training step must ignore the placeholder's gradient.
         """
@@ -65,15 +66,15 @@ class _ListedBatches:
 
 
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
-    """Returns a loader with a map-style data set and without a custom sampler; raises ``OptionError`` otherwise.
+    """Returns a loader with a map-style data set and no custom sampler; raises ``OptionError`` otherwise.
 
     Raises:
         OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise OptionError(
-            "Expected one DataLoader over a data set that can be indexed, because examples are drawn independently,"
-            f" but got {type(loader).__name__}."
+            "Expected one DataLoader over a map-style data set, because examples are drawn independently, but got "
+            f"{type(loader).__name__}."
         )
     check_class(loader, "with independently drawn examples")
     sampler, batch_size, _ = batches_of(loader)
@@ -86,7 +87,7 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """Builds a loader for given batches (example positions), with data set, collation and workers from a loader."""
+    """Builds a loader for given batches (example positions), with the data set, collation and workers of a loader."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Sequence[list[int]] = _ListedBatches(batches)  # type: ignore[assignment] # any iterable of lists

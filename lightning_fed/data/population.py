@@ -1,4 +1,4 @@
-"""The population: all clients and a source of batches, built for a client only when needed."""
+"""The population: all clients, and a source of batches that is built for a client when needed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ LONGEST_NAME = 1000
 
 @dataclass
 class PlannedVisit:
-    """A visit, with the size of the client's data and the course of the visit.
+    """A visit, with the size of the client's data and the visit's progress.
 
     Args:
         visit: The visit as scheduled.
         num_samples: Number of the client's examples.
-        num_batches: Number of batches in the visit; the maximum for a stream.
-        fault: Reason why the visit failed, if so.
+        num_batches: Number of batches in the visit; for a stream, the maximum number.
+        fault: Reason why the visit failed; ``None`` for no failure.
         position: Index in the round, from 0.
-        error: Exception behind the failure, if any, without traceback.
+        error: Exception that caused the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
-        pass_batches: Batches per pass, if a sampler gives passes different lengths.
+        pass_batches: Batches by pass, if a sampler has passes of different lengths.
         is_over: Whether the client has answered before the last batch.
-        is_stream: Whether the visit ends with the client's loader.
+        is_stream: Whether the visit ends when the client's loader ends.
         is_counted: Whether to count examples during the first pass.
     """
 
@@ -57,13 +57,13 @@ class PlannedVisit:
     pass_batches: tuple[int, ...] = ()
 
     def fail(self, fault: str, error: Exception) -> None:
-        """Marks the visit as failed by an exception. The traceback becomes a note without frames."""
+        """Marks the visit as failed by an exception. The traceback is stored as a text note."""
         self.fault, self.error = fault, without_frames(error)
 
 
 @dataclass(slots=True)
 class VisitBatch:
-    """One batch of a visit, or in its place an error with the traceback as text; ``is_last`` marks a stream's end."""
+    """One batch of a visit, or an error with its traceback as text; ``is_last`` marks the end of a stream."""
 
     position: int
     batch: Any = None
@@ -73,7 +73,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """An error in place of a batch, without traceback: frames would keep a loader's workers waiting."""
+        """Creates an error in place of a batch, without traceback: frames would keep a loader's workers alive."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -82,18 +82,19 @@ class Population(ABC):
     """All clients and the clients' data.
 
     Args:
-        clients: The clients' keys in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
+        clients: The client keys in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
-        has_raised: Whether the log has shown a traceback of a client's data.
-        sampling: Draws the examples for every training batch; ``None`` for passes over all examples.
+        has_raised: Whether a traceback of client data was already logged.
+        sampling: Draws the examples of every training batch; ``None`` for passes over all examples.
         local_steps: Number of batches in a visit, also for streams; ``None`` for visits counted in passes.
         local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
-        round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
-        overfit_batches: The Trainer's option: number or share of a client's first batches to train on in every pass,
-            without shuffling; 0 for all batches.
-        split_loader: The user's loader, if a partition splits the loader's data set into clients; ``None`` for clients
-            with separate data.
+        round: Current round, because a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every
+            round.
+        overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
+            pass, without shuffling; 0 for all batches.
+        split_loader: The user's loader, if a partition splits its data set into clients; ``None`` for clients with
+            separate data.
 
     Raises:
         ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.
@@ -110,7 +111,7 @@ class Population(ABC):
 
     def __init__(self, clients: Sequence[Client]) -> None:
         if len(clients) == 0:
-            raise ValueError("Expected at least one client, but got none.")
+            raise ValueError("Expected `clients` to contain at least one client, but got none.")
         if isinstance(clients, list | tuple):  # other sequences may be too long to check
             _check_keys(clients)
         self.clients = clients
@@ -120,34 +121,34 @@ class Population(ABC):
         """Number of the client's examples."""
 
     def examples_per_batch(self, client: Client) -> int:
-        raise OptionError(f"{type(self).__name__} does not draw examples one by one.")
+        raise OptionError(f"{type(self).__name__} does not support independent draws of examples.")
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Number of batches in one pass; ``None`` if unknown. An isolated pass includes batches dropped in training."""
+        """Number of batches in one pass; ``None`` if unknown. An isolated pass includes batches that training drops."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Batches per pass in a visit, if a sampler gives passes different lengths; otherwise empty."""
+        """Batches by pass in a visit, if a sampler has passes with different lengths; otherwise empty."""
         return ()
 
     @abstractmethod
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits in order: ``num_batches`` items per visit, unless an item is an error.
+        """Yields the batches of all visits in order: ``num_batches`` items per visit, until an item is an error.
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        With ``isolated``, another stream can continue afterwards, and the pass gives all examples. ``groups`` are
-        ranges of positions with interleaved batches (one batch per visit, then the next batch per visit); by default
-        one visit follows another.
+        With ``isolated``, another stream can continue afterwards, and the pass returns all examples. ``groups`` are
+        ranges of positions whose batches are interleaved (one batch per visit in turn); by default the visits run one
+        after another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-        """Yields one pass over a client's data, in an order drawn for the visit; raises the data's exceptions.
+        """Yields one pass over a client's data, in an order drawn for the visit; re-raises exceptions from the data.
 
-        An isolated pass includes examples dropped in training by ``drop_last``, unless the client's data are a loader.
-        Data without a known length give as many batches as a visit, if visits count steps.
+        An isolated pass includes examples that ``drop_last`` drops in training, unless the client's data are a loader.
+        For data without a known length, the pass has as many batches as a visit, if visits count steps.
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -162,7 +163,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Number of training batches in a pass with ``per_epoch`` batches; ``None`` for no length."""
+        """Number of training batches in a pass with ``per_epoch`` batches; ``None`` without a length."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):
@@ -170,22 +171,22 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
-        """True if batches and examples are counted during training: for the only client, with an unknown length."""
+        """Whether batches and examples are counted during training: for a single client with unknown length."""
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if one isolated pass gives all of the client's examples."""
+        """Whether one isolated pass returns all of the client's examples."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Ends worker processes; workers restart when needed."""
+        """Ends worker processes. Workers restart when needed."""
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's, NumPy's and PyTorch's global generators like ``lightning.seed_everything``, without the log."""
+    """Seeds the global generators of Python, NumPy and PyTorch like ``lightning.seed_everything``, without logging."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the user's data sets may use the global generator
-    # `torch.manual_seed` walks the stack for every device that is not initialised, which small visits would feel.
+    # `torch.manual_seed` inspects the stack for every uninitialised device, which slows down small visits.
     torch.default_generator.manual_seed(seed)
     module = _device_module()
     if module is not None:
@@ -193,14 +194,14 @@ def seed_everything(seed: int) -> None:
 
 
 def torch_generator_states() -> tuple[torch.Tensor, Any]:
-    """States of PyTorch's global generators: for the CPU, and for the accelerator (``None`` unless in use)."""
+    """Returns the states of PyTorch's global generators, for CPU and accelerator (``None`` unless in use)."""
     module = _device_module()
     accelerator = None if module is None else getattr(module, "get_rng_state_all", module.get_rng_state)()
     return torch.default_generator.get_state(), accelerator
 
 
 def restore_torch_generators(states: tuple[torch.Tensor, Any]) -> None:
-    """Restores a result of :func:`torch_generator_states`."""
+    """Restores the states returned by :func:`torch_generator_states`."""
     cpu, accelerator = states
     torch.default_generator.set_state(cpu)
     module = _device_module()
@@ -209,7 +210,7 @@ def restore_torch_generators(states: tuple[torch.Tensor, Any]) -> None:
 
 
 def _device_module() -> Any:
-    """PyTorch's module of the accelerator (``torch.cuda``, ``torch.xpu``, ``torch.mps``); ``None`` unless in use."""
+    """PyTorch's module for the accelerator (``torch.cuda``, ``torch.xpu``, ``torch.mps``); ``None`` unless used."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
@@ -222,7 +223,7 @@ def _device_module() -> Any:
 def seeded_generators(seed: int | None = None) -> Iterator[None]:
     """Context with the global generators seeded as in :func:`seed_everything`, and restored afterwards.
 
-    With ``seed=None`` the generators continue from the current states.
+    With ``seed=None`` the generators continue from their current states.
 
     Example:
         >>> seed_everything(1)
@@ -248,14 +249,15 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for clients' training; refuses a second thread, because threads share the generators."""
+    """Context for training clients; refuses a second thread, because threads share the generators."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:
         if set(_training_threads) != {thread}:
             raise MisconfigurationException(
-                "Expected one federated fit at a time in a process, but another thread runs one. Both would draw from"
-                " the same random generators, so neither would be reproducible: run each fit in a separate process."
+                "Expected one federated fit at a time in a process, but another thread is running one. Both would "
+                "draw from the same random generators, so neither would be reproducible: run each fit in a separate "
+                "process."
             )
         yield
     finally:
@@ -263,11 +265,11 @@ def in_one_thread() -> Iterator[None]:
 
 
 class LazyClients(Mapping[Client, Any]):
-    """A mapping with clients' data built at each lookup, for huge populations.
+    """A mapping that builds client data at each lookup, for huge populations.
 
     Args:
-        clients: The clients' keys; a ``range`` of any length costs nothing.
-        build: Function from a client's key to the client's data set or loader.
+        clients: The client keys; a ``range`` of any length needs no memory.
+        build: Function from a client key to the client's data set or loader.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -286,7 +288,7 @@ class LazyClients(Mapping[Client, Any]):
         return self.build(client)
 
     def __contains__(self, client: object) -> bool:
-        return client in self.clients  # without building data
+        return client in self.clients  # does not build data
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -296,9 +298,9 @@ class LazyClients(Mapping[Client, Any]):
 
 
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
-    """The keys of a mapping as a sorted sequence, so that the order of insertion does not matter.
+    """Returns the keys of a mapping as a sorted sequence, so that the order of insertion does not matter.
 
-    The keys of :class:`LazyClients` keep their order and are not listed. NumPy's integers become Python's.
+    The keys of :class:`LazyClients` retain their order and are not listed. NumPy integers become Python integers.
 
     Raises:
         TypeError: If a key is neither a str nor an int.
@@ -319,18 +321,18 @@ def _check_keys(clients: Iterable[Any]) -> None:
     for client in clients:
         if not isinstance(client, str | int | np.integer):
             raise TypeError(
-                "Expected the clients' keys to be of type str or int, because checkpoints and logs name clients, but"
-                f" got {client!r}, a {type(client).__name__}."
+                "Expected client keys of type str or int, because checkpoints and logs contain the keys, but got "
+                f"{client!r} of type {type(client).__name__}."
             )
         if isinstance(client, str) and len(client) > LONGEST_NAME:
             raise ValueError(
-                f"Expected clients' names of at most {LONGEST_NAME} characters, but got one of {len(client)}:"
-                f" {client[:50]!r}..."
+                f"Expected client names with at most {LONGEST_NAME} characters, but got a name with {len(client)} "
+                f"characters: {client[:50]!r}..."
             )
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of the first tensor, at any depth.
+    """Number of examples in a batch: the first tensor's length, at any depth.
 
     Raises:
         ValueError: If the batch contains no tensor.
@@ -341,7 +343,10 @@ def batch_length(batch: Any) -> int:
     """
     length = next(_lengths(batch), None)
     if length is None:
-        raise ValueError(f"Expected a batch of tensors to count its examples, but got {type(batch).__name__}.")
+        raise ValueError(
+            "Expected a batch to contain a tensor, whose length is the number of examples, but got "
+            f"{type(batch).__name__}."
+        )
     return length
 
 

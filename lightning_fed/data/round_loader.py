@@ -1,4 +1,4 @@
-"""Loader for one round, read by Lightning as one epoch."""
+"""Loader for one round, which Lightning reads as one epoch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class VisitGroups(NamedTuple):
-    """Rule for groups with simultaneous visits.
+    """Rule for grouping visits that train at once.
 
     Args:
         size: Maximum visits per group.
-        is_equal: Whether all visits in a group must have the same number of batches.
-        draws: Whether the visits also draw from Python's and NumPy's generators, not only from PyTorch's.
+        is_equal: Whether all visits in a group must have equally many batches.
+        draws: Whether the visits also draw from Python's and NumPy's generators, in addition to PyTorch.
 
     """
 
@@ -45,7 +45,7 @@ class VisitGroups(NamedTuple):
 
 
 class EpochPosition(NamedTuple):
-    """Index of a batch in a client's local epoch, and whether the batch is the epoch's or the visit's last."""
+    """Batch index in a client's local epoch, and whether the batch is the last in the epoch or visit."""
 
     number: int
     is_last: bool
@@ -56,30 +56,30 @@ class RoundLoader:
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
     ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. A failed visit
-    is padded with ``None`` batches, which Lightning skips.
+    is completed with ``None`` batches, which Lightning skips.
 
     With several processes, each process serves a share of the visits, padded to the same number of batches.
 
     Args:
         population: The clients' data.
         cohort: The round's clients.
-        limit: Largest number of batches in the round (``limit_train_batches``).
+        limit: Maximum number of batches in the round (``limit_train_batches``).
         process_group: The round's processes.
-        visit_costs: Expected durations per visit; by default proportional to the batches.
+        visit_costs: Expected duration of visits; by default proportional to the batches.
         visit_groups: Rule for simultaneous visits; by default visits train one by one.
         clock: Time limit for visits, except simultaneous visits; by default visits have no time limit.
 
     Attributes:
         visits: The visits in this process, in order.
         failed: Clients without usable data, with the reason.
-        group: The visits behind the last batch: one, or simultaneous visits with a list of
+        group: The visits of the last batch: one visit, or simultaneous visits with a list of
             :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
         numbers: Random generators for simultaneous visits.
         batches_left: Remaining batches in the group; after the last visit, in the padding.
         padding: The number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
-        on_end: Function called with a stream's last batch, before the loader serves the batch.
+        on_end: Function called with a stream's last batch, before the loader returns the batch.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class RoundLoader:
         self.on_start: Callable[[], object] | None = None
         self.on_visit: Callable[[], object] | None = None
         self.on_end: Callable[[], object] | None = None
-        self._reasons: list[str] = []  # from data with an exception
-        self._errors: dict[Client, Exception] = {}  # for clients without a visit
+        self._reasons: list[str] = []  # visits whose data raised an exception
+        self._errors: dict[Client, Exception] = {}  # reasons for clients without a visit
         self._limit = limit
         for position, planned in enumerate(self._look_up(cohort.visits, process_group)):
             if isinstance(planned, str):
@@ -140,10 +140,10 @@ class RoundLoader:
                 ClientGenerators([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
             )
             if numbers is None:
-                seed_everything(group[0].visit.seed)  # before the first fetch: the data set may augment
+                seed_everything(group[0].visit.seed)  # before the first fetch, because the data set may augment
             else:
                 numbers.switch_to(0)
-            if self._is_stuck:  # in an interrupted visit; a worker process may be stuck, too
+            if self._is_stuck:  # in an interrupted visit, because a worker process may also be stuck
                 stream, self._is_stuck, self._first_of_stream = None, False, positions[0]
                 self.population.close()
             if stream is None:
@@ -177,13 +177,13 @@ class RoundLoader:
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the user's loader, for a module's ``setup`` (for example to count classes)."""
+        """Returns an attribute of the user's loader, for a module's ``setup`` (for example to count classes)."""
         if name not in _OF_LOADER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:
             raise AttributeError(
-                "With separate data per client, the training loader has no common data set, batch size or sampler: use"
-                " the FederatedDataModule's `clients`."
+                "With separate data per client, the training loader has no common data set, batch size or sampler: "
+                "use the FederatedDataModule's `clients`."
             )
         return getattr(self.population.split_loader, name)
 
@@ -217,7 +217,7 @@ class RoundLoader:
         return not self.group or (self.group[-1] is self.visits[-1] and not self.padding)
 
     def state_dict(self) -> dict[str, Any]:
-        """An empty state: a resumed round starts again. With this method, Lightning resumes exactly."""
+        """Returns an empty state, because a resumed round starts again. This method lets Lightning resume exactly."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,21 +265,21 @@ class RoundLoader:
             pass_batches=passes,
         )
         if planned.num_batches == 0 and is_counted:
-            return "its loader has no batch"
+            return "its loader returned no batch"
         if planned.num_batches == 0:
-            return f"its {num_samples} examples make no full batch and `drop_last` is set"
+            return f"its {num_samples} examples do not fill a batch, and `drop_last` is set"
         return planned
 
     def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None) -> None:
-        """Reduces the visits to this process's share, and sets the common length of all processes."""
+        """Limits the visits to this process's share, and sets the common length of all processes."""
         shares: Sequence[Sequence[int]] = [range(len(self.visits))]
         if process_group.size > 1:
             shares = balance_loads((visit_costs or VisitCosts()).expected(self.visits), process_group.size)
         batches = [sum(self.visits[position].num_batches for position in share) for share in shares]
         self.visits = [self.visits[position] for position in shares[process_group.rank]]
-        self._chosen = len(self.visits) + len(self._reasons)  # clients of this process
+        self._chosen = len(self.visits) + len(self._reasons)  # number of clients in this process
         served = self._length = max(1, *batches)
-        if isinstance(limit, float):  # Lightning takes this share of the length
+        if isinstance(limit, float):  # Lightning takes this fraction of the length
             self._length = int(served / limit)
             while int(self._length * limit) < served:
                 self._length += 1
@@ -317,7 +317,7 @@ class RoundLoader:
             with self.clock.interrupting():
                 item = next(stream)
                 while item.position + self._first_of_stream != position:
-                    item = next(stream)  # a batch from a failed visit, prefetched by a worker
+                    item = next(stream)  # a failed visit's batch, prefetched by a worker
         except Exception:
             if not self.clock.is_up:
                 raise
@@ -333,11 +333,11 @@ class RoundLoader:
     def _failure_reason(self, client: Client, item: VisitBatch) -> str:
         assert item.error is not None
         if item.trace:
-            item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
+            item.error.add_note(f"Raised by the data of client {client!r}:\n{item.trace}")
         if not self.population.has_raised:
             self.population.has_raised = True
             _log.warning(
-                "The data of client %r raised (shown for the first client only):\n%s",
+                "The data of client %r raised an exception (logged only for the first client):\n%s",
                 client,
                 item.trace or f"{describe(item.error)}\n",
             )
@@ -352,8 +352,8 @@ class RoundLoader:
             reason, count = Counter(self._reasons).most_common(1)[0]
             assert self.round is not None
             _log.error(
-                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. Look for the fault"
-                " in the data set.",
+                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. The data set is "
+                "probably at fault.",
                 round_number(self.round),
                 self._chosen,
                 count,
@@ -372,7 +372,7 @@ class RoundLoader:
             if planned.num_batches:
                 visits.append(planned)
         _log.warning(
-            "`limit_train_batches` cuts the round from %d visits and %d batches to %d visits and %d batches.",
+            "`limit_train_batches` shortens the round from %d visits and %d batches to %d visits and %d batches.",
             len(self.visits),
             total,
             len(visits),
@@ -382,7 +382,7 @@ class RoundLoader:
 
 
 def _count(planned: PlannedVisit, batch: Any, number: int) -> None:
-    """Counts the examples in a batch of the first pass; a batch without tensors counts as one example."""
+    """Counts the examples of a batch in the first pass. A batch without tensors counts as one example."""
     if planned.epoch_batches is None or number < planned.epoch_batches:
         try:
             planned.num_samples += batch_length(batch)

@@ -1,4 +1,4 @@
-"""Assignment of samples to clients: shared steps for partitions, on arrays with indices and labels."""
+"""Assignment of samples to clients: functions on index and label arrays, shared by partitions."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ IndexArray = npt.NDArray[np.int64]
 MAX_TRIES = 1000
 """Maximum number of draws for the clients' sizes."""
 
-_SIZES = (10, 5, 2, 1)  # per client, from the preferred size to the smallest
+_SIZES = (10, 5, 2, 1)  # minimum samples per client, from the preferred size to the smallest
 
-# Beyond these bounds numpy's sampler loses precision (sums of gamma variates overflow, densities underflow), and the
-# distribution equals the limit for any sample count: the mean, or a single category.
+# Beyond these bounds numpy's sampler loses precision (sums of gamma variates overflow, densities underflow). The
+# distribution then equals its limit for any number of samples: the mean, or a single category.
 _ALPHA_OF_MEAN, _ALPHA_OF_ONE = 1e15, 1e-15
 
 
 class PartitionError(OptionError):
-    """Raised for an argument impossible for the data. The command line shows the error without a traceback."""
+    """Raised if a partition's argument does not fit the data. The command line prints the error without traceback."""
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
-    """Builds an independent random generator per purpose, seed and keys."""
+    """Creates an independent random generator for each purpose, seed and keys."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()), *keys)))
 
 
 def draw_dirichlet(
     rng: np.random.Generator, mean: npt.NDArray[np.float64], alpha: float, size: int
 ) -> npt.NDArray[np.float64]:
-    """Draws from Dir(alpha * mean), with the limits at 0 and infinity for alpha; shape (size, categories)."""
+    """Draws from Dir(alpha * mean), with the limits for alpha at 0 and infinity; shape (size, categories)."""
     if alpha > _ALPHA_OF_MEAN:
         return np.tile(mean, (size, 1))
     if alpha < _ALPHA_OF_ONE:
@@ -45,7 +45,7 @@ def draw_dirichlet(
 
 
 def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Cuts ``totals[r]`` at the running sums of ``shares[r]``, rounded down, and returns the sizes."""
+    """Cuts ``totals[r]`` at the cumulative sums of ``shares[r]``, rounded down, and returns the sizes."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
@@ -53,7 +53,7 @@ def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArra
 
 
 def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexArray) -> list[IndexArray]:
-    """Assigns ``counts[k, c]`` random samples in class c to client k. Further samples are not assigned."""
+    """Assigns ``counts[k, c]`` random samples of class c to client k. Remaining samples are not assigned."""
     num_clients, num_classes = counts.shape
     order = rng.permutation(classes.size)
     order = order[np.argsort(classes[order], kind="stable")]  # sorted by class, random within a class
@@ -79,12 +79,12 @@ def assign_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
 
 
 def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
-    """Lists every client's samples in ascending order; owner -1 means no client."""
+    """Lists the samples of every client in increasing order; owner -1 means no client."""
     order = np.argsort(owner, kind="stable").astype(np.int64)
     edges = np.cumsum(np.bincount(owner + 1, minlength=num_clients + 1))
     return [
         part.copy() for part in np.split(order, edges[:-1])[1:]
-    ]  # copies, so one part does not hold the memory for all parts
+    ]  # copies, so that one part does not keep all parts in memory
 
 
 def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
@@ -103,8 +103,8 @@ def draw_until_large(
 ) -> IndexArray:
     """Repeats a draw of sample counts until each client has ``min_size`` samples.
 
-    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``min_size`` None means the first reachable size among
-    10, 5, 2 and 1.
+    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``None`` selects the first reachable size among 10, 5, 2
+    and 1.
     """
     sizes = _SIZES if min_size is None else (min_size,)
     option = "" if min_size is None else "`min_size` * "
@@ -122,14 +122,14 @@ def draw_until_large(
     least = "a sample" if min_size is None else f"at least {min_size} samples (`min_size`)"
     lower = "`num_clients`" if min_size is None else "`min_size` or `num_clients`"
     raise PartitionError(
-        f"Expected every client to get {least}, but none of {MAX_TRIES} draws gave that to {num_clients} clients of"
-        f" {num_samples} samples with {skew}. Lower {lower}, or {remedy}."
+        f"Expected every client to get {least}, but {MAX_TRIES} draws did not give {num_clients} clients enough of "
+        f"{num_samples} samples with {skew}: lower {lower}, or {remedy}."
     )
 
 
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
-    """Draws a client's pixel permutation: pixel ``i`` in the permuted image is pixel ``permutation[i]`` in the image.
+    """Draws a client's pixel permutation: pixel ``i`` of the permuted image is pixel ``permutation[i]`` of the image.
 
-    The cost does not depend on the number of clients, and training and test images are permuted in the same way.
+    The cost does not depend on the number of clients. Training and test images are permuted in the same way.
     """
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

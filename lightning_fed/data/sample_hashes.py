@@ -1,4 +1,4 @@
-"""Hashes for samples, to recognise equal content."""
+"""Hashes of samples, to recognise equal content."""
 
 from __future__ import annotations
 

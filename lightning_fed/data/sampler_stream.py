@@ -1,4 +1,4 @@
-"""Passes of a user's sampler, divided between clients."""
+"""Passes of a user's sampler, divided among clients."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _NUM_CACHED = 4
 
 
 class SamplerStream:
-    """Passes of a sampler over a data set, divided between clients.
+    """Passes of a sampler over a data set, divided among clients.
 
-    A pass depends only on ``seed``, the round, and the pass's number in the round: all clients share the pass. A
-    client's part is the pass without other clients' examples; empty batches are skipped. Stateful samplers are refused.
+    A pass depends only on ``seed``, the round, and the number of the pass in the round, so all clients share the pass.
+    A client's part of the pass contains only the client's examples; empty batches are skipped. Stateful samplers are
+    refused.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -46,20 +47,20 @@ class SamplerStream:
         name = type(self.sampler).__name__
         if not callable(getattr(self.sampler, "__len__", None)):
             raise OptionError(
-                f"Expected {name} to have a length, which ends a pass: define `__len__`. {LOADERS_REMEDY}"
+                f"Expected {name} to have a length, because the length ends a pass: define `__len__`. {LOADERS_REMEDY}"
             )
         first, _, again = ((*self._draw(0, number, number), self._state()) for number in (0, 1, 0))
         if not all(map(np.array_equal, first[:2], again[:2])) or first[2] != again[2]:
             raise OptionError(
-                f"Expected {name} to draw the same indices from the same seed, but passes depend on a state shared"
-                " between clients: shuffle by the global generators, by an attribute `generator` (a `torch.Generator`),"
-                f" or by `set_epoch(epoch)`. {LOADERS_REMEDY}"
+                f"Expected {name} to draw the same indices for the same seed, but its passes depend on a state that "
+                "clients share: shuffle with the global generators, with an attribute `generator` (a "
+                f"`torch.Generator`), or with `set_epoch(epoch)`. {LOADERS_REMEDY}"
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """A client's part of a pass: positions among the client's examples, and the index of each example's batch.
+        """A client's part of a pass: positions among the client's examples, and the batch index of each example.
 
-        The pass is the `number`-th in the round, and the `epoch`-th in the fit, for samplers with ``set_epoch``.
+        The pass has index `number` in the round, and index `epoch` in the fit (for samplers with ``set_epoch``).
         """
         key = round, number, epoch
         if key not in self._passes:
@@ -76,7 +77,7 @@ class SamplerStream:
         return order[places[is_own]], batches[is_own]
 
     def _state(self) -> Any:
-        """Returns a fingerprint of the samplers' state, to detect samplers that change from pass to pass."""
+        """Returns a fingerprint of the samplers' state, to detect samplers that change between passes."""
         return [
             fingerprint(vars(sampler), skipped=self._skipped)
             for sampler in self._samplers
@@ -87,13 +88,13 @@ class SamplerStream:
         seed = derive_seed(self._seed, _SAMPLER, round, number)
         with seeded_generators(seed), seeded_own_generators(self._samplers, seed):
             set_epoch(self._samplers, epoch)
-            # Lightning ends an epoch after the loader's length, even if a batch sampler continues.
+            # Lightning ends an epoch at the loader's length, even if a batch sampler continues.
             drawn = list(itertools.islice(self.sampler, len(self.sampler) + (self.batch_size is not None)))
         name = type(self.sampler).__name__
         if self.batch_size is not None and len(drawn) > len(self.sampler):
             raise OptionError(
-                f"Expected {name} to draw no more than its length of {len(self.sampler)}, but a pass continues: change"
-                f" `__len__`. {LOADERS_REMEDY}"
+                f"Expected {name} to draw at most {len(self.sampler)} batches or indices, its length, but a pass "
+                f"continues: correct `__len__`. {LOADERS_REMEDY}"
             )
         batches = [[index] for index in drawn] if self.batch_size is not None else drawn
         try:

@@ -1,4 +1,4 @@
-"""Time limit for visits, while the client's data load or the training step runs."""
+"""Time limit for visits while the client's data load or the training step runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_fed.errors import VisitTimeout
 
 _log = logging.getLogger(__name__)
 
-_AGAIN = 1.0  # seconds before the alarm repeats, for code with a swallowed exception
+_AGAIN = 1.0  # seconds until the alarm repeats, for code that swallows the exception
 
 
 class VisitClock:
     """Raises :class:`~lightning_fed.errors.VisitTimeout` in the code of a slow client's visit.
 
     The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
-    process, but not a loop in C. Only code inside :meth:`interrupting` is interrupted, never the package's own code. An
+    process, but not a loop in C. Only code inside :meth:`interrupting` is interrupted, never code of the package. An
     earlier alarm is restored afterwards.
     """
 
@@ -42,7 +42,9 @@ class VisitClock:
             return
         if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
             if not self._has_warned:
-                _log.warning("`visit_timeout` has no effect: it needs Unix, and a fit in its process's main thread.")
+                _log.warning(
+                    "`visit_timeout` has no effect: it requires Unix, and a fit in the main thread of the process."
+                )
             self._has_warned = True
             return
         handler = signal.signal(signal.SIGALRM, self._ring)
@@ -60,7 +62,7 @@ class VisitClock:
             signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - since), 1e-3))
 
     def interrupting(self) -> AbstractContextManager[None]:
-        """Returns a context for interruptible code, without cost unless visits have a time limit."""
+        """Returns a context for interruptible code. Without a time limit the context has no cost."""
         return nullcontext() if self.seconds is None else self._interrupting()
 
     @contextmanager

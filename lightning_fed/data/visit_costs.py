@@ -1,4 +1,4 @@
-"""Assignment of a round's visits to processes with similar total durations."""
+"""Assigns the visits of a round to processes, with similar total durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 100_000  # remembered clients
 
 
 class VisitCosts:
-    """Seconds per batch in each client's last visit, for estimates of the next visit.
+    """Seconds per batch in each client's last visit, used to estimate the next visit.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
@@ -30,13 +30,13 @@ class VisitCosts:
 
     def note(self, seconds: Mapping[Client, float]) -> None:
         for client, value in seconds.items():
-            self._seconds.pop(client, None)  # recent clients stay the longest
+            self._seconds.pop(client, None)  # the most recent clients are stored longest
             self._seconds[client] = value
         while len(self._seconds) > _MOST:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """Estimates the visits' durations; unknown clients get the mean over known clients."""
+        """Estimates the duration of visits. For unknown clients, uses the mean over known clients."""
         clients = [planned.visit.client for planned in visits]
         known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0
@@ -44,9 +44,9 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes work greedily, the largest item first, to the process with the smallest load.
+    """Distributes work greedily, largest item first, to the process with the smallest load.
 
-    Returns increasing positions.
+    Returns increasing positions for each process.
     """
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size

@@ -1,4 +1,4 @@
-"""Base classes for the ready data modules: loaders, choice of samples, and files."""
+"""Base classes of the ready data modules: loaders, selection of samples, and files."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 class ArrayDataModule(LightningDataModule, ABC):
     """Data module with three data sets in memory (abstract: subclasses implement `load_split`).
 
-    Each split is read once, in `setup` or on first use. Splits and subsets are pure
-    functions of `seed`; the global generators are not used.
+    Each split is read once, in `setup` or at first use. Splits and subsets are pure functions of `seed` and do not use
+    the global generators.
 
     Args:
         class_names: Class names.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch in validation, test and prediction; None means `batch_size`.
         num_workers: Worker processes per loader. The data are in memory, so 0 is usually fastest.
-        train_size: Size of a random training subset; None keeps all samples. A smaller subset is part of a larger one.
+        train_size: Size of a random training subset; None uses all samples. A smaller subset is part of a larger one.
         val_size: Size of a random validation subset.
         test_size: Size of a random test subset.
-        seed: Seed for the subsets, and for held-out samples. Training has another seed.
+        seed: Seed for subsets and held-out samples. Training uses another seed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the chosen samples in one split (see `subset` and `held_out`)."""
+        """Reads the selected samples of one split (see `subset` and `held_out`)."""
 
     @property
     def num_classes(self) -> int:
@@ -106,7 +106,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """Chooses `train_size`, `val_size` or `test_size` of the source positions `candidates`, in the same order."""
+        """Selects `train_size`, `val_size` or `test_size` of the source positions `candidates`, in the same order."""
         size = self._sizes[split]
         if size is None:
             return candidates
@@ -116,7 +116,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """Chooses training or validation positions from a source without a validation split, in order.
+        """Selects training or validation positions, in order, from a source without a validation split.
 
         `val_size` random training samples form the validation split; the other samples are for training.
         """
@@ -182,8 +182,8 @@ class FileDataModule(ArrayDataModule):
 
 
 def random_flip() -> Augment:
-    """Builds an augmentation that mirrors half of the samples horizontally."""
-    from torchvision.transforms import v2  # slow to import, so only on use
+    """Creates an augmentation that mirrors half of the samples horizontally."""
+    from torchvision.transforms import v2  # slow to import, and needed only here
 
     flip: Augment = v2.RandomHorizontalFlip()
     return flip

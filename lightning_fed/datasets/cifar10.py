@@ -18,14 +18,14 @@ from lightning_fed.datasets.torchvision_images import TorchvisionImages
 class CIFAR10(TorchvisionImages):
     """CIFAR-10: 50,000 training and 10,000 test images, 32 x 32 RGB, 10 classes with equal sizes.
 
-    The arguments are the arguments of `TorchvisionImages`; `augment` mirrors images and shifts by up to 4 pixels. The
-    first file or folder found under `data_dir` is read:
+    The arguments are those in `TorchvisionImages`; `augment` mirrors images and shifts by up to 4 pixels. The first
+    file or folder found under `data_dir` is read:
 
     - `cifar10/cifar10_{train,test}_jpeg.npz`, or the same files directly in `data_dir`. Arrays: `data`, all JPEG files
-      end to end (uint8), with file i as `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).
-    - `cifar-10-batches-py/`, torchvision's pickled batches, with a comparison of checksums.
+      concatenated (uint8), with file i at `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).
+    - `cifar-10-batches-py/`, torchvision's pickled batches, verified by checksums.
 
-    JPEG compression is lossy: accuracies are only roughly comparable with published values. Source: A. Krizhevsky,
+    JPEG compression is lossy, so accuracies are only roughly comparable with published values. Source: A. Krizhevsky,
     "Learning Multiple Layers of Features from Tiny Images", 2009.
 
     Example:
@@ -41,7 +41,8 @@ class CIFAR10(TorchvisionImages):
     def find_files(self, split: Split) -> list[Path]:
         name = f"cifar10_{'test' if split == 'test' else 'train'}_jpeg.npz"
         instructions = (
-            "Pass `download=True` to fetch the batches with torchvision, or `data_dir` as the folder that has one."
+            "Pass `download=True` to download the batches with torchvision, or pass the folder that contains the "
+            "files or batches as `data_dir`."
         )
         return [find_file(self.data_dir, [f"cifar10/{name}", name, "cifar-10-batches-py"], instructions)]
 
@@ -52,7 +53,7 @@ class CIFAR10(TorchvisionImages):
             return torch.from_numpy(arrays["labels"]), lambda chosen: decode_images(
                 split_bytes(arrays["data"], arrays["offsets"], chosen)
             )
-        from torchvision import datasets  # slow to import, so only on use
+        from torchvision import datasets  # slow to import, and needed only here
 
         batches = datasets.CIFAR10(str(path.parent), train=split != "test")
         pixels = torch.from_numpy(batches.data).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""FEMNIST: handwritten characters with their writers, from one npz file."""
+"""FEMNIST: handwritten characters with their writers, from an npz file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_fed.datasets.file_readers import find_file, read_npz
 
 _NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 _INSTRUCTIONS = (
-    "Make it from LEAF (https://github.com/TalwalkarLab/leaf) with the arrays that `help(FEMNIST)` lists, "
-    "or pass `data_dir` as the folder that has it."
+    "Create the file from LEAF (https://github.com/TalwalkarLab/leaf) with the arrays listed in `help(FEMNIST)`, or "
+    "pass the folder that contains the file as `data_dir`."
 )
 
 
@@ -32,10 +32,11 @@ class FEMNIST(FileDataModule):
     Benchmark for Federated Settings", arXiv:1812.01097; NIST Special Database 19.
 
     Args:
-        data_dir: Folder with the file, or the file.
+        data_dir: Folder that contains the file, or the file itself.
         invert: Whether to invert to white on black, as in MNIST.
-        test_writers: Test on new samples from training writers (`"seen"`), or from other writers (`"unseen"`).
-        val_fraction: Share of each writer's training samples for validation, in [0, 1).
+        test_writers: Test on other samples from training writers (`"seen"`), or on samples from other writers
+            (`"unseen"`).
+        val_fraction: Fraction of each writer's training samples for validation, in [0, 1).
         batch_size: Images per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
 

@@ -1,4 +1,4 @@
-"""Functions that find and read the files of the ready data sets."""
+"""Functions that find and read files of the ready data sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Returns ``data_dir`` for a file, else the first candidate path in the folder, or raises with ``instructions``."""
+    """Returns ``data_dir`` if it is a file, else the first existing candidate path, or raises with ``instructions``."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root
@@ -25,11 +25,13 @@ def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str
 
 
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads some arrays from an npz file, without unpickling; the error lists the existing arrays."""
+    """Reads arrays from an npz file, without unpickling. For a missing array, the error lists the existing arrays."""
     with np.load(path, allow_pickle=False) as archive:
         missing = sorted(set(names) - set(archive.files))
         if missing:
-            raise ValueError(f"Expected {path} to hold the arrays {missing}, but it has only {sorted(archive.files)}.")
+            raise ValueError(
+                f"Expected {path} to contain the arrays {missing}, but it contains only {sorted(archive.files)}."
+            )
         return {name: archive[name] for name in names}
 
 
@@ -53,7 +55,7 @@ def decode_images(sources: Iterable[bytes | Path], image_size: tuple[int, int] |
 
 
 def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tensor:
-    """Resizes label masks, uint8, shape (N, H, W), to the nearest pixel; None keeps the size."""
+    """Resizes label masks, uint8, shape (N, H, W), by nearest neighbour; None keeps the original size."""
     if image_size is not None and len(masks):
         size, nearest = image_size[::-1], Image.Resampling.NEAREST
         masks = np.stack([np.asarray(Image.fromarray(mask).resize(size, nearest)) for mask in masks])
@@ -61,6 +63,6 @@ def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tenso
 
 
 def split_bytes(content: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> Iterable[bytes]:
-    """Yields some files from an array with all files end to end: file i is `content[offsets[i]:offsets[i + 1]]`."""
+    """Yields some of the files concatenated in an array: file i is `content[offsets[i]:offsets[i + 1]]`."""
     for index in indices:
         yield content[offsets[index] : offsets[index + 1]].tobytes()

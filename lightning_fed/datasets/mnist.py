@@ -23,7 +23,10 @@ class _IdxImages(TorchvisionImages):
     def find_files(self, split: Split) -> list[Path]:
         prefix = "t10k" if split == "test" else "train"
         names = [f"{self._source}/raw/{prefix}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
-        instructions = "Pass `download=True` to fetch it with torchvision, or `data_dir` as the folder that has it."
+        instructions = (
+            "Pass `download=True` to download the data set with torchvision, or pass the folder that "
+            "contains it as `data_dir`."
+        )
         return [find_file(self.data_dir, [name, f"{name}.gz"], instructions) for name in names]
 
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
@@ -31,7 +34,7 @@ class _IdxImages(TorchvisionImages):
         return labels, lambda chosen: images[torch.from_numpy(chosen)].unsqueeze(1)
 
     def _augmentation(self) -> Augment:
-        from torchvision.transforms import v2  # slow to import, so only on use
+        from torchvision.transforms import v2  # slow to import, and needed only here
 
         change: Augment = v2.Compose([v2.RandomResizedCrop(28), v2.RandomHorizontalFlip()])
         return change

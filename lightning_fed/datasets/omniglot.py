@@ -1,4 +1,4 @@
-"""Omniglot: characters from 50 alphabets, each drawn by 20 people, from one npz file or torchvision's folders."""
+"""Omniglot: characters from 50 alphabets, each drawn by 20 people, from an npz file or torchvision's folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import SPLITS, FileDataModule, Split
 from lightning_fed.datasets.file_readers import decode_images, find_file, read_npz
 
-# Alphabet: number of its characters.
+# Number of characters by alphabet.
 _BACKGROUND = {
     "Alphabet_of_the_Magi": 20, "Anglo-Saxon_Futhorc": 29, "Arcadian": 26, "Armenian": 41, "Asomtavruli_(Georgian)": 40,
     "Balinese": 24, "Bengali": 46, "Blackfoot_(Canadian_Aboriginal_Syllabics)": 14, "Braille": 26,
@@ -34,25 +34,25 @@ _EVALUATION = {
 }  # fmt: skip
 _DRAWERS = 20
 _INSTRUCTIONS = (
-    "Pass `download=True` to fetch the folders with torchvision, make the file with the arrays that `help(Omniglot)` "
-    "lists, or pass `data_dir` as the folder that has one of them."
+    "Pass `download=True` to download the folders with torchvision, create the file with the arrays listed in "
+    "`help(Omniglot)`, or pass the folder that contains the file or the folders as `data_dir`."
 )
 
 
 class Omniglot(FileDataModule):
-    """Omniglot: 28 x 28 images of characters, white on black; many classes with few images each.
+    """28 x 28 images of characters, white on black; many classes with few images each.
 
-    The background set has 964 characters from 30 alphabets: the classes. Each alphabet was drawn by 20 people, with one
-    image per person and character. The images are split by person, so every class is in all three splits. The
-    evaluation set has 659 characters from 20 other alphabets, classes 964 to 1622, which are not for training:
-    :meth:`retrieval_dataloader` returns these images, for a search among embeddings.
+    The background set has 964 characters from 30 alphabets, which are the classes. Each alphabet was drawn by 20
+    people, with one image per person and character. The images are split by person, so every class is in all three
+    splits. The evaluation set has 659 characters from 20 other alphabets, classes 964 to 1622, and is not used for
+    training: :meth:`retrieval_dataloader` returns these images, for retrieval by embeddings.
 
     The first file or folder found under `data_dir` is read:
 
     - `omniglot/omniglot28.npz`, or the same file directly in `data_dir`. Arrays: `images` (N, 28, 28) uint8, white on
       black; `label` (0..1622, in alphabetical order by alphabet and character, background set first); `drawer` (1..20);
       `split` (0 background, 1 evaluation).
-    - `omniglot-py/`, torchvision's folders. The images, 105 x 105, are averaged over areas and inverted.
+    - `omniglot-py/`, torchvision's folders. Images with 105 x 105 pixels are resized by area averages and inverted.
 
     A natural client (`groups`) is a person with an alphabet: 420 training clients by default, with 14 to 55 images.
 
@@ -60,10 +60,10 @@ class Omniglot(FileDataModule):
     induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).
 
     Args:
-        data_dir: Folder with the file or the folder, or the npz file.
+        data_dir: Folder that contains the file or the folder, or the npz file itself.
         download: Whether to download missing folders into `data_dir` with torchvision (needs a network).
-        val_drawers: Number of validation drawers per alphabet: the last before the test drawers.
-        test_drawers: Number of test drawers per alphabet: the last among the 20.
+        val_drawers: Number of validation drawers per alphabet: the last drawers before the test drawers.
+        test_drawers: Number of test drawers per alphabet: the last of the 20 drawers.
         group_by: Natural clients: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
         batch_size: Images per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.
@@ -96,8 +96,8 @@ class Omniglot(FileDataModule):
         check_count("test_drawers", test_drawers, 0)
         if val_drawers + test_drawers >= _DRAWERS:
             raise ValueError(
-                f"Expected `val_drawers` + `test_drawers` to leave some of the {_DRAWERS} drawers to train on, but got"
-                f" {val_drawers} + {test_drawers}."
+                f"Expected `val_drawers` + `test_drawers` to leave at least one of {_DRAWERS} drawers for training, "
+                f"but got {val_drawers} + {test_drawers}."
             )
         check_option("group_by", group_by, ("drawer", "alphabet"))
         self.download = download
@@ -114,12 +114,12 @@ class Omniglot(FileDataModule):
             try:
                 self._find(is_background)
             except FileNotFoundError:
-                from torchvision import datasets  # slow to import, so only on use
+                from torchvision import datasets  # slow to import, and needed only here
 
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split from the background set; groups are names such as `"Greek/07"` or `"Greek"`."""
+        """Reads one split of the background set; groups have names such as `"Greek/07"` or `"Greek"`."""
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)
         splits = np.digitize(drawings.drawers, [first_val, first_test])
@@ -127,14 +127,14 @@ class Omniglot(FileDataModule):
 
     @property
     def retrieval_dataset(self) -> ArrayDataset:
-        """All images in the evaluation set, read on first use."""
+        """All images of the evaluation set, read at first use."""
         if self._retrieval is None:
             drawings = self._read(is_background=False)
             self._retrieval = self._dataset_of(drawings, np.arange(len(drawings.labels)))
         return self._retrieval
 
     def retrieval_dataloader(self) -> DataLoader[Any]:
-        """Builds a loader over the evaluation set, for ``trainer.test(model, data.retrieval_dataloader())``."""
+        """Creates a loader for the evaluation set, for ``trainer.test(model, data.retrieval_dataloader())``."""
         return self._loader(self.retrieval_dataset, self.eval_batch_size)
 
     def _dataset_of(self, drawings: _Drawings, chosen: np.ndarray) -> ArrayDataset:
@@ -171,7 +171,7 @@ class Omniglot(FileDataModule):
 
 
 class _Drawings(NamedTuple):
-    """Classes and drawers by image, shape (N,), and a function for chosen images, shape (n, 1, 28, 28), uint8."""
+    """Classes and drawers by image, shape (N,), and a function that reads images, shape (n, 1, 28, 28), uint8."""
 
     labels: np.ndarray
     drawers: np.ndarray
@@ -179,7 +179,7 @@ class _Drawings(NamedTuple):
 
 
 def _read_folders(root: Path, names: Sequence[str], first_label: int) -> _Drawings:
-    """Reads the files `<alphabet>/character<number>/<any>_<drawer>.png`, 105 x 105, black on white."""
+    """Reads the files `<alphabet>/character<number>/<any>_<drawer>.png`, 105 x 105 pixels, black on white."""
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names, start=first_label):

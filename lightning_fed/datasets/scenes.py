@@ -1,4 +1,4 @@
-"""Rendering of scenes of simple shapes, from back to front. Lengths are fractions of the image's side."""
+"""Rendering of scenes with simple shapes, from back to front. Lengths are fractions of the image's side."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 SHAPES = ("disc", "square", "triangle", "ring", "cross")
 _RING_HOLE, _CROSS_ARM = 0.5, 0.36  # inner radius and half the width of an arm; the outer radius and half length are 1
-# Area of each shape at scale 1, so that areas can be drawn without regard to the class.
+# Area of each shape at scale 1, so that areas are drawn independently of the class.
 _UNIT_AREAS = (
     np.pi,
     4.0,
@@ -20,17 +20,17 @@ _USUAL_TEXTURE = 0.9  # probability that a shape has the texture of its class
 def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> tuple[np.ndarray, np.ndarray]:
     """Draws a scene for `ShapesDataset`: an image, uint8, shape (3, H, W), and a mask, uint8, shape (H, W).
 
-    In the mask 0 is background, followed by `SHAPES` from 1. Another shape has the first shape's class with probability
-    ``dominant``, or else a random class.
+    In the mask 0 is background, and `SHAPES` start at 1. Each further shape has the class of the first shape with
+    probability ``dominant``, else a random class.
     """
-    # One scene at a time: the arrays stay in the cache, and no scene can depend on its neighbours in a batch.
+    # One scene at a time: the arrays fit the cache, and a scene cannot depend on other scenes in a batch.
     axis = (np.arange(image_size) + 0.5) / image_size
     x, y = axis[None, :], axis[:, None]
-    ground = rng.uniform(0.25, 0.75) + rng.uniform(-0.1, 0.1, 3)  # dull: about grey
+    ground = rng.uniform(0.25, 0.75) + rng.uniform(-0.1, 0.1, 3)  # dull colours, close to grey
     image = _texture(rng, int(rng.integers(len(SHAPES))), ground, 0.06, *_rotated(x, y, rng.uniform(-0.35, 0.35)))
     mask = np.zeros((image_size, image_size), dtype=np.uint8)
 
-    for _ in range(rng.integers(2, 7)):  # clutter: a stroke, or a speck when the length is 0
+    for _ in range(rng.integers(2, 7)):  # clutter: strokes, or specks with length 0
         center, angle, half_width = rng.random(2), rng.uniform(0, np.pi), rng.uniform(0.006, 0.022)
         half_length = rng.choice([0.0, rng.uniform(0.08, 0.3)])
         along, across = _rotated(x - center[0], y - center[1], angle)
@@ -58,13 +58,13 @@ def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> 
 
 
 def _rotated(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates along and across a direction, each (H, W)."""
+    """Coordinates along and across a direction, both in shape (H, W)."""
     cosine, sine = np.cos(angle), np.sin(angle)
     return cosine * x + sine * y, cosine * y - sine * x
 
 
 def _colour(rng: np.random.Generator, ground: np.ndarray) -> np.ndarray:
-    """A vivid colour (3,), one channel high and one low, that stands out from the ground's."""
+    """A vivid colour (3,), with one high and one low channel, that contrasts with the background's colour."""
     colour = rng.permutation([rng.uniform(0.7, 1), rng.random(), rng.uniform(0, 0.3)])
     if np.abs(colour - ground).mean() < 0.2:
         colour = 1 - colour
@@ -74,7 +74,7 @@ def _colour(rng: np.random.Generator, ground: np.ndarray) -> np.ndarray:
 def _texture(
     rng: np.random.Generator, kind: int, colour: np.ndarray, contrast: float, x: np.ndarray, y: np.ndarray
 ) -> np.ndarray:
-    """A field (3, H, W) about a colour: plain, rows, columns, chequers or slanted stripes."""
+    """A field (3, H, W) around a colour: plain, rows, columns, checkers or slanted stripes."""
     phases, frequency = rng.uniform(0, 2 * np.pi, 2), 2 * np.pi * rng.uniform(7, 10)
     rows = np.sin(frequency * y + phases[0])
     columns = np.sin(frequency * x + phases[1])
@@ -86,13 +86,13 @@ def _texture(
 
 
 def _paint(image: np.ndarray, colour: np.ndarray, distance: np.ndarray) -> None:
-    """Lays a colour (3, 1, 1) or (3, H, W) over the pixels inside an outline, with an edge one pixel wide."""
+    """Paints a colour (3, 1, 1) or (3, H, W) over the pixels inside an outline, with an edge one pixel wide."""
     cover = (0.5 - distance * image.shape[-1]).clip(0, 1)
     image += cover * (colour - image)
 
 
 def _outline(shape: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Approximate distance to the outline of a shape of scale 1 around the origin, negative inside."""
+    """Approximate distance to the outline of a shape with scale 1 around the origin, negative inside."""
     distance: np.ndarray
     if shape == 0:
         distance = np.hypot(x, y) - 1

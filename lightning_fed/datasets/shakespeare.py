@@ -22,8 +22,8 @@ Vocabulary = Literal["leaf", "text"]
 _FILES = ["shakespeare/shakespeare_roles.json.gz", "shakespeare_roles.json.gz", "shakespeare/tinyshakespeare.txt",
           "tinyshakespeare.txt"]  # fmt: skip
 _INSTRUCTIONS = (
-    "Make one that `help(Shakespeare)` describes from any edition of the plays, pass `data_dir` as the folder that has"
-    " it, or leave `data_dir` out for generated text."
+    "Create the file described in `help(Shakespeare)` from any edition of the plays, pass the folder that contains "
+    "the file as `data_dir`, or omit `data_dir` for generated text."
 )
 _GENERATED = 12  # roles
 
