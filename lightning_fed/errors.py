@@ -1,4 +1,4 @@
-"""Public exceptions, and exceptions as text."""
+"""Public exceptions, and formatting of exceptions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class OptionError(ValueError):
-    """Invalid option for the given data or model. The command line prints the error without a traceback."""
+    """Raised for an option that does not fit the data or the model. The command line prints no traceback."""
 
 
 class BadUpdate(ValueError):
-    """Invalid update. The client is excluded from the round; the message states the reason for the log.
+    """Raised for an invalid update. The client is excluded from the round, and the message is logged as the reason.
 
-    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` raises the exception before any change to the state.
+    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` must raise the exception before changing any state.
 
     Example:
         >>> raise BadUpdate("it sends no prototypes")
@@ -26,9 +26,9 @@ class BadUpdate(ValueError):
 
 
 class BadUpdates(ValueError):
-    """Invalid updates, detected once the round is complete: reason by excluded client.
+    """Raised for invalid updates detected after the round, with a reason by excluded client.
 
-    A key that is not a client, such as a sum's key, stands for all clients.
+    A key that is not a client, such as the key of a sum, stands for all clients.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:
@@ -37,9 +37,9 @@ class BadUpdates(ValueError):
 
 
 class ClientFault(Exception):
-    """Failure of one client. The round excludes the client, and the fit continues; any other exception stops the fit.
+    """Raised if one client fails. The round excludes the client and the fit continues; other exceptions stop the fit.
 
-    Callbacks raise the exception on the client, with the reason, in
+    Callbacks on the client raise the exception, with the reason, in
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive`,
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch` and
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`.
@@ -52,16 +52,16 @@ class ClientFault(Exception):
 
 
 class VisitTimeout(Exception):
-    """Visit longer than ``visit_timeout``. The client is excluded from the round."""
+    """Raised if a visit takes longer than ``visit_timeout``. The client is excluded from the round."""
 
 
 def describe(error: BaseException) -> str:
-    """Formats an exception in one line."""
+    """Formats an exception as one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def without_frames(error: _Error) -> _Error:
-    """Replaces the traceback by a note. Frames would keep local variables alive."""
+    """Replaces the traceback by a text note, because frames would keep local variables alive."""
     error.add_note("".join(traceback.format_exception(error)))
     return error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""Base class of callbacks in a federation, with hooks on the client's and the server's side."""
+"""Base class of callbacks in a federation, with hooks on the client side and the server side."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 
 
 class TrainerCallback(L.Callback):
-    """A callback for a Trainer only. Refuses ``Fabric``, which never calls the hooks of a fit."""
+    """A callback only for Trainers. Refuses ``Fabric``, which never calls the hooks of a fit."""
 
     def on_after_setup(self) -> None:
-        """Refuses Fabric: only Fabric calls this hook, after its ``setup``."""
+        """Refuses Fabric. Only Fabric calls this hook, after its ``setup``."""
         raise MisconfigurationException(
-            f"Expected `{type(self).__name__}` among the callbacks of a `Trainer`, but got the callback in `Fabric`,"
-            " which would train without a federation: use `lightning_fed.FederatedTrainer`."
+            f"Expected `{type(self).__name__}` in the callbacks of a `Trainer`, but got it in the callbacks of "
+            "`Fabric`, which would train without a federation: use `lightning_fed.FederatedTrainer`."
         )
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """Refuses Fabric, also if ``Fabric.setup`` was never called."""
+        """Refuses Fabric even if ``Fabric.setup`` was never called."""
         self.on_after_setup()
 
 
 class FederatedCallback(TrainerCallback):
-    """A Lightning callback with more hooks, for code that touches the module, the optimizer, the batches or the log.
+    """A Lightning callback with additional hooks, for code that accesses the module, optimizer, batches or log.
 
     :class:`~lightning_fed.callbacks.Federation` calls the hooks. Before the first visit: :meth:`on_server_round_start`.
     In a visit: :meth:`on_client_request`, :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`,
-    for each batch :meth:`on_client_batch` and Lightning's own hooks, :meth:`on_client_end`, :meth:`on_server_receive`,
+    for each batch :meth:`on_client_batch` and Lightning's hooks, :meth:`on_client_end`, :meth:`on_server_receive`,
     :meth:`on_client_visit_end`. After the last visit: :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
-    Outside visits: :meth:`on_model_loaded`. A message is sent as the last hook has left it.
+    Outside visits: :meth:`on_model_loaded`. Changes by all hooks are part of the message.
 
     Clipping, weights, encoding, masks and noise belong to an update step (:mod:`lightning_fed.steps`). Some features
     read attributes of a callback, see the `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
@@ -50,20 +50,20 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Server side, before the first visit: the module holds the global model, before and after the hook."""
+        """Server side, before the first visit. The module holds the global model and must still hold it afterwards."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """Names of sliced entries: a client holds only requested rows. Called once."""
+        """Returns the names of sliced entries, of which a client holds only requested rows. Called once."""
         return ()
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Client side, before the server sends: may add rows of sliced entries, and extras, to the request.
+        """Client side, before the server sends: may add rows of sliced entries and extras to the request.
 
         The module still holds the global model, and the client's memory is available. Entries without requested rows
-        arrive as a whole. Extras are for the rule's :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
-        Raising :class:`ClientFault` excludes the client.
+        are sent completely. Extras are for the rule's :meth:`Aggregator.broadcast
+        <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the client.
         """
 
     def on_server_send(
@@ -71,7 +71,7 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Server side, before the message is sent: may replace entries for this client.
 
-        All clients' messages share the tensors: replace a tensor, do not write into the memory.
+        All clients' messages share the tensors, so replace a tensor instead of writing into its memory.
         """
 
     def on_client_receive(
@@ -79,7 +79,8 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Client side, before the module loads the message: may unpack entries from :meth:`on_server_send`.
 
-        Afterwards ``broadcast.state`` must hold all shared entries. Raising :class:`ClientFault` excludes the client.
+        Afterwards ``broadcast.state`` must contain all shared entries. Raising :class:`ClientFault` excludes the
+        client.
         """
 
     def on_client_start(
@@ -88,7 +89,7 @@ class FederatedCallback(TrainerCallback):
         """Client side, after the module has loaded the message, before the first batch."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Client side, before a training step: returns the batch for the step. Lightning's hooks see the original.
+        """Client side, before a training step: returns the batch for the step. Lightning's hooks get the original.
 
         Raising :class:`ClientFault` excludes the client because of the data.
         """
@@ -97,7 +98,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Client side, after the last batch: may add extras and metrics to the update. Update steps change the state.
+        """Client side, after the last batch: may add extras and metrics to the update, but not change the state.
 
         A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
         on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
@@ -107,16 +108,16 @@ class FederatedCallback(TrainerCallback):
         return None
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Server side, before the checks of the update: may unpack entries from :meth:`on_client_end`."""
+        """Server side, before the update is checked: may unpack entries from :meth:`on_client_end`."""
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Client side, after the visit, also after a failed visit: may undo the callback's changes."""
+        """Client side, after a visit, even a failed one: may revert the callback's changes."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
-        """Shares values between processes with different clients, before :meth:`on_server_aggregate`.
+        """Shares values between processes that train different clients, before :meth:`on_server_aggregate`.
 
-        A generator yields a value (tensors, numbers and plain containers), and receives the values from all processes
-        in rank order. Required if :meth:`on_server_aggregate` uses data collected in :meth:`on_server_receive`.
+        A generator yields a value (tensors, numbers and plain containers), and receives the values of all processes in
+        rank order. Required if :meth:`on_server_aggregate` uses data collected in :meth:`on_server_receive`.
 
         Example:
             >>> class Sizes(FederatedCallback):
@@ -129,19 +130,20 @@ class FederatedCallback(TrainerCallback):
         return None
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Server side, before the module loads the new global values of the shared entries: may change the values.
+        """Server side, before the module loads the new global values of shared entries: may change the values.
 
-        If the rule has no new model yet, the values are copies of the old values, and changes are lost.
+        If the rule has no new model in this round, the values are copies of the previous values, and changes have no
+        effect.
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Server side, after the round: the module holds the global model, which is new if ``is_new``.
+        """Server side, after the round. The module holds the global model; ``is_new`` tells whether the model is new.
 
         Also called after an interrupted round.
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Called after the module has loaded a client's model outside a visit, for evaluation or measurement.
+        """Called when the module has loaded a client's model outside a visit, for evaluation or measurement.
 
         ``client`` is ``None`` for the global model.
         """
@@ -154,18 +156,18 @@ class AskableCallback(FederatedCallback, ABC):
     def on_client_question(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
-        """Client side: answers a question with the loaded module. Changes to the module are undone.
+        """Client side: answers a question using the loaded module. Changes to the module are reverted.
 
         Raises :class:`ClientFault` if the client has no answer.
         """
 
 
 def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
-    """The Trainer's federated callbacks, in order."""
+    """Returns the Trainer's federated callbacks, in order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, FederatedCallback)]
 
 
 def notify_model_loaded(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-    """Calls :meth:`FederatedCallback.on_model_loaded` in all callbacks."""
+    """Calls :meth:`FederatedCallback.on_model_loaded` for all callbacks."""
     for callback in federated_callbacks(trainer):
         callback.on_model_loaded(trainer, module, client)

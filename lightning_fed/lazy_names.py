@@ -1,4 +1,4 @@
-"""Lazy loading of a package's names on first access, and of optional features."""
+"""Lazy loading: imports a package's names on first access, and modules of optional features."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def load_feature(module: str) -> ModuleType:
-    """Imports the module of an optional feature; the error for a missing module names the feature."""
+    """Imports the module of an optional feature; if the module is missing, the error names the feature."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("lightning_fed."):
-            raise  # another package, such as an extra
+            raise  # another package, for example from an extra
         raise ModuleNotFoundError(
             f"Expected the feature `{error.name}` in the package, but the folder or file is missing:"
             " reinstall lightning-fed.",
@@ -28,9 +28,9 @@ def load_feature(module: str) -> ModuleType:
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
-    ``package`` is the package's ``__name__``, ``door`` the ``__file__``. The stub ``__init__.pyi`` lists the names.
+    ``package`` is the package's ``__name__``, and ``door`` the ``__file__``. The stub ``__init__.pyi`` lists the names.
     """
-    sources: dict[str, tuple[str, bool]] = {}  # name to module, and whether the name is a submodule
+    sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom):
             module = ".".join(filter(None, [package if statement.level else "", statement.module]))

@@ -49,7 +49,7 @@ class LoaderClients(Population):
         self._in_order: dict[Client, Any] = {}  # loaders whose shuffling was removed
 
     def num_samples(self, client: Client) -> int:
-        """Returns the length of the sampler or data set, else the number of examples in one pass over the batches.
+        """Returns the length of the sampler or data set, else the examples in one pass over the batches.
 
         The length of a custom sampler takes precedence, because a geographic sampler draws many windows from few files.
         With several loaders, the loader that ends the pass determines the number. For a stream without a length, the

@@ -31,14 +31,14 @@ _GENERATED = 12  # roles
 class Shakespeare(FederatedDataModule):
     """Shakespeare's plays by speaking role: windows with 80 characters, and the next character. A role is a client.
 
-    The data come from the first file found under `data_dir`, or from `data_dir` if this is a file:
+    The data come from the first existing file under `data_dir`, or from `data_dir` if this is a file:
 
-    - `shakespeare/shakespeare_roles.json.gz`, gzipped JSON: `roles`, a list with names such as `hamlet/HAMLET`, and
-      `speeches`, a list with `[index of the role, text]` in the order of the plays.
-    - `shakespeare/tinyshakespeare.txt`: blocks separated by empty lines, with `ROLE:` as first line.
+    - `shakespeare/shakespeare_roles.json.gz`, gzipped JSON: `roles`, a list of names such as `hamlet/HAMLET`, and
+      `speeches`, a list of `[index of the role, text]` in the order of the plays.
+    - `shakespeare/tinyshakespeare.txt`: blocks separated by empty lines, each with `ROLE:` as first line.
 
-    Both files may also be directly in `data_dir`. Without `data_dir`, 12 roles with thousands of characters each are
-    generated for trials: all roles share transition probabilities between words, and every role prefers some words.
+    Both files may also be directly in `data_dir`. Without `data_dir`, text is generated for 12 roles with thousands of
+    characters each: all roles share transition probabilities between words, and every role prefers some words.
 
     A role's text is the sequence of speeches joined by line breaks. Every window with `seq_length` characters and a
     next character is a sample. The first samples are for training and the last for validation, as in the LEAF
@@ -49,22 +49,24 @@ class Shakespeare(FederatedDataModule):
     with Matched Averaging", ICLR 2020.
 
     Args:
-        data_dir: Folder with the file, or the file; None for generated text.
+        data_dir: Folder that contains the file, or the file itself; None for generated text.
         min_samples: Minimum number of samples per client, counted with `stride` 1; shorter roles are skipped.
-        max_clients: Maximum number of clients: the first in the file. None for all.
+        max_clients: Maximum number of clients: the first roles in the file. None for all roles.
         seq_length: Characters per window.
-        stride: Distance in characters between window starts; a larger stride gives fewer, more different samples.
-        every_step: Whether the targets are the next characters for every character in the window, or for the last one.
-        vocabulary: `"leaf"`, LEAF's 80 characters, with spaces for other characters; or `"text"`, all in the file.
-        val_fraction: Share of a role's samples, at the end of the text, for validation; in (0, 1).
+        stride: Number of characters between window starts; a larger stride gives fewer samples with less overlap.
+        every_step: Whether the targets are the next characters for all characters in a window, or only for the last
+            one.
+        vocabulary: `"leaf"` for LEAF's 80 characters, with spaces for other characters; `"text"` for all characters in
+            the file.
+        val_fraction: Fraction of a role's samples for validation, taken from the end of the text; in (0, 1).
         batch_size: Windows per training batch.
         eval_batch_size: Windows per validation batch; None means `batch_size`.
         num_workers: Worker processes per loader.
-        seed: Seed for generated text. Training has another seed.
+        seed: Seed for generated text. Training uses another seed.
 
     Raises:
         FileNotFoundError: In `setup`, if no file is found.
-        ValueError: If a number is outside the allowed range or, in `setup`, the file has another format or no role with
+        ValueError: If a number is outside the allowed range; in `setup`, if the file has another format, or no role has
             enough samples.
 
     Example:
@@ -100,8 +102,8 @@ class Shakespeare(FederatedDataModule):
         check_inside("val_fraction", val_fraction)
         if min_samples * val_fraction < seq_length:
             raise ValueError(
-                f"Expected `min_samples` to be at least {seq_length} / {val_fraction}, so that windows that validate do"
-                f" not reach into the training's, but got {min_samples}."
+                f"Expected `min_samples` to be at least {seq_length} / {val_fraction}, so that validation windows do "
+                f"not overlap training windows, but got {min_samples}."
             )
         super().__init__({}, val={}, batch_size=batch_size, num_workers=num_workers)
         self.data_dir = None if data_dir is None else Path(data_dir)
@@ -128,7 +130,8 @@ class Shakespeare(FederatedDataModule):
         if not large:
             most = max(len(text) for text in roles.values()) - self.seq_length
             raise ValueError(
-                f"Expected a role with `min_samples` ({self.min_samples}) samples, but none has over {most}."
+                f"Expected a role with at least `min_samples` ({self.min_samples}) samples, but the largest role has "
+                f"{most}."
             )
         train: dict[Client, ClientData] = {}
         val = {}
@@ -138,7 +141,7 @@ class Shakespeare(FederatedDataModule):
 
     @property
     def vocabulary(self) -> str:
-        """All characters, in the order of the codes; with `vocabulary="text"` this reads the file."""
+        """All characters, in the order of their codes; with `vocabulary="text"` this reads the file."""
         if not self._vocabulary:
             self.setup()
         return self._vocabulary

@@ -19,23 +19,23 @@ class ShapesDataset(ArrayDataset):
     """Scenes with two to four shapes from five classes on a dull background, rendered in the constructor.
 
     A scene is a pure function of (seed, split, index) and the options. A shape's class shows in the outline and, nine
-    times out of ten, in the texture: discs are plain, squares have rows, triangles columns, rings chequers and crosses
+    times out of ten, in the texture: discs are plain, squares have rows, triangles columns, rings checkers, and crosses
     slanted stripes; one time out of ten the texture is random. Colours and areas do not depend on the class. Shapes are
-    rotated by up to 20 degrees, and may hide each other. Vivid strokes and specks behind the shapes count as
-    background. Light falls off across the scene, and noise is added.
+    rotated by up to 20 degrees, and may overlap. Vivid strokes and specks behind the shapes are background. Brightness
+    decreases across the scene, and noise is added.
 
-    Each scene has a dominant class: the first and largest shape has this class, and every other shape with probability
-    `dominant`, or else a uniformly drawn class. Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4 ring, 5
-    cross. The label for classification is the shape class with the most visible pixels, from 0 disc to 4 cross.
+    Each scene has a dominant class. The first and largest shape has this class; every other shape has this class with
+    probability `dominant`, else a uniformly drawn class. Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4
+    ring, 5 cross. The label for classification is the shape class with the most visible pixels, from 0 disc to 4 cross.
 
     Args:
         num_samples: Number of scenes.
-        image_size: Height and width in pixels, at least 16. Apart from noise, a scene looks the same at every size.
+        image_size: Height and width in pixels, at least 16. Except for noise, a scene looks the same at every size.
         seed: Seed for the generator, at least 0.
         split: The split; scenes in different splits are independent.
-        dominant: Probability that a further shape has the scene's dominant class, in [0, 1].
+        dominant: Probability that another shape has the scene's dominant class, in [0, 1].
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
-        augment: As for `ArrayDataset`.
+        augment: Same as in `ArrayDataset`.
 
     Raises:
         ValueError: If an option is outside the allowed range.
@@ -76,15 +76,15 @@ class Shapes(ArrayDataModule):
     """Generated scenes with discs, squares, triangles, rings and crosses (see `ShapesDataset`), without files.
 
     The scenes are rendered in `setup`, 1,000 scenes with 64 x 64 pixels in 1 to 2 seconds. For segmentation there are 6
-    classes, background and the five shapes; for classification 5. With `dominant` near 1 almost every scene shows one
-    class of shape, so a Dirichlet partition over the dominant class gives clients with very different masks.
+    classes, background and the five shapes; for classification 5 classes. With `dominant` near 1 almost every scene
+    shows a single class, so a Dirichlet partition over the dominant class gives clients with very different masks.
 
     Args:
         num_train: Number of training scenes.
         num_val: Number of validation scenes; 0 means no validation.
         num_test: Number of test scenes.
         image_size: Height and width in pixels, at least 16.
-        dominant: Skew of each scene towards one class of shape, in [0, 1].
+        dominant: Skew of each scene towards one shape class, in [0, 1].
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
         augment: Whether to mirror training scenes at random.
         batch_size: Scenes per training batch.

@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta): generated clients with a known difference between models and inputs."""
+"""Synthetic(alpha, beta): generated clients with a controlled difference between models and inputs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_fed.messages import Client
 class Synthetic(FederatedDataModule):
     """Generated classification data from the FedProx paper: 60 features, 10 classes, clients with different sizes.
 
-    The clients are 0, 1, ..., each with at least 50 examples and a separate linear model behind the labels
-    (:func:`~lightning_fed.datasets.synthetic_clients`). The last share `test_fraction` of every client's examples is
-    for the test, as in the paper; the last share `val_fraction` of the remaining examples is for validation (at least
-    one each). Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
+    The clients are 0, 1, ..., each with at least 50 examples and a separate linear model for the labels
+    (:func:`~lightning_fed.datasets.synthetic_clients`). The last `test_fraction` of every client's examples are for
+    testing, as in the paper; the last `val_fraction` of the remaining examples are for validation (at least one example
+    each). Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 
     Args:
         alpha: Difference between the clients' models, at least 0.
         beta: Difference between the clients' inputs, at least 0.
         num_clients: Number of clients, at least 1.
-        val_fraction: Share of a client's examples outside the test for validation, in (0, 1).
-        test_fraction: Share of a client's examples for the test, in (0, 1).
+        val_fraction: Fraction for validation, among a client's examples outside the test data, in (0, 1).
+        test_fraction: Fraction of a client's examples for testing, in (0, 1).
         batch_size: Examples per batch.
-        seed: Seed for the data. Training has another seed.
+        seed: Seed for the data. Training uses another seed.
 
     Raises:
         ValueError: If a number is outside the allowed range.

@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta): classification data with a known difference between the clients' models and inputs.
+"""Synthetic(alpha, beta): classification data with a controlled difference between the clients' models and inputs.
 
 Construction: Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization using an Approximate
 Newton-type Method", ICML 2014; Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020.
@@ -21,7 +21,7 @@ def synthetic_clients(
     num_features: int = 60,
     num_classes: int = 10,
 ) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]:
-    r"""Draws the data of every client: inputs, shape ``(n_k, num_features)``, and labels, shape ``(n_k,)``.
+    r"""Draws the data for every client: inputs, shape ``(n_k, num_features)``, and labels, shape ``(n_k,)``.
 
     .. math::
         u_k \sim \mathcal N(0, \alpha^2), \quad B_k \sim \mathcal N(0, \beta^2), \quad
@@ -31,7 +31,7 @@ def synthetic_clients(
         x \sim \mathcal N(v_k, \mathrm{diag}(j^{-1.2})), \quad y = \arg\max\,(x W_k + b_k), \quad
         n_k = \lfloor s_k \rfloor + 50, \ \log s_k \sim \mathcal N(4, 2^2)
 
-    ``alpha`` sets the difference between the models, ``beta`` the difference between the inputs. As in FedProx's
+    ``alpha`` controls the difference between the models, ``beta`` the difference between the inputs. As in FedProx's
     program, both are standard deviations. A client's data depend only on the seed and the client.
 
     Args:

@@ -24,11 +24,11 @@ _MARKS = ",.;!?"
 
 
 def encode_text(text: str, vocabulary: str) -> Tensor:
-    """Encodes a text as character positions in a vocabulary, int64; other characters become spaces."""
+    """Encodes a text as positions in a vocabulary, int64; other characters become spaces."""
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:
-        raise ValueError("Expected `vocabulary` to have every character, or a space, but got neither.")
+        raise ValueError("Expected `vocabulary` to contain every character of the text, or a space, but it does not.")
     return torch.tensor(codes, dtype=torch.int64)
 
 
@@ -49,16 +49,18 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
 
 
 def read_roles(path: Path) -> dict[str, str]:
-    """Reads every speaking role's text: the speeches, joined by line breaks.
+    """Reads the text of every speaking role: its speeches, joined by line breaks.
 
-    The file is gzipped JSON with ``roles`` (a list of names) and ``speeches`` (a list of pairs: a role's index and a
-    text); or a text file with blocks separated by empty lines, each with ``ROLE:`` as first line.
+    The file is either gzipped JSON with ``roles`` (a list of names) and ``speeches`` (a list of pairs: a role's index
+    and a text); or a text file with blocks separated by empty lines, each with ``ROLE:`` as first line.
     """
     speeches: dict[str, list[str]] = {}
     if path.name.endswith(".json.gz"):
         content = json.loads(gzip.decompress(path.read_bytes()))
         if not isinstance(content, dict) or not {"roles", "speeches"} <= content.keys():
-            raise ValueError(f"Expected {path} to hold the entries 'roles' and 'speeches', but it does not.")
+            raise ValueError(
+                f"Expected {path} to contain the entries 'roles' and 'speeches', but at least one is missing."
+            )
         for role, speech in content["speeches"]:
             speeches.setdefault(content["roles"][role], []).append(speech)
     else:
@@ -67,14 +69,15 @@ def read_roles(path: Path) -> dict[str, str]:
             if colon:
                 speeches.setdefault(role, []).append(speech)
         if not speeches:
-            raise ValueError(f"Expected {path} to hold blocks that begin with the line `ROLE:`, but it has none.")
+            raise ValueError(f"Expected {path} to contain blocks that begin with the line `ROLE:`, but found none.")
     return {role: "\n".join(texts) for role, texts in speeches.items()}
 
 
 def make_roles(count: int, seed: int) -> dict[str, str]:
     """Generates text for several roles, with 1,500 to 4,500 characters each.
 
-    All roles share transition probabilities between words. A role's text depends on the seed and the role's number.
+    All roles share transition probabilities between words. The text of a role depends on the seed and the role's
+    number.
     """
     words = _WORDS.split()
     transitions = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)

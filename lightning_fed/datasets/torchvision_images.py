@@ -18,14 +18,15 @@ from lightning_fed.datasets.array_module import FileDataModule, Split
 class TorchvisionImages(FileDataModule):
     """Images with classes in torchvision's format (abstract: see `MNIST`, `FashionMNIST` and `CIFAR10`).
 
-    Files are only read. There is no validation split: `val_size` random training images are held out for validation.
+    Files are read, never written. There is no validation split, so `val_size` random training images are held out for
+    validation.
 
     Args:
         data_dir: Folder that contains the data set's folder.
         download: Whether to download missing files into `data_dir` with torchvision (needs a network).
         val_size: Number of training images held out for validation; 0 trains on all images without validation.
-        augment: Whether to change training images at random, before a partition's own changes.
-        **options: `normalize`, and arguments for `ArrayDataModule`; `train_size=None` keeps all but held-out images.
+        augment: Whether to augment training images at random, before changes by a partition.
+        **options: `normalize`, and arguments for `ArrayDataModule`; `train_size=None` uses all except held-out images.
     """
 
     _source: ClassVar[str]
@@ -46,11 +47,11 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """Finds a split's files, or the folder with the files."""
+        """Finds the files of a split, or their folder."""
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Reads the classes (N,), and returns a function from positions to images (n, C, H, W)."""
+        """Reads the classes, shape (N,); also returns a function from positions to images, shape (n, C, H, W)."""
 
     def prepare_data(self) -> None:
         if not self.download:
@@ -58,7 +59,7 @@ class TorchvisionImages(FileDataModule):
         try:
             self.find_files("train"), self.find_files("test")
         except FileNotFoundError:
-            from torchvision import datasets  # slow to import, so only on use
+            from torchvision import datasets  # slow to import, and needed only here
 
             getattr(datasets, self._source)(str(self.data_dir), download=True)
 

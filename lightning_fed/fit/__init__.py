@@ -1,4 +1,4 @@
-"""A fit: options, policies, log, and checks for Trainer and checkpoint."""
+"""A fit's parts: options, policies, log, and checks for Trainer and checkpoint."""
 
 from lightning_fed.fit.entry_policies import freeze_parameters as freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit as FederatedFit

@@ -23,7 +23,7 @@ _LOAD_WEIGHTS = '`model.load_state_dict(torch.load(path, weights_only=True)["sta
 
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
-    """Checks a checkpoint's bytes against the checksums in the file; ``torch.load`` ignores the checksums.
+    """Compares a checkpoint's bytes with the checksums in the file, which ``torch.load`` ignores.
 
     Remote files and files without checksums are accepted. A damaged file raises ``ValueError``.
     """
@@ -35,11 +35,13 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise ValueError(f"The checkpoint {str(path)!r} is damaged: {error}. Resume from another one.") from error
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is damaged: {error}. Resume from another checkpoint."
+        ) from error
     if damaged is not None:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: the bytes of {damaged!r} have changed since they were written."
-            " Resume from another checkpoint."
+            f"The checkpoint {str(path)!r} is damaged: the bytes of {damaged!r} do not match the checksum. Resume "
+            "from another checkpoint."
         )
 
 
@@ -48,27 +50,27 @@ def check_model(state: Mapping[str, Tensor]) -> None:
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(
-            f"The fit would start from a model that no client can train: {fault}. If the model is from a checkpoint,"
-            " resume from an earlier one. A constant that holds infinities does not have to travel: make it a buffer,"
-            " or name it in `frozen`."
+            f"The fit would start from a model that no client can train: {fault}. If the model comes from a "
+            "checkpoint, resume from an earlier one. A constant with infinite values need not be sent: make it a "
+            "buffer, or name it in `frozen`."
         )
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Refuses an option that differs from the checkpoint's, both as text; older checkpoints have an empty text."""
+    """Refuses an option that differs from the checkpoint's option, both as text (empty in older checkpoints)."""
     if then and then != now:
         raise ValueError(
-            f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or start"
-            f" a new fit from the model's weights: {_LOAD_WEIGHTS}."
+            f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the checkpoint's "
+            f"value, or start a new fit from the model's weights: {_LOAD_WEIGHTS}."
         )
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if an evaluation (``now``) and the fit in its checkpoint (``then``) treat BatchNorm in different ways."""
+    """Warns if an evaluation (``now``) treats BatchNorm differently from the fit in its checkpoint (``then``)."""
     if then and then != now:
         _log.warning(
-            "The values of the checkpoint belong to batch_norm=%s, and this evaluation has %s: set batch_norm=%s to"
-            " reproduce them.",
+            "The checkpoint's scores were measured with batch_norm=%s, but this evaluation uses %s: set "
+            "batch_norm=%s to reproduce the scores.",
             then,
             now,
             then,
@@ -76,22 +78,22 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses update steps or privacy callbacks that differ from the checkpoint's, in order or in any option.
+    """Refuses update steps or privacy callbacks with other order or options than in the checkpoint.
 
-    ``then`` is ``None`` in a checkpoint without this record.
+    ``then`` is ``None`` for a checkpoint without this record.
     """
-    old = "of which the file has no record" if then is None else ", ".join(then.values()) or "none"
+    old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"
     if then is None or list(then.items()) != list(now.items()):
         raise ValueError(
-            f"Expected the update steps of the checkpoint, {old}, but got {new}: bounds, noise and epsilon would not"
-            " hold for the whole fit. Resume with the same steps, or start a new fit from the model's weights, for"
-            f" which the old epsilon does not hold: {_LOAD_WEIGHTS}."
+            f"Expected the update steps of the checkpoint, {old}, but got {new}: bounds, noise and epsilon would not "
+            "hold for the whole fit. Resume with the same steps, or start a new fit from the model's weights, to "
+            f"which the old epsilon does not apply: {_LOAD_WEIGHTS}."
         )
 
 
 def describe_clients(clients: Sequence[Client]) -> str:
-    """Number and digest of a federation's clients, for comparison with a checkpoint."""
+    """Returns the number and hash of a federation's clients, for comparison with a checkpoint."""
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"
     if not isinstance(clients, list | tuple):  # a lazy sequence may be too long to read
@@ -103,5 +105,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """The number of clients in a result of :func:`describe_clients`."""
+    """Returns the number of clients in a result of :func:`describe_clients`."""
     return str(description).partition(" ")[0]

@@ -34,16 +34,16 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """Decides the policy of each entry in the module's state; logs the personal entries.
+    """Determines the policy of each entry in the module's state; logs the personal entries.
 
     With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
-    statistics measured in visits are personal. Statistics measured after the aggregation are shared if clients report
-    the statistics to the server, else frozen. With ``"frozen"``, running statistics are frozen. A client holds only
-    some rows of ``sliced`` entries.
+    statistics measured in visits are personal; statistics measured after the aggregation are shared if clients report
+    them to the server, else frozen. With ``"frozen"``, running statistics are frozen. A client holds only some rows of
+    ``sliced`` entries.
 
     Raises:
-        ValueError: If a selector matches nothing, a personal ``batch_norm`` option finds no BatchNorm layer, an entry
-            is both personal and frozen, or a sliced entry is personal, frozen or missing.
+        ValueError: If a selector matches nothing, ``batch_norm`` requires BatchNorm layers and the model has none, an
+            entry is both personal and frozen, or a sliced entry is personal, frozen or missing.
 
     Example:
         >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], LocalStatistics())
@@ -54,9 +54,9 @@ def decide_policies(
     keeps_statistics = isinstance(batch_norm, LocalStatistics)
     if (batch_norm == "personal" or keeps_statistics) and not layers:
         raise OptionError(
-            f"Expected a model with BatchNorm layers for batch_norm={batch_norm!r}"
-            f" ({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: name"
-            " the entries that stay with the clients in `personal`, or choose another `batch_norm`."
+            f"Expected a model with BatchNorm layers for batch_norm={batch_norm!r} "
+            f"({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: list the "
+            "entries that stay on the clients in `personal`, or choose another `batch_norm`."
         )
     statistics = batch_norm_statistics(module)
     if batch_norm == "personal":
@@ -71,17 +71,18 @@ def decide_policies(
     for name in sliced:
         if policies.get(name) != "shared":
             raise OptionError(
-                f"Expected {name!r}, from which clients request single rows, to be a shared entry, but"
-                f" {'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
+                f"Expected {name!r}, of which clients request single rows, to be a shared entry, but "
+                f"{'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
             )
         policies[name] = "sliced"
     at_home = [name for name, policy in policies.items() if policy == "personal"]
-    if keeps_statistics:  # a separate option sets the global model's statistics
+    if keeps_statistics:  # a separate option determines the global model's statistics
         at_home = [name for name in at_home if name not in statistics]
     if at_home:
         _log.warning(
-            "%d entries stay with their clients (%s, ...). Validation of the global model uses the initial values of"
-            " these entries. With validation data as a mapping by client, each client's own values are evaluated too.",
+            "%d entries stay on the clients (%s, ...). Validation of the global model uses the initial values of "
+            "these entries. With validation data as a mapping by client, each client is also evaluated with its own "
+            "values.",
             len(at_home),
             at_home[0],
         )
@@ -89,9 +90,9 @@ def decide_policies(
 
 
 def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozenset[str]:
-    """Names of the shared buffers with NaN or infinite values, such as masks and thresholds without a value yet.
+    """Returns the names of shared buffers with NaN or infinite values, such as masks and thresholds not yet set.
 
-    Running statistics are excluded: NaN or infinite statistics are faults.
+    Running statistics are excluded, because NaN or infinite statistics are errors.
 
     Example:
         >>> module = nn.BatchNorm1d(1)
@@ -114,8 +115,8 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
-            "%d buffers held NaN or infinite values at the start and do not travel (%s): they are the server's at the"
-            " start of every visit.",
+            "%d buffers with NaN or infinite initial values are not sent (%s): every visit starts with the server's "
+            "values of these buffers.",
             len(names),
             _first(names),
         )
@@ -123,22 +124,23 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns about unset buffers that visits write into: the values are not sent to the server, and are lost."""
+    """Warns about unset buffers that visits write to: the values are not sent to the server, and are lost."""
     _log.warning(
-        "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite values"
-        " at the start (%s). The written values are lost: the global model keeps its initial values, or values written"
-        " in validation. To average the buffers, set finite values before the fit. To keep separate values on each"
-        " client, name the buffers in `personal`. To silence this warning, name the buffers in `frozen`.",
+        "The clients' visits write to %d buffers that are not sent, because the buffers had NaN or infinite values "
+        "at the start (%s). The written values are lost: the global model keeps its initial values, or values "
+        "written in validation. To average the buffers, set finite values before the fit. To keep separate values on "
+        "each client, name the buffers in `personal`. To silence this warning, name the buffers in `frozen`.",
         len(names),
         _first(sorted(names)),
     )
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Warns about buffers with ``persistent=False`` changed in visits: the changes are lost."""
+    """Warns about buffers with ``persistent=False`` that visits change: the changes are lost."""
     _log.warning(
-        "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at the"
-        " start of the fit, and the changes are dropped: register them with `persistent=True` to have them averaged.",
+        "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at "
+        "the start of the fit, and the changes are lost: to average the buffers, register them with "
+        "`persistent=True`.",
         len(names),
         _first(sorted(names)),
     )
@@ -155,38 +157,38 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Refuses a rule and options without support for sliced entries (a client holds only some rows)."""
+    """Refuses a rule or options that do not support sliced entries (a client holds only some rows)."""
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return
     if not rule.accepts_rows:
         raise MisconfigurationException(
-            f"Clients hold some rows of {sliced} only, and {type(rule).__name__} needs whole entries: use"
-            " 'fedavg', for instance."
+            f"Expected a rule that supports partial rows, because clients hold only some rows of {sliced}, but "
+            f"{type(rule).__name__} needs whole entries: use 'fedavg', for instance."
         )
     if options.optimizer_state == "keep":
         raise MisconfigurationException(
-            f"Clients hold different rows of {sliced} in every visit, so a kept optimizer state would belong to other"
-            " rows: use optimizer_state='reset'."
+            f"Clients hold different rows of {sliced} in every visit, so a stored optimizer state would belong to "
+            "other rows: use optimizer_state='reset'."
         )
     names = entry_names(module)
     for layer in module.modules():
         entry = names.get(layer.weight) if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
         if entry in sliced and layer.padding_idx is not None:
             raise MisconfigurationException(
-                f"Clients hold some rows of {entry!r} only, and its padding_idx={layer.padding_idx} would be another"
-                " word in every visit: make the embedding without `padding_idx`."
+                f"Clients hold only some rows of {entry!r}, so its padding_idx={layer.padding_idx} would mean another "
+                "word in every visit: create the embedding without `padding_idx`."
             )
     if reports_statistics and batch_norm_statistics(module):
         raise MisconfigurationException(
-            "A measurement of BatchNorm's running statistics (for example with batch_norm='recalibrate') would send"
-            f" the whole of {sliced} to every client again: convert the model with"
-            " `lightning_fed.modules.to_group_norm` (the FedSS paper does), or choose another `batch_norm`."
+            "Measuring BatchNorm's running statistics (for example with batch_norm='recalibrate') would send all "
+            f"rows of {sliced} to every client: convert the model with `lightning_fed.modules.to_group_norm` (as in "
+            "the FedSS paper), or choose another `batch_norm`."
         )
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Sets ``requires_grad`` to false in frozen parameters; returns the changed parameters, to restore at the end."""
+    """Disables ``requires_grad`` of frozen parameters; returns the changed parameters, to restore them at the end."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

@@ -12,13 +12,13 @@ from lightning_fed.server.interface import RoundReport
 
 
 class FailedRounds:
-    """Count of consecutive rounds without a new model due to failed clients; ends the fit at ``limit``.
+    """Counts consecutive rounds without a new model because of failed clients; ends the fit at ``limit``.
 
-    A round with too few clients due to dropouts does not count. A round without a new model by design (FedMA) counts as
-    a success.
+    A round with too few clients because of dropouts is not counted. A round without a new model by design (FedMA)
+    counts as a success.
 
     Attributes:
-        in_a_row: Number of failed rounds since the last success.
+        in_a_row: Number of counted rounds since the last success.
         has_trained: Whether any round has succeeded.
     """
 
@@ -46,11 +46,11 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round. ``errors`` are exceptions of failed clients in this process.
+        """Counts a round. ``errors`` are the exceptions of failed clients in this process.
 
         Raises:
-            Exception: If all clients of the round, at least two or the federation's only client, fail by exceptions of
-                one type: the first exception, or a ``RuntimeError`` in a process without such an exception.
+            Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions
+                of one type: the first exception, or a ``RuntimeError`` in a process without such an exception.
             RuntimeError: If ``limit`` consecutive rounds have failed.
         """
         if has_aggregate:
@@ -75,15 +75,15 @@ class FailedRounds:
             if self._cause is None:
                 raise RuntimeError(self._message)
             self._cause.add_note(
-                f"In round {round_number(report.round)} all {len(report.failed)} clients failed by this error. With"
-                " `max_failed_rounds=None` the fit goes on whatever fails."
+                f"In round {round_number(report.round)} all {len(report.failed)} clients failed with this error. With "
+                "`max_failed_rounds=None` the fit continues after any failure."
             )
             raise self._cause
         if self.in_a_row >= self.limit:
             raise RuntimeError(self._message) from self._cause
 
     def end_fit(self) -> None:
-        """Raises ``RuntimeError`` if rounds have failed, and no round has succeeded."""
+        """Raises ``RuntimeError`` if rounds have failed and no round has succeeded."""
         if self.limit is not None and self.in_a_row and not self.has_trained and self._message:
             raise RuntimeError(self._message) from self._cause
 
@@ -94,11 +94,11 @@ class FailedRounds:
             client, fault = next(iter(report.failed.items()))
             number = len(report.failed)
             reason = (
-                f"{number} of {number + len(report.received)} clients failed: client {client!r} is left out: {fault}"
+                f"{number} of {number + len(report.received)} clients failed, for example client {client!r}: {fault}"
             )
         return (
-            f"No new model has come of {rounds}, up to round {round_number(report.round)}, in which {reason}. Mend"
-            " this, or let the fit go on whatever fails with `max_failed_rounds=None`."
+            f"{rounds} failed: {reason}. Correct the cause, or continue after any failure with "
+            "`max_failed_rounds=None`."
         )
 
 

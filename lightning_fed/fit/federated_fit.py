@@ -1,4 +1,4 @@
-"""A fit: options, parts and state for all rounds."""
+"""A fit: options, components and state for all rounds."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ RemoteMeasurement: TypeAlias = Callable[
 ]
 """See :meth:`RemoteSide.measure <lightning_fed.rounds.remote.RemoteSide.measure>`."""
 
-# State in checkpoints without conversion.
+# State stored in checkpoints without conversion.
 _SAVED = ("rounds", "number", "initial_statistics", "decision", "num_measured", "model_round", "norm_layers")
 
 
 class FederatedFit:
-    """A fit: options, parts and state for all rounds.
+    """A fit: options, components and state for all rounds.
 
     Attributes:
-        has_server: Whether the server half is in this process.
-        measure_remotely: Measures BatchNorm inputs on clients on other machines; ``None`` for clients in this process.
+        has_server: Whether the server side is in this process.
+        measure_remotely: Function that measures BatchNorm inputs on remote clients; ``None`` if clients are in this
+            process.
         trainer: The Trainer; set by ``setup``.
         policies: Policy by entry name; empty before :meth:`decide_policies`.
-        unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
+        unset: Names of shared buffers that had NaN or infinite values at the start, and are frozen; ``None`` before the
             fit.
         cohort: The clients in the current or last round.
-        rounds: Number of finished rounds.
+        rounds: Number of completed rounds.
         number: Number of earlier fits of this Trainer; each fit starts with new optimizers.
         clock: Time limit for visits.
         synchronisation: Synchronisation of several processes in a round.
         initial_statistics: BatchNorm statistics for a client's first visit; empty unless the server pools statistics
-            and clients measure separate statistics in visits.
+            and clients measure separate statistics during visits.
         batch_norm: The option ``batch_norm``; ``"auto"`` is replaced if only one treatment is possible.
-        decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
-        num_measured: Number of rounds with reported statistics.
-        reports: Newest BatchNorm report by client, from rounds with too few reports for the decision.
+        decision: Decision of ``"auto"``: ``"own"`` (separate) or ``"pooled"`` statistics; empty before the decision.
+        num_measured: Number of rounds in which clients reported statistics.
+        reports: Latest BatchNorm report by client, from rounds with too few reports for a decision.
         model_round: Index of the last round with a new global model; -1 for no round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: The client whose BatchNorm statistics are in the module, outside visits; ``None`` for no client.
+        served_client: The client whose BatchNorm statistics are in the module outside visits; ``None`` for no client.
     """
 
     trainer: L.Trainer
@@ -76,7 +77,7 @@ class FederatedFit:
         self.options, self.server, self.schedule, self.store = options, server, schedule, store
         self.has_server, self.measure_remotely = has_server, measure_remotely
         self.clock = VisitClock(options.faults.visit_timeout)
-        # Written by the round loop.
+        # Set by the round loop.
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None
         self.rounds = self.number = 0
@@ -85,7 +86,7 @@ class FederatedFit:
         self._population: Population | None = None
         self._ignored = ExitStack()
         self._warnings: set[str] = set()
-        # Written by the measurement of BatchNorm statistics.
+        # Set by the measurement of BatchNorm statistics.
         self.initial_statistics: State = {}
         self.batch_norm: BatchNormOption = options.batch_norm
         self.decision = decision
@@ -96,33 +97,33 @@ class FederatedFit:
 
     @property
     def module(self) -> L.LightningModule:
-        """The module in training."""
+        """The module that is trained."""
         return self.trainer.lightning_module
 
     @property
     def is_remote(self) -> bool:
-        """True if the other half of the federation is on other machines."""
+        """Whether the other side of the federation is on other machines."""
         return self.measure_remotely is not None
 
     @property
     def has_one_client(self) -> bool:
-        """True if the only client is in this process: training is as in a plain fit."""
+        """Whether the only client is in this process, so that training equals a plain fit."""
         return not self.is_remote and len(self.population.clients) == 1
 
     @property
     def is_batch_norm_fixed(self) -> bool:
-        """True if BatchNorm normalises with running statistics in training too, in the current round."""
+        """Whether BatchNorm also uses running statistics in training in the current round."""
         after = self.options.fixes_batch_norm_after
         return after is not None and self.trainer.current_epoch >= after
 
     @property
     def has_own_statistics(self) -> bool:
-        """True if each client has separate BatchNorm statistics."""
+        """Whether each client has separate BatchNorm statistics."""
         return isinstance(self.batch_norm, LocalStatistics) or self.decision == "own"
 
     @property
     def has_measured_statistics(self) -> bool:
-        """True if each client measures its BatchNorm statistics with the global model."""
+        """Whether each client measures its BatchNorm statistics with the global model."""
         option = self.batch_norm
         return option.measured == "aggregation" if isinstance(option, LocalStatistics) else self.decision == "own"
 
@@ -135,33 +136,33 @@ class FederatedFit:
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model for the clients' BatchNorm measurements; ``None`` without measurements."""
+        """Round of the global model with which clients measure BatchNorm statistics; ``None`` without measurements."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property
     def reports_statistics(self) -> bool:
-        """True if a round's clients report BatchNorm statistics to the server."""
+        """Whether the clients of a round report BatchNorm statistics to the server."""
         option = self.batch_norm
         if isinstance(option, LocalStatistics):
             return option.unseen == "pooled"
         is_one_client = self.is_population_known and len(self.population.clients) == 1
-        # A single client trains as in a plain fit. Own statistics need no report.
+        # A single client trains as in a plain fit. Separate statistics need no report.
         return option == "recalibrate" or (option == "auto" and self.decision != "own" and not is_one_client)
 
     @property
     def is_population_known(self) -> bool:
-        """True after :meth:`set_population`."""
+        """Whether :meth:`set_population` was called."""
         return self._population is not None
 
     @property
     def population(self) -> Population:
-        """All clients, after :meth:`set_population`."""
+        """All clients; available after :meth:`set_population`."""
         if self._population is None:
-            raise RuntimeError("The clients are not known before `fit` asks for the training data.")
+            raise RuntimeError("The clients are unknown until `fit` has loaded the training data.")
         return self._population
 
     def set_population(self, population: Population) -> None:
-        """Sets the clients, before the first round and after each reload of the data.
+        """Sets the clients, before the first round and after each data reload.
 
         Refuses fewer than ``min_clients`` clients.
         """
@@ -172,17 +173,17 @@ class FederatedFit:
         population.local_epochs = self.schedule.local_epochs
         population.local_steps = self.schedule.local_steps
         population.overfit_batches = self.trainer.overfit_batches  # type: ignore[attr-defined]
-        most, clients = self.schedule.cohort_size(len(population.clients)), "of a round"
+        most, clients = self.schedule.cohort_size(len(population.clients)), "in a round"
         if self.options.availability.partial_work == "drop" and self.options.availability.stragglers:
-            most, clients = self.schedule.active_size(most), "of a round that do all their work"
+            most, clients = self.schedule.active_size(most), "in a round that complete their work"
         if self.server.min_clients > most:
             raise MisconfigurationException(
-                f"Expected `min_clients` to be at most the clients {clients} ({most}), but got"
-                f" {self.server.min_clients}: the global model would never change."
+                f"Expected `min_clients` to be at most the number of clients {clients} ({most}), but got "
+                f"{self.server.min_clients}: the global model would never change."
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Decides the policies of new entries in a module; returns whether any entry is new."""
+        """Determines the policies of new entries in a module; returns whether there are new entries."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
@@ -191,18 +192,18 @@ class FederatedFit:
             self.batch_norm = LocalStatistics() if self.needs_own_statistics(module, sliced) else "auto"
         policies = decide_policies(module, options.personal, options.frozen, self.batch_norm, sliced)
         new = {name: policy for name, policy in policies.items() if name not in known}
-        if self.unset is None or known:  # a resumed fit has the names: the buffers may have values by now
+        if self.unset is None or known:  # a resumed fit has the names: the buffers may be set by now
             self.unset = unset_buffers(module, new) | (self.unset or frozenset())
         self.policies = {**freeze_unset(new, self.unset), **known}
         return True
 
     def needs_own_statistics(self, module: L.LightningModule, sliced: Collection[str]) -> bool:
-        """True if ``"auto"`` must use separate BatchNorm statistics, because the server sees no client's statistics."""
+        """Whether ``"auto"`` must use separate BatchNorm statistics, because the server sees no client's statistics."""
         has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
     def store_initial_statistics(self) -> None:
-        """Copies the BatchNorm statistics for first visits, before pooled statistics replace the module's."""
+        """Copies the BatchNorm statistics for first visits before pooled statistics replace them in the module."""
         option = self.batch_norm
         is_needed = isinstance(option, LocalStatistics) and option.unseen == "pooled" and option.measured == "visit"
         if is_needed and not self.initial_statistics:
@@ -211,26 +212,26 @@ class FederatedFit:
             self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
 
     def record_warning(self, subject: str) -> bool:
-        """Records a warning in the log; returns whether the warning is the first one on the subject in the fit."""
+        """Records a warning about a subject; returns whether the warning is the first one on the subject in the fit."""
         is_first = subject not in self._warnings
         self._warnings.add(subject)
         return is_first
 
     def has_warned(self, subject: str) -> bool:
-        """True after :meth:`record_warning` for the subject."""
+        """Whether :meth:`record_warning` was called for the subject."""
         return subject in self._warnings
 
     def ignore_warning(self, message: str, module: str = "") -> None:
-        """Hides an intended warning from Lightning until :meth:`close`."""
+        """Suppresses an expected warning of Lightning until :meth:`close`."""
         self._ignored.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        """Restores warning filters, and stops clock and worker processes, at the end of the fit."""
+        """Restores warning filters, and stops the clock and worker processes, at the end of the fit."""
         self.clock.stop()
         self.synchronisation.release()
         self._ignored.close()
         if self._population is not None:
-            self._population.close()  # the garbage collector takes seconds
+            self._population.close()  # a run of the garbage collector takes seconds
 
     def state_dict(self) -> dict[str, Any]:
         """State for checkpoints."""
@@ -246,21 +247,21 @@ class FederatedFit:
         """Restores a checkpoint's state."""
         for name in _SAVED:
             setattr(self, name, state[name])
-        if self.options.batch_norm != "auto":  # an evaluation may have another option than the checkpoint
+        if self.options.batch_norm != "auto":  # an evaluation may use another option than the checkpoint
             self.decision = ""
         self.round_log.load_state_dict(state["totals"])
         self.reports = state["reports"]
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
-        """Takes over the state of the Trainer's last fit."""
+        """Takes over the state of the Trainer's previous fit."""
         self.round_log = fit.round_log
         self.load_state_dict(fit.state_dict())
         self.number += 1
-        self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer after an interrupted validation
+        self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer batches after an interrupted validation
 
     def draw_cohort(self, round: int) -> Cohort:
-        """Draws a round's clients by schedule and rule."""
+        """Draws the clients of a round, using the schedule and the rule."""
         plan = self.server.rule.plan(round)
         cohort = self.schedule.cohort(round, self.population.clients, plan.drawn, plan.always)
         if plan.present is None:

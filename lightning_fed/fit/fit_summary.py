@@ -1,4 +1,4 @@
-"""Summaries of a fit for the log: a line at the start, and a table at the end."""
+"""Summaries of a fit for the log: a line at the start and a table at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def format_bytes(number: float) -> str:
 
 
 def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
-    """Describes a fit at the start: clients, payload and execution of the visits."""
+    """Describes a fit at the start: clients, payload, and how visits are executed."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
@@ -44,19 +44,19 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
     kept = " and ".join(f"{counts[policy]} {policy}" for policy in _LOCAL if counts[policy])
     text = [
-        f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit, trains_at_once)}.",
-        f"{format_bytes(tensor_bytes(shared))} travel to a client and back ({len(shared)} entries"
-        f"{f'; {kept} ones stay' if kept else ''}).",
+        f"{method}: {rounds}, {size} of {clients} clients per round, {_execution(fit, trains_at_once)}.",
+        f"{format_bytes(tensor_bytes(shared))} each way per client ({len(shared)} "
+        f"tensors{f'; not sent: {kept}' if kept else ''}).",
     ]
     if following:
         text.append(
-            f"{format_bytes(tensor_bytes(following))} more ({len(following)} entries without gradient) travel where the"
-            " module writes into them, as into a teacher."
+            f"{format_bytes(tensor_bytes(following))} more ({len(following)} tensors without gradient) if the module "
+            "writes to them, as with a teacher."
         )
     if counts["sliced"]:
-        text.append(f"Of {counts['sliced']} more only the rows that a client asks for.")
+        text.append(f"{counts['sliced']} more tensors, of which clients receive only requested rows.")
     if batch_norm_layers(fit.module):
-        again = ", for which clients are sent the new model too" if fit.reports_statistics else ""
+        again = ", and clients also receive each new model to measure statistics" if fit.reports_statistics else ""
         text.append(f"BatchNorm: {fit.batch_norm!r}{again}.")
     return " ".join([*text, f"Seed {fit.schedule.seed}."])
 
@@ -78,9 +78,9 @@ def describe_end(
     files: Mapping[str, str] | None = None,
     recalibrates: bool = False,
 ) -> str:
-    """Table with a fit's results: :attr:`RoundLog.totals`, duration, and the last values logged by the user's code.
+    """Formats a fit's results as a table: :attr:`RoundLog.totals`, duration, and last values logged by the user's code.
 
-    ``recalibrates``: clients receive each new model twice, to measure BatchNorm's statistics.
+    With ``recalibrates``, clients receive each new model twice, to measure BatchNorm's statistics.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
@@ -95,14 +95,15 @@ def describe_end(
           val_acc           0.8125
     """
     rows = {
-        "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in all",
+        "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in total",
         "updates used": str(totals["clients"]),
         "clients left out": f"{totals['failed']} failed, {totals['dropped']} dropped out",
-        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", new models once more for BatchNorm",
+        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", including new models sent again "
+        "for BatchNorm",
         "sent back": format_bytes(totals["up_bytes"]),
     }
     if totals.get("numbers"):
-        rows["numbers left out"] = f"{totals['numbers']} of those that clients sent for the log"
+        rows["numbers left out"] = f"{totals['numbers']} values that clients sent for the log"
     rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OURS)}
     rows |= files or {}
     width = max(map(len, rows))
@@ -110,7 +111,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Paths of a fit's logs and checkpoints, by title; for the best checkpoints with score and round."""
+    """Paths of a fit's logs and checkpoints by title; for the best checkpoints with score and round."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:
@@ -126,7 +127,7 @@ def files_of(trainer: L.Trainer) -> dict[str, str]:
 
 
 def last_checkpoint(trainer: L.Trainer) -> str | None:
-    """Path of the newest checkpoint; ``None`` for no checkpoint."""
+    """Path of the latest checkpoint; ``None`` without a checkpoint."""
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     names = {name for saver in savers for name in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)}
     written = [path for path in map(Path, names - {""}) if path.exists()]

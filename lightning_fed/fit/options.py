@@ -15,19 +15,19 @@ from lightning_fed.server.schedule import Availability
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """``batch_norm=``: every client has individual running statistics, and shares the weights.
+    """``batch_norm=``: clients share the weights, but each client has separate running statistics.
 
-    After the aggregation each client of the round runs its data once through the new global model and stores mean and
-    variance for each BatchNorm layer. A client with statistics from an older model measures again before evaluation.
-    A checkpoint holds all clients' statistics, 8 bytes per channel and client: 384 MB for 10,000 clients with a
-    ResNet-18. Set ``store`` to a folder for so many clients.
+    After the aggregation each client in the round passes its data once through the new global model, and stores mean
+    and variance for each BatchNorm layer. A client with statistics from an older model measures again before
+    evaluation. A checkpoint contains the statistics of all clients, 8 bytes per channel and client: 384 MB for 10,000
+    clients with a ResNet-18. For so many clients set ``store`` to a folder.
 
     Args:
-        unseen: Statistics for data without a client: mean and variance over the ``"batch"``; over all ``"data"`` in a
-            loader, by a pass without labels before the evaluation (AdaBN, Li et al. 2016); or the server's pooled
-            measurements by the round's clients (``"pooled"``, at the cost of ``"recalibrate"``).
-        measured: Time of the measurement: after the ``"aggregation"``, with the new weights, or during the
-            ``"visit"``, while the weights change (SiloBN). Statistics from a visit match no shared weights.
+        unseen: Statistics for data without a client: mean and variance of the ``"batch"``; of all ``"data"`` in a
+            loader, from a pass without labels before the evaluation (AdaBN, Li et al. 2016); or the pooled statistics
+            of the round's clients (``"pooled"``, at the cost of ``"recalibrate"``).
+        measured: When to measure: after the ``"aggregation"``, with the new weights, or during the ``"visit"``, while
+            the weights change (SiloBN). Statistics from a visit do not match any shared weights.
 
     Example:
         >>> from lightning_fed import Federation
@@ -45,7 +45,7 @@ class LocalStatistics:
 
 @dataclass(frozen=True)
 class FixedStatistics:
-    """``batch_norm=``: running statistics are averaged for some rounds, and then fixed, in training too (FixBN).
+    """``batch_norm=``: running statistics are averaged for some rounds and then fixed, also in training (FixBN).
 
     Args:
         after: Number of rounds before the statistics are fixed, at least 0.
@@ -62,30 +62,30 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """``visits=`` for at most ``clients`` clients at once, such as :class:`~lightning_fed.Vectorized`."""
+    """``visits=`` for at most ``clients`` clients that train at once, such as :class:`~lightning_fed.Vectorized`."""
 
     clients: int
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Decides, before the first round, whether visits can train at once; otherwise logs the reason.
+        """Decides before the first round whether visits can train at once; otherwise logs the reason.
 
-        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``. The module of ``fit`` holds
-        the global model.
+        Returns a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``. The module of ``fit`` holds the
+        global model.
         """
 
 
 @dataclass(frozen=True)
 class Faults:
-    """``faults=``: limits to the failures of clients in a fit.
+    """``faults=``: limits on client failures in a fit.
 
     Args:
-        min_clients: Least number of good updates; with fewer the global model does not change.
-        max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
-            ends with an error. A round with the same error for all clients ends the fit at once, and a fit without a
-            successful round ends with an error. ``None`` continues after any failure.
+        min_clients: Minimum number of valid updates per round; with fewer updates the global model does not change.
+        max_failed_rounds: The fit ends with an error after this number of consecutive rounds without a new model
+            because of failed clients. A round in which all clients raise the same error ends the fit at once, and a fit
+            without any successful round ends with an error. ``None`` continues after any failure.
         visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; ``None`` for
-            no limit. Needs Unix, and a fit in the main thread.
+            no limit. Requires Unix, and a fit in the main thread.
 
     Example:
         >>> from lightning_fed import Federation
@@ -111,7 +111,7 @@ VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options for a fit, described in :class:`~lightning_fed.callbacks.Federation`."""
+    """Options for a fit, documented in :class:`~lightning_fed.callbacks.Federation`."""
 
     personal: Sequence[Selector] = ()
     frozen: Sequence[Selector] = ()
@@ -134,27 +134,28 @@ class FitOptions:
                 raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {getattr(self, name)!r}.")
         if self.faults.visit_timeout is not None and self.visits_at_once is not None:
             raise ValueError(
-                "Expected one of `visit_timeout` and `Vectorized`: clients that train at once wait for each other."
+                "Expected either `visit_timeout` or `Vectorized`, but got both: clients that train at once wait for "
+                "each other."
             )
 
     @property
     def visits_at_once(self) -> VisitsAtOnce | None:
-        """Option for simultaneous visits; ``None`` for one client after another."""
+        """Option for visits that train at once; ``None`` for one client after another."""
         return self.visits if isinstance(self.visits, VisitsAtOnce) and self.visits.clients > 1 else None
 
     @property
     def visits_one_by_one(self) -> VisitsName:
-        """Loop for visits one by one."""
+        """Kind of loop for visits that train alone."""
         return "auto" if isinstance(self.visits, VisitsAtOnce) else self.visits
 
     @property
     def has_personal_entries(self) -> bool:
-        """True if the options make entries of the model personal."""
+        """Whether the options make entries of the model personal."""
         return bool(self.personal) or self.batch_norm == "personal" or isinstance(self.batch_norm, LocalStatistics)
 
     @property
     def fixes_batch_norm_after(self) -> int | None:
-        """Number of rounds after which BatchNorm uses running statistics in training too; ``None`` for never."""
+        """Number of rounds after which BatchNorm also uses running statistics in training; ``None`` for never."""
         if isinstance(self.batch_norm, FixedStatistics):
             return self.batch_norm.after
         return 0 if self.batch_norm == "frozen" else None

@@ -21,29 +21,31 @@ from lightning_fed.server.server import RoundReport
 
 _log = logging.getLogger(__name__)
 
-_MOST_METRICS = 64  # per client and round
+_MOST_METRICS = 64  # numbers per client and round
 _MOST_NAMES = 256  # per fit
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 
 
 class RoundLog:
-    """Writes a round's numbers to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
+    """Writes a round's values to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
 
-    The step is the number of batches so far, as for Lightning's own values, and ``epoch`` is the round. The guide on
-    logging defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``,
-    ``fed/num_samples``, ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``,
-    ``comm/up_bytes``, ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
+    The step is the number of batches so far, as for Lightning's own values, and ``epoch`` is the round. The logging
+    guide defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``, ``fed/num_samples``,
+    ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
+    ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
-    Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
-    name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names up
-    to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log.
+    Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the clients that sent the value, so that a
+    client cannot overwrite other names. Limits: 64 names per client and round, 256 names per fit (more frequent names
+    first), finite values, names of up to 100 letters, digits and ``._-/``. Other values are skipped and counted, with
+    one line in the log.
 
-    Callbacks can monitor the newest value for every name. The aggregator's names and ``client/<id>/...`` may change
-    from round to round: names from earlier rounds are removed.
+    Callbacks can monitor the latest value of every name. The aggregator's names and ``client/<id>/...`` may change
+    between rounds: names from earlier rounds are removed.
 
     Attributes:
-        totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
-            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, skipped ``numbers`` from clients.
+        totals: Sums over the completed rounds in this process: ``rounds``, ``clients`` with aggregated updates,
+            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, and skipped values (``numbers``) from
+            clients.
         total_up_bytes: Bytes in all updates since the first round.
         total_down_bytes: Bytes in all broadcasts since the first round.
     """
@@ -53,7 +55,7 @@ class RoundLog:
         self.total_up_bytes = 0
         self.total_down_bytes = 0
         self._last: dict[str, float] = {}
-        self._passing: dict[str, list[str]] = {}  # names by kind, until replaced
+        self._passing: dict[str, list[str]] = {}  # names by kind, removed when the kind gets new names
 
     def state_dict(self) -> dict[str, Any]:
         """State for checkpoints."""
@@ -70,7 +72,7 @@ class RoundLog:
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
 
     def show(self, trainer: L.Trainer) -> None:
-        """Writes the newest numbers to ``callback_metrics``, as in an uninterrupted fit."""
+        """Writes the latest values to ``callback_metrics``, as in an uninterrupted fit."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(
@@ -84,13 +86,13 @@ class RoundLog:
         measured: Mapping[str, float],
         is_private: bool = False,
     ) -> None:
-        """Logs a round, from the global model ``before`` and ``after`` the round, and the aggregator's metrics.
+        """Logs a round, using the global model ``before`` and ``after`` the round and the aggregator's metrics.
 
-        ``measured`` holds these metrics, ``parameters`` the names of the trained entries. With ``is_private`` only
-        ``measured`` may be published.
+        ``measured`` are the aggregator's metrics, and ``parameters`` the names of trained entries. With ``is_private``
+        only ``measured`` may be published.
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
-        if is_private:  # without totals, which the summary publishes
+        if is_private:  # without totals, which the summary would publish
             self._last = {}
             self.put(trainer, report.round, measured)
             self.total_up_bytes, self.total_down_bytes = totals
@@ -131,7 +133,7 @@ class RoundLog:
     ) -> None:
         """Logs values of a round under their names.
 
-        ``passing`` holds names by kind: a kind's names replace the last names of the kind.
+        ``passing`` contains names by kind: the names of a kind replace the previous names of this kind.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -151,7 +153,7 @@ class RoundLog:
             self._passing[kind] = new
 
     def _mean_metrics(self, report: RoundReport) -> dict[str, float]:
-        """Means of the clients' metrics by log name."""
+        """Means of the clients' metrics by logged name."""
         kept, sent = {}, dict[str, list[float]]()
         for client, metrics in report.metrics.items():
             good = [name for name, value in metrics.items() if _NAME.fullmatch(name) and math.isfinite(value)]
@@ -165,9 +167,9 @@ class RoundLog:
             left_out = [name for name in metrics if name not in kept[client] or name not in taken]
             if left_out and not self.totals["numbers"]:
                 _log.warning(
-                    "Round %d: %d numbers of client %r are not logged, %.100r first. The limits are %d numbers per"
-                    " client and round, %d names per fit, finite values, and names of at most 100 letters, digits and"
-                    " `._-/`. This warning appears once.",
+                    "Round %d: %d values of client %r are not logged, starting with %.100r. The limits are %d "
+                    "numbers per client and round, %d names per fit, finite values, and names of at most 100 "
+                    "letters, digits and `._-/`. This warning appears once.",
                     round_number(report.round), len(left_out), client, left_out[0], _MOST_METRICS, _MOST_NAMES,
                 )  # fmt: skip
             self.totals["numbers"] += len(left_out)

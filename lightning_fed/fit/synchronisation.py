@@ -1,4 +1,4 @@
-"""Interface of a strategy with several processes for a round's clients."""
+"""Interface for strategies with several processes for a round's clients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_fed.server.schedule import Cohort, Schedule
 
 
 class RoundSynchronisation:
-    """Synchronisation of several processes in a round; the base class, for one process, does nothing.
+    """Synchronises several processes in a round. The base class, for one process, does nothing.
 
-    ``visit_costs``: costs of earlier visits, to balance the shares; ``None`` for one process.
+    ``visit_costs`` are measured costs of visits, used to balance the processes; ``None`` for one process.
     """
 
     visit_costs: VisitCosts | None = None
 
     def start_round(self) -> None:
-        """Called before the round's first batch: from here on the processes run independently."""
+        """Called before the first batch of the round; from here on the processes run independently."""
 
     def start_visit(self, planned: PlannedVisit) -> None:
         """Called before the first batch of a visit."""
@@ -42,24 +42,24 @@ class RoundSynchronisation:
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after the last visit.
 
-        ``is_cut``: the round ended in this process before the last visit was over. All processes then raise an error.
+        With ``is_cut``, the round ended in this process before its last visit, and all processes raise an error.
         """
 
     def check_state(self, local: LocalModel) -> None:
-        """Refuses global models that differ between processes by more than rounding on different devices."""
+        """Refuses global models that differ between processes by more than rounding errors."""
 
     def end_round(self) -> None:
-        """Called at the end of a round: the processes wait for each other again."""
+        """Called at the end of a round, when the processes synchronise again."""
 
     def abort(self) -> None:
-        """Called after an error in this process, which no longer waits for other processes."""
+        """Called after an error in this process; afterwards this process does not wait for other processes."""
 
     def release(self) -> None:
-        """Reverts the changes made to the module for the round."""
+        """Reverts changes to the module made for the round."""
 
 
 class ClientSharing(ABC):
-    """Base class for Lightning strategies that distribute a round's clients over several processes."""
+    """Base class of Lightning strategies that distribute the clients of a round over several processes."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class ClientSharing(ABC):
 
     @abstractmethod
     def callbacks(self) -> Sequence[L.Callback]:
-        """Callbacks for a Trainer with several processes."""
+        """Returns the callbacks that a Trainer with several processes needs."""
 
     @abstractmethod
     def synchronise(
@@ -79,16 +79,16 @@ class ClientSharing(ABC):
         schedule: Schedule,
         progress: RoundProgress,
     ) -> RoundSynchronisation:
-        """Builds the synchronisation of a fit's rounds; refuses a fit without support for several processes."""
+        """Creates the synchronisation for a fit's rounds; refuses a fit without support for several processes."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """The processes that share the federation's clients."""
+    """Returns the processes with the federation's clients."""
     strategy = trainer.strategy
     return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 
 
 def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:
-    """The Trainer's strategy if several processes share the clients, otherwise ``None``."""
+    """Returns the Trainer's strategy if several processes share the clients, else ``None``."""
     strategy = trainer.strategy
     return strategy if isinstance(strategy, ClientSharing) and strategy.process_group.size > 1 else None

@@ -1,4 +1,4 @@
-"""Checks of a Trainer's settings for rounds; each error names a remedy."""
+"""Checks of a Trainer's settings for rounds; each error states a remedy."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
 
-_TUNES = "it trains some steps before the fit, which would be visits: tune with a plain `L.Trainer` first"
+_TUNES = "it trains some steps before the fit, which would run as visits: tune with a plain `L.Trainer` first"
 
 _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: _TUNES,
     LearningRateFinder: _TUNES,
-    StochasticWeightAveraging: "it replaces the schedule of optimizers that every visit makes anew, and adds an epoch"
-    " in which nothing trains: use `WeightAveraging` (from Lightning 2.6 on), which averages the global models here, or"
-    " a rule of the server",
-    ModelPruning: "it renames entries of the module between rounds, by whose names the server and the clients keep"
-    " theirs: prune the trained model with `torch.nn.utils.prune`",
+    StochasticWeightAveraging: "it replaces the schedules of optimizers, which every visit creates anew, and adds an "
+    "epoch without training: use `WeightAveraging` (from Lightning 2.6 on), which "
+    "averages the global models, or a server-side rule",
+    ModelPruning: "it renames entries of the module between rounds, but server and clients identify entries by name: "
+    "prune the trained model with `torch.nn.utils.prune`",
 }
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
-    """The datamodule or module with the Trainer's ``train_dataloader``; refuses a Trainer without this hook."""
+    """Returns the datamodule or module with the Trainer's ``train_dataloader``; refuses a Trainer without this hook."""
     datamodule: L.LightningDataModule | None = datamodule_of(trainer)
     if datamodule is not None and is_overridden("train_dataloader", datamodule):
         return datamodule
     if is_overridden("train_dataloader", module):
         return module
     raise MisconfigurationException(
-        "Expected training data: loaders or data sets passed to `fit`, a datamodule, or the module's own"
-        " `train_dataloader`. If loaders were passed to `fit`, `Federation` has not found the loaders in this version"
-        " of Lightning: pass `datamodule=lightning_fed.data.LoaderDataModule(train, val)`."
+        "Expected training data: loaders or data sets passed to `fit`, a datamodule, or the module's "
+        "`train_dataloader`, but found none. If loaders were passed to `fit`, `Federation` cannot find them in this "
+        "version of Lightning: pass `datamodule=lightning_fed.data.LoaderDataModule(train, val)`."
     )
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds callbacks right behind ``callback``, except classes already in the Trainer."""
+    """Adds callbacks directly behind ``callback``, except classes already in the Trainer."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):
@@ -60,13 +60,13 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 
 
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
-    """Moves a callback to the front, so a visit begins before other callbacks see the first batch.
+    """Moves a callback to the front, so that a visit begins before other callbacks receive the first batch.
 
     Safe while the Trainer iterates over the callbacks. Refuses a second callback of the class ``kind``.
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
-        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has more.")
+        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has several.")
     callbacks.remove(callback)
     callbacks.insert(0, callback)
 
@@ -75,16 +75,16 @@ def check_processes(trainer: L.Trainer) -> None:
     """Refuses several processes without a strategy for clients."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharing):
         raise MisconfigurationException(
-            f"`Federation` trains the clients of a round one after another in one process, but the Trainer has"
-            f" {trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, or"
-            " `devices=1`."
+            "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
+            f"{trainer.world_size} processes: use strategy='client_parallel', which distributes the clients over "
+            "processes, or `devices=1`."
         )
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings without a meaning in a round's visits.
+    """Refuses Trainer settings without meaning in a round's visits.
 
-    A federation's only client trains as in a plain fit, with any setting.
+    The only client of a federation trains as in a plain fit, with any setting.
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
@@ -110,9 +110,9 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Gradients of {window} batches are accumulated, and {odd}: a window would straddle two {between}. Set"
-        f" `local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger batch size"
-        f" instead of `accumulate_grad_batches={window}`."
+        f"Gradients of {window} batches are accumulated, and {odd}: the last accumulation window would span two "
+        f"{between}. Set `local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger "
+        f"batch size instead of `accumulate_grad_batches={window}`."
     )
 
 
@@ -121,8 +121,8 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
         share = getattr(trainer, name, None)
         if isinstance(share, float) and share not in (0.0, 1.0):
             raise MisconfigurationException(
-                f"Expected `{name}` to be 1.0 or a number of batches, because the training data have no known length,"
-                f" but got the share {share}."
+                f"Expected `{name}` to be 1.0 or a number of batches, because the training data have no known length, "
+                f"but got the fraction {share}."
             )
 
 
@@ -133,17 +133,18 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
     fits = interval % num_batches == 0 if is_in_batches and num_batches else interval == 1.0 and every is not None
     if not fits:
         raise MisconfigurationException(
-            "Validation inside a round would validate one client's model: leave `val_check_interval` at 1.0, or set it"
-            f" to a multiple of the round's batches, which are {num_batches}, and use `check_val_every_n_epoch` to"
-            f" validate every n rounds, but got val_check_interval={interval!r} and check_val_every_n_epoch={every!r}."
+            "Validation inside a round would evaluate the model of one client: leave `val_check_interval` at 1.0, or "
+            f"set it to a multiple of the {num_batches} batches in a round, and use `check_val_every_n_epoch` to "
+            f"validate every n rounds, but got val_check_interval={interval!r} and check_val_every_n_epoch={every!r}."
         )
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers with a state that cannot be stored for a client (LBFGS)."""
+    """Refuses optimizers with a state unsuitable for storing (LBFGS)."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
-            "The state of LBFGS holds lists of past steps, which a client cannot keep: use optimizer_state='reset'."
+            "The state of LBFGS contains lists of past steps, which cannot be stored for a client: use "
+            "optimizer_state='reset'."
         )
 
 
@@ -152,19 +153,21 @@ def check_trainer(trainer: L.Trainer) -> None:
     check_processes(trainer)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
-            "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client should"
-            " have begun: take the batch instead, `training_step(self, batch, batch_idx)`."
+            "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "
+            "its first batch: use `training_step(self, batch, batch_idx)` instead."
         )
     for callback in callbacks_of(trainer):
         for refused, reason in _REFUSED.items():
             if isinstance(callback, refused):
-                raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
+                raise MisconfigurationException(
+                    f"`{type(callback).__name__}` is not supported in a federation: {reason}."
+                )
         if isinstance(callback, ModelCheckpoint):
             _check_saver(callback)
 
 
 def _check_saver(saver: ModelCheckpoint) -> None:
-    """Refuses checkpoints inside a round if the file name or the monitored value depends on the current batch."""
+    """Refuses checkpoints inside a round whose file name or monitored value depends on the current batch."""
     is_inside = saver.every_n_epochs == 0 or getattr(saver, "save_on_exception", False)  # new in Lightning 2.6
     if not is_inside or saver.save_top_k == 0:
         return
@@ -172,26 +175,28 @@ def _check_saver(saver: ModelCheckpoint) -> None:
     fault = f"monitor={saver.monitor!r}" if saver.monitor is not None else f"filename={name!r}" if "{" in name else ""
     if fault:
         raise MisconfigurationException(
-            "A checkpoint taken inside a round holds the model of the last complete round, but `ModelCheckpoint` would"
-            f" name or choose the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or give"
-            " a constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`;"
-            " for exceptions `OnExceptionCheckpoint`)."
+            "A checkpoint inside a round contains the model of the last complete round, but `ModelCheckpoint` would "
+            f"name or select the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or set "
+            "a constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, "
+            "save_top_k=0)`; for exceptions `OnExceptionCheckpoint`)."
         )
 
 
 def check_schedulers(trainer: L.Trainer) -> None:
-    """Refuses per-step schedulers with state across clients: with a ``frequency``, or ``ReduceLROnPlateau``."""
+    """Refuses per-step schedulers whose state spans clients: with a ``frequency``, or ``ReduceLROnPlateau``."""
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
             continue
         if config.frequency != 1:
             raise MisconfigurationException(
-                "A per-step scheduler with a `frequency` counts batches across clients: use frequency=1 (it starts anew"
-                f" in every visit) or interval='epoch' (per round), but got frequency={config.frequency}."
+                "A per-step scheduler with a `frequency` would count batches across clients: use frequency=1 (the "
+                "scheduler restarts in every visit) or interval='epoch' (per round), but got "
+                f"frequency={config.frequency}."
             )
         if config.reduce_on_plateau:
             raise MisconfigurationException(
-                "`ReduceLROnPlateau` with interval='step' would watch one client's batches: use interval='epoch'."
+                "`ReduceLROnPlateau` with interval='step' would monitor the batches of one client: use "
+                "interval='epoch'."
             )
 
 

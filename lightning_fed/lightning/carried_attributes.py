@@ -1,4 +1,4 @@
-"""Finds attributes in modules, callbacks and optimizers with values carried over from one visit to later visits."""
+"""Finds attributes of modules, callbacks and optimizers whose values carry over from one visit to later visits."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from lightning_fed.numerics.foreach import norms
 _log = logging.getLogger(__name__)
 
 _INTERNAL = frozenset(vars(nn.Module()))
-# `state_dict` holds the first two; schedulers write the last ones.
+# `state_dict` contains the first two; schedulers write the last ones.
 _OPTIMIZER_INTERNAL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], 0.1))) | {"_opt_called", "_step_count", "step"}
 _EXCLUDED: dict[type, Set[str]] = {nn.Module: _INTERNAL, Optimizer: _OPTIMIZER_INTERNAL, L.Callback: frozenset()}
 _MISSING = object()
 _ADVICE: dict[type, str] = {
-    nn.Module: "make what training uses a buffer, `register_buffer(name, tensor)`",
-    Optimizer: "keep what an optimizer remembers in `self.state[parameter]` or `param_groups`, so that"
-    " `optimizer_state` decides about the state",
-    L.Callback: "let a `FederatedCallback` assign its state anew in `on_client_start`",
-    object: "return every number of a scheduler in `state_dict`",
+    nn.Module: "store values used in training in a buffer, `register_buffer(name, tensor)`",
+    Optimizer: "store optimizer state in `self.state[parameter]` or `param_groups`, so that `optimizer_state` "
+    "applies to it",
+    L.Callback: "reset the state in `on_client_start` of a `FederatedCallback`",
+    object: "include every number of a scheduler in `state_dict`",
 }
-_OPTIMIZER = "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their state"
-_METRIC = "let a `FederatedCallback` reset metrics that training uses in `on_client_start`"
+_OPTIMIZER = "return optimizers from `configure_optimizers`, so that `optimizer_state` applies to their state"
+_METRIC = "reset metrics that are used in training in `on_client_start` of a `FederatedCallback`"
 
 
 class _Known:
-    """Results about a module from earlier rounds: changed attributes, logged attributes, and number of searches."""
+    """Findings about a module from earlier rounds: changed attributes, logged attributes, and number of searches."""
 
     def __init__(self) -> None:
-        self.suspects: dict[str, ref[Any]] = {}  # owners; a second fit has other optimizers
+        self.suspects: dict[str, ref[Any]] = {}  # owners of attributes; a second fit has other optimizers
         self.named: set[str] = set()
         self.num_looks = 0
-        self.training_callbacks: list[ref[L.Callback]] = []  # callbacks that write to the training
+        self.training_callbacks: list[ref[L.Callback]] = []  # callbacks that write to parameters, gradients or options
 
     def is_training(self, callback: L.Callback) -> bool:
         return any(each() is callback for each in self.training_callbacks)
@@ -68,28 +68,28 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes that carry values from one visit to later visits. Some raise an error, others a warning.
+    """Finds attributes that carry values from one visit to later visits. Some cause an error, others a warning.
 
-    An attribute is found after two events: one visit changes the attribute, and a later visit reads before writing. The
-    search covers the module, submodules, the user's callbacks, the Trainer's optimizers, and the schedulers with a step
-    per batch: numbers, texts, tensors, arrays, random generators, optimizers, iterators, containers, functions with
-    variables in a closure, and objects with such attributes. A callback's numbers are included if a hook writes to
-    parameters, gradients or options for an optimizer. A metric is found after a call of ``compute`` in a visit with
-    updates from an earlier visit. Class attributes, variables in the closures of methods, and global numbers are found
-    after changes in two visits.
+    An attribute is reported if one visit changes it and a later visit reads it before writing. The search covers the
+    module, submodules, the user's callbacks, the Trainer's optimizers, and per-step schedulers: numbers, strings,
+    tensors, arrays, random generators, optimizers, iterators, containers, functions with variables in a closure, and
+    objects with such attributes. A callback's numbers are included if a hook writes to parameters, gradients or options
+    for an optimizer. A metric is reported if ``compute`` is called in a visit and the metric has updates from an
+    earlier visit. Class attributes, variables in the closures of methods, and global numbers are reported after changes
+    in two visits.
 
-    An optimizer stored in an attribute begins every visit without state. With several clients, an attribute that
+    An optimizer stored in an attribute starts every visit without state. With several clients, an attribute that
     changes in two visits is an error in optimizers, in schedulers, and in callbacks with an effect on training.
 
     The search skips layers from this package, the ``state_dict`` of optimizers and schedulers, memory with parameters
-    and buffers, and tensors with a gradient history. The search cannot find other globals, and objects behind more
+    and buffers, and tensors with a gradient history. The search does not find other globals, or objects nested deeper
     than five levels.
 
     Args:
         module: The module.
-        trainer: The Trainer, for callbacks and optimizers.
-        is_shared: True if several clients train the module.
-        is_reset: True if every visit begins with new optimizers.
+        trainer: The Trainer, for its callbacks and optimizers.
+        is_shared: Whether several clients train the module.
+        is_reset: Whether every visit starts with new optimizers.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class CarriedAttributes:
         self._before: dict[str, Any] = {}
         self._at_second: dict[str, Any] = {}
         self._num_visits = 0
-        self._is_seen: set[str] = set()  # read or written in the current visit
+        self._is_seen: set[str] = set()  # attributes read or written in the current visit
         self._read_first: set[str] = set()
         self._watched: dict[tuple[type, str], _Watched] = {}
         self._watched_names: set[str] = set()
         self._methods: list[OverriddenMethod] = []
-        self._num_forwards = 0  # nested calls of metrics
+        self._num_forwards = 0  # depth of nested metric calls
         self._updated: set[int] = set()  # metrics with updates from an earlier visit
         self._read_metrics: set[str] = set()
 
@@ -125,7 +125,7 @@ class CarriedAttributes:
         self._num_visits += 1
         self._is_seen.clear()
         self._updated = {id(metric) for _, metric in self._metrics() if metric.update_count}
-        # A list is empty before the first round only. Later changes show at a round's end.
+        # A list is empty only before the first round. Later changes are detected at the end of a round.
         if self._num_visits == 2 and self._known.num_looks < 2:
             self._known.num_looks += 1
             self._at_second = self._fingerprints()
@@ -133,9 +133,10 @@ class CarriedAttributes:
             self._watch()
 
     def changed(self) -> list[str]:
-        """Returns the attributes changed since the round's start, in order.
+        """Returns the attributes changed since the start of the round, in order.
 
-        Lists are excluded if empty at the round's start, because modules collect an epoch's outputs for the log.
+        Lists that were empty at the start of the round are excluded, because modules collect an epoch's outputs for the
+        log.
         """
         return self._differences(self._before, self._fingerprints())
 
@@ -159,7 +160,7 @@ class CarriedAttributes:
         return True
 
     def end_round(self, round: int) -> None:
-        """Logs the attributes found; refuses optimizers, schedulers and callbacks that carry state between clients."""
+        """Logs the reported attributes; refuses optimizers, schedulers and callbacks with state across clients."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -168,21 +169,21 @@ class CarriedAttributes:
         self.stop()
         self._suspect(changed)
         found = self._suspects() & self._read_first
-        # A constant, made in the first visit, does not change again.
+        # A constant created in the first visit does not change again.
         again = found.intersection(self._differences(self._at_second or self._before, after))
         refused = sorted(name for name in again if self._is_shared and self._is_training(name))
         if refused:
             raise MisconfigurationException(
-                f"Expected every visit to begin with the state of the round's start, but the visits of"
-                f" {type(self._module).__name__} changed and read {_listed(refused)}: the values would pass from client"
-                f" to client outside the messages; {self._advise(refused)}."
+                "Expected every visit to start from the state at the round's start, but the visits of "
+                f"{type(self._module).__name__} changed and read {_listed(refused)}, so values would pass from client "
+                f"to client outside the messages: {self._advise(refused)}."
             )
         names = sorted((found | blind | self._read_metrics) - known.named)
         if names:
             known.named.update(names)
             _log.warning(
-                "Round %d: these attributes of %s changed in the visits: %s. The values pass from client to client"
-                " outside the messages: %s.",
+                "Round %d: visits changed these attributes of %s: %s. Their values pass from client to client "
+                "outside the messages: %s.",
                 round_number(round),
                 type(self._module).__name__,
                 _listed(names),
@@ -242,7 +243,7 @@ class CarriedAttributes:
         for name in self._suspects() - self._watched_names:
             owner, attribute = _owner_of(owners, name)
             key = type(owner), attribute
-            # A compiled module reads attributes at compile time. A write to a class attribute replaces a descriptor.
+            # A compiled module reads attributes at compile time. Writing to a class attribute replaces a descriptor.
             is_closed = isinstance(owner, nn.Module) and (is_compiled or name in self._known.named)
             is_possible = key in self._watched or _Watched.is_possible(*key)
             if is_closed or not is_possible or attribute not in getattr(owner, "__dict__", ()):
@@ -282,7 +283,7 @@ class CarriedAttributes:
             self._num_forwards -= is_forward
 
     def _metrics(self) -> Iterator[tuple[str, Metric]]:
-        """Yields outermost metrics in the module, and metrics in containers, by name."""
+        """Yields the outermost metrics in the module, and metrics in containers, by name."""
         seen: set[int] = set()
         for path, layer in self._module.named_modules():
             values = {path: layer}
@@ -317,7 +318,7 @@ class CarriedAttributes:
         return result
 
     def _training_state(self) -> list[str]:
-        """Returns parameters' and gradients' versions and norms (`.data` has no version), and optimizer options."""
+        """Returns versions and norms of parameters and gradients (`.data` has no version), and optimizer options."""
         assert self._trainer is not None
         tensors = [tensor.detach() for tensor in self._module.parameters()]
         gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]
@@ -343,7 +344,7 @@ class CarriedAttributes:
         values: list[Any] = [*self._callbacks()]
         if self._trainer is not None:
             values += self._trainer.optimizers
-            # The Trainer makes other schedulers' steps after the visits.
+            # The Trainer steps other schedulers after the visits.
             is_manual = not self._module.automatic_optimization
             values += [
                 config.scheduler
@@ -369,7 +370,7 @@ class CarriedAttributes:
             if excluded is None:
                 excluded = {"optimizer", *owner.state_dict()}
             excluded = excluded | lightning_attributes() if isinstance(owner, L.LightningModule) else excluded
-            is_torch = type(owner).__module__.startswith("torch.")  # private values, like the weights in an LSTM
+            is_torch = type(owner).__module__.startswith("torch.")  # private values, such as the weights of an LSTM
             for name, value in {**_class_values(type(owner)), **vars(owner)}.items():
                 is_private = is_torch and name.startswith("_")
                 if not is_private and name not in excluded and not isinstance(value, OverriddenMethod):
@@ -378,9 +379,9 @@ class CarriedAttributes:
 
 
 class _Watched:
-    """Data descriptor that reports reads and writes of an attribute until :meth:`remove`.
+    """Data descriptor that reports reads and writes of an attribute, until :meth:`remove`.
 
-    ``note`` receives the attribute's full name, and ``True`` for a read.
+    ``note`` is called with the attribute's full name, and ``True`` for a read.
     """
 
     def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:
@@ -392,7 +393,7 @@ class _Watched:
 
     @staticmethod
     def is_possible(owner_type: type, attribute: str) -> bool:
-        """True if the attribute can be watched: in a Python class without a method or property of this name."""
+        """Whether the attribute can be watched: in a Python class without a method or property of this name."""
         is_of_python = bool(owner_type.__flags__ & 1 << 9)
         return (
             is_of_python
@@ -436,7 +437,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _class_values(owner_type: type) -> dict[str, Any]:
-    """Returns class attributes, variables in closures of methods, and global numbers named in methods."""
+    """Returns class attributes, variables in closures of methods, and global numbers used in methods."""
     values: dict[str, Any] = {}
     for base in reversed(owner_type.__mro__):
         if base.__module__.partition(".")[0] in (*LIBRARIES, "torch", "builtins", "abc"):
@@ -461,7 +462,7 @@ def _is_compiled(owner: Any) -> bool:
 
 
 def _is_width(module: nn.Module, name: str) -> bool:
-    # Messages hold the tensors, and so the widths.
+    # Messages contain the tensors, so changed widths are sent.
     path, _, attribute = name.rpartition(".")
     layer = dict(_layers(module)).get(path)
     try:
@@ -471,7 +472,7 @@ def _is_width(module: nn.Module, name: str) -> bool:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    # Without metrics' submodules.
+    # Submodules of metrics are excluded.
     seen: set[int] = set()
     for path, layer in module.named_modules():
         if id(layer) not in seen:

@@ -1,4 +1,4 @@
-"""Fingerprints for attributes' values, to detect changes."""
+"""Fingerprints of attribute values, to detect changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fingerprint(
 ) -> Any:
     """Returns equal fingerprints for equal values, down to ``depth`` nested levels.
 
-    A part with unreadable values counts as unchanged, an iterator as changed. ``memory`` holds the addresses of
+    A part that cannot be read counts as unchanged, an iterator as changed. ``memory`` contains the addresses of
     parameters and buffers, ``skipped`` the ids of excluded objects.
     """
     try:
@@ -65,7 +65,7 @@ def fingerprint(
 
 
 def parts(value: Any) -> Any:
-    """Returns the parts of a container, object or optimizer; otherwise ``None``."""
+    """Returns the parts of a container, object or optimizer, else ``None``."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):

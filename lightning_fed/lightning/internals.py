@@ -28,24 +28,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_numbers = itertools.count()  # of ignored warnings
+_numbers = itertools.count()  # used to mark ignored warnings
 
 
 BATCH_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     "on_before_optimizer_step",
 )
-"""Hooks of callbacks around a batch that trains."""
+"""Callback hooks around a training batch."""
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""Hooks of modules and datamodules on the way of a batch to the device."""
+"""Hooks of modules and datamodules that move a batch to the device."""
 
 
 class OverriddenMethod:
-    """A method of a user's object, replaced on the instance until :meth:`restore`; ``original`` is the replaced method.
+    """Replaces a method on a user's object until :meth:`restore`; ``original`` is the replaced method.
 
-    In a copy of the owner (``copy.deepcopy(module)``), the copy's original method is back in place. Requires that
-    Lightning looks up hooks on the instance, and follows ``__wrapped__`` to check for an overridden hook.
+    A copy of the owner (``copy.deepcopy(module)``) has the original method. Requires that Lightning looks up hooks on
+    the instance, and follows ``__wrapped__`` to check for an overridden hook.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -62,7 +62,7 @@ class OverriddenMethod:
         return self.replacement(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (self.owner, self.name)  # of the owner's copy
+        return getattr, (self.owner, self.name)  # the copy's original method
 
     def restore(self) -> None:
         """Restores the original method."""
@@ -74,11 +74,11 @@ class OverriddenMethod:
 
 @contextmanager
 def ignored_warning(message: str, module: str = "") -> Iterator[None]:
-    """Context that silences a warning, given by regular expressions for the message's beginning and the module.
+    """Context that suppresses a warning, given by regular expressions for the start of the message and the module.
 
-    Filters added inside the context remain. Requires that ``warnings.filters`` is a list, newest filter first.
+    Filters added inside the context remain. Requires that ``warnings.filters`` is a list, with the latest filter first.
     """
-    # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
+    # With a comment, because otherwise an equal filter of the user or an outer fit would be replaced.
     warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
     filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, unlike the declared type
     added = filters[0]
@@ -90,20 +90,20 @@ def ignored_warning(message: str, module: str = "") -> Iterator[None]:
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """The Trainer's list of callbacks, which may be changed to add and move callbacks."""
+    """Returns the Trainer's list of callbacks. Callers may add or move callbacks in the list."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
 def datamodule_of(trainer: L.Trainer) -> Any:
-    """The datamodule passed to the Trainer, an attribute of the Trainer; ``None`` without a datamodule."""
+    """Returns the datamodule passed to the Trainer (an attribute of the Trainer); ``None`` without a datamodule."""
     return getattr(trainer, "datamodule", None)
 
 
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
-    """The training and validation data passed to ``fit``, each ``None`` if not passed.
+    """Returns the training and validation data passed to ``fit``, ``None`` if not passed.
 
-    The fit loop and the inner validation loop store loaders, or an object with loader hooks, in a data source.
+    The fit loop and its validation loop store loaders, or an object with loader hooks, in a data source.
     """
     sources = (getattr(loop, "_data_source", None) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop))
     data = [getattr(source, "instance", None) for source in sources]
@@ -112,7 +112,7 @@ def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
 
 
 class HandedDataModule:
-    """Replaces the data found by :func:`handed_data` by a datamodule with these data, until :meth:`restore`."""
+    """Replaces the data found by :func:`handed_data` with a datamodule that returns them, until :meth:`restore`."""
 
     def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
         loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
@@ -135,17 +135,17 @@ class HandedDataModule:
 
 
 def is_fitting(trainer: L.Trainer) -> bool:
-    """True if the Trainer is in ``fit``, also in a fit's validation: ``trainer.state.fn`` is the called method."""
+    """Whether the Trainer is in ``fit``, including its validation: ``trainer.state.fn`` is the called method."""
     return trainer.state.fn == TrainerFn.FITTING
 
 
 def is_validating(trainer: L.Trainer) -> bool:
-    """True in ``trainer.validate``: reads ``trainer.state.fn``, because ``trainer.validating`` is true in a fit too."""
+    """Whether the Trainer is in ``trainer.validate``; ``trainer.validating`` is also true in a fit."""
     return trainer.state.fn == TrainerFn.VALIDATING
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Sets the Trainer's stage (``"validation"``, ``"test"``, or a previous stage), and returns the previous stage.
+    """Sets the Trainer's stage (``"validation"``, ``"test"`` or a previous stage); returns the previous stage.
 
     The attribute is ``stage`` in the Trainer's state.
     """
@@ -156,9 +156,9 @@ def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
 
 
 def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
-    """Sets the number of epochs between requests for a new training loader, and returns the previous number.
+    """Sets the number of epochs between reloads of the training loader; returns the previous number.
 
-    The Trainer reads the attribute, named like the argument, at the start of every epoch.
+    The Trainer reads the attribute, which is named like the argument, at the start of every epoch.
     """
     before: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     trainer.reload_dataloaders_every_n_epochs = epochs  # type: ignore[attr-defined]
@@ -166,9 +166,9 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 
 
 def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
-    """Sets the time of the last validation, unless ``None``, and returns the previous time.
+    """Sets the time of the last validation, unless ``None``; returns the previous time.
 
-    If ``val_check_interval`` is a duration, Lightning restarts the count at every request for a loader.
+    If ``val_check_interval`` is a duration, Lightning restarts the count whenever a loader is requested.
     """
     before: float | None = getattr(trainer, "_last_val_time", None)
     if seconds is not None:
@@ -185,15 +185,15 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Calls Lightning's check for loaders with few workers, as for a plain fit's training loaders."""
+    """Runs Lightning's check for loaders with few workers, as for the training loaders of a plain fit."""
     for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
         _worker_check(trainer, part, "train_dataloader")
 
 
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
-    """Sets ``trainer.is_last_batch``, and returns the previous value.
+    """Sets ``trainer.is_last_batch``; returns the previous value.
 
-    The value is in the epoch loop's batch progress. Lightning does not use the value to end the epoch loop.
+    The value is stored in the epoch loop's batch progress. Lightning does not use it to end the epoch loop.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch
@@ -202,9 +202,9 @@ def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
 
 
 def ends_after_batch(trainer: L.Trainer) -> bool:
-    """True if Lightning leaves the epoch loop after this batch, even before the epoch's last batch.
+    """Whether Lightning leaves the epoch loop after this batch, even before the last batch of the epoch.
 
-    Reasons are ``max_steps``, or a stop request to the Trainer if the fit loop allows an early stop.
+    Reasons are ``max_steps``, or a stop request if the fit loop allows an early stop.
     """
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
         return True
@@ -212,9 +212,9 @@ def ends_after_batch(trainer: L.Trainer) -> bool:
 
 
 def forget_length(trainer: L.Trainer) -> None:
-    """Makes an epoch's length unknown, as for an iterable: Lightning validates after the last batch.
+    """Makes the length of an epoch unknown, as for an iterable, so that Lightning validates after the last batch.
 
-    The fit loop holds the number of batches, and the Trainer the number of batches between validations.
+    The fit loop stores the number of batches, and the Trainer the number of batches between validations.
     """
     trainer.fit_loop.max_batches = float("inf")
     if trainer.val_check_interval == 1.0 and not isinstance(trainer.val_check_interval, int):
@@ -222,19 +222,19 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Marks the currently fetched batch as the epoch's last one, by changing the data fetcher's length."""
+    """Marks the current batch as the last one in the epoch, by changing the length in the data fetcher."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1
 
 
 def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
-    """Counts of epochs, batches and steps, in checkpoint format: the state of the fit loop and the inner loops."""
+    """Returns counts of epochs, batches and steps in checkpoint format: the state of the fit loop and inner loops."""
     return trainer.fit_loop.state_dict()
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Changes a checkpoint to the start of an epoch, with the step and the :func:`fit_progress` of this start.
+    """Changes a checkpoint to the start of an epoch, with the step and the :func:`fit_progress` at this start.
 
     Lightning resumes after the batches counted in ``epoch_loop.batch_progress``. Without a ready batch, Lightning
     assumes a checkpoint at the end of an epoch. ``window`` is the number of batches per optimizer step.
@@ -244,8 +244,8 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
     batches = loop["epoch_loop.batch_progress"]
     batches["is_last_batch"] = False
     if batches["current"]["ready"] == 0:
-        _advance(batches, "ready")  # the first batch is on its way
-    if window == 1:  # a resumed fit counts the batch on the log's axis again
+        _advance(batches, "ready")  # the first batch is already fetched
+    if window == 1:  # a resumed fit counts the batch again on the x-axis of the log
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
@@ -255,11 +255,11 @@ def forget_loaders(checkpoint: dict[str, Any]) -> None:
 
 
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
-    """Changes a checkpoint after an epoch's last batch to a checkpoint between two epochs.
+    """Changes a checkpoint after the last batch of an epoch to a checkpoint between two epochs.
 
     Otherwise, after an early end, a Trainer with a step count would train the rest of the epoch, and a Trainer with
-    ``max_steps`` and without validation would resume inside every epoch. ``is_counted``: whether Lightning has counted
-    the batch on the log's axis. Lightning counts after validation.
+    ``max_steps`` and without validation would resume inside every epoch. ``is_counted`` states whether Lightning has
+    counted the batch on the log's x-axis, which happens after validation.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -271,13 +271,13 @@ def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
 
 
 def validates_after_batch(trainer: L.Trainer) -> bool:
-    """True if Lightning validates after this batch."""
+    """Whether Lightning validates after this batch."""
     loop = trainer.fit_loop
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type] # noqa: SLF001
 
 
 def await_validation(checkpoint: dict[str, Any]) -> None:
-    """Changes a checkpoint after an epoch's last batch: Lightning then resumes with the validation."""
+    """Changes a checkpoint after the last batch of an epoch, so that Lightning resumes with the validation."""
     loop = checkpoint["loops"]["fit_loop"]
     _advance(loop["epoch_loop.batch_progress"], "completed")
     for counts in (loop["epoch_loop.val_loop.batch_progress"][part] for part in ("total", "current")):
@@ -292,7 +292,7 @@ def _advance(progress: dict[str, Any], stage: str) -> None:
 def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
     """Starts a fit at an epoch other than 0.
 
-    The fit loop's epoch progress loads a state, as from checkpoints.
+    The epoch progress of the fit loop loads a state, as from checkpoints.
     """
     progress = trainer.fit_loop.epoch_progress
     for counts in (progress.total, progress.current):
@@ -300,9 +300,9 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 
 
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
-    """Adds steps done elsewhere to ``trainer.global_step``, for callbacks, and to the log's x-axis.
+    """Adds steps made elsewhere to ``trainer.global_step`` (for callbacks) and to the x-axis of the log.
 
-    Lightning sums the completed steps in the progress of automatic and manual optimization; only one is in use.
+    Lightning adds the completed steps of automatic and manual optimization; only one of the two is in use.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -315,7 +315,7 @@ def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
 
 
 def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
-    """Adds values to Lightning's dictionaries, for callbacks with a monitor.
+    """Adds values to Lightning's dictionaries, for callbacks that monitor values.
 
     ``LightningModule.log`` would add every value to a collection that Lightning reads at each batch.
     """
@@ -331,38 +331,38 @@ def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
 
 
 def log_position(trainer: L.Trainer) -> int:
-    """Lightning's current position on the log's x-axis: the number of batches with an optimizer step.
+    """Returns Lightning's position on the x-axis of the log: the number of batches with an optimizer step.
 
-    Lightning's logger connector reads a private attribute of the epoch loop. A resumed fit continues from the value.
+    Lightning's logger connector reads a private attribute of the epoch loop. A resumed fit continues from this value.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Changes :func:`log_position` by ``count``. Lightning continues to add 1 for every batch, also for ``None``."""
+    """Changes :func:`log_position` by ``count``. Lightning still adds 1 for every batch, also for ``None``."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Limits Lightning's schedulers to ``configs``; Lightning reads the strategy's list at every step."""
+    """Limits Lightning's schedulers to ``configs``. Lightning reads the strategy's list at every step."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 
 def loss_scaler(trainer: L.Trainer) -> Any:
-    """Holder of the loss scale, with ``state_dict`` and ``load_state_dict``; ``None`` where losses are not scaled.
+    """Returns the object with the loss scale (``state_dict``, ``load_state_dict``); ``None`` if losses are not scaled.
 
-    The holder is the precision plugin: only plugins with loss scaling have a state.
+    The object is the precision plugin. Only plugins with loss scaling have a state.
     """
     return trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
 
 
 def loss_scaler_key(trainer: L.Trainer) -> str:
-    """Checkpoint key for the state of :func:`loss_scaler`: the name of the plugin's class."""
+    """Returns the checkpoint key of :func:`loss_scaler`'s state: the name of the plugin's class."""
     return type(trainer.precision_plugin).__qualname__
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """Factor on the gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales them itself.
+    """Returns the factor on gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales gradients.
 
     ``torch.amp.GradScaler`` recognises such (fused) optimizers by a private attribute.
     """
@@ -373,13 +373,13 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 
 
 def loss_scale(trainer: L.Trainer) -> float:
-    """Factor on the loss in a backward pass: 1 without a ``scaler`` in the precision plugin."""
+    """Returns the factor on the loss in a backward pass: 1 if the precision plugin has no ``scaler``."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
-    """True if loss scaling will skip the optimizer's step, because gradients have overflowed.
+    """Whether loss scaling will skip the optimizer's step because gradients have overflowed.
 
     ``torch.amp.GradScaler`` decides after ``on_before_optimizer_step``.
     """
@@ -390,36 +390,36 @@ def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if a module or a submodule is compiled: ``torch.compile`` and ``Module.compile`` leave these names."""
+    """Whether a module or submodule is compiled: ``torch.compile`` and ``Module.compile`` set these names."""
     return any("_orig_mod" in name or vars(part).get("_compiled_call_impl") for name, part in module.named_modules())
 
 
 def batch_size_of(batch: Any) -> int:
-    """Lightning's weight for a value logged without a batch size."""
+    """Returns Lightning's weight for a value logged without a batch size."""
     return extract_batch_size(batch)
 
 
 @cache
 def lightning_attributes() -> frozenset[str]:
-    """Names of all attributes in an empty ``LightningModule`` beyond ``torch.nn.Module``."""
+    """Names of all attributes of an empty ``LightningModule`` that ``torch.nn.Module`` lacks."""
     return frozenset(vars(L.LightningModule())) - _MODULE_ATTRIBUTES
 
 
 def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
-    """Callbacks with a ``log`` attribute: before ``setup``, Lightning sets the attribute to the module's ``log``."""
+    """Returns callbacks with a ``log`` attribute, which Lightning sets to the module's ``log`` before ``setup``."""
     return [callback for callback in callbacks_of(trainer) if "log" in vars(callback)]
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Number of in-place writes to a tensor: autograd's private counter; 0 for inference tensors."""
+    """Number of in-place writes to a tensor (autograd's private counter); 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def is_vmap_tensor(tensor: Tensor) -> bool:
-    """True for a batched tensor from ``torch.func.vmap``, also after the ``vmap``. torch has no public function."""
+    """Whether a tensor is a batched tensor of ``torch.func.vmap``, also after the ``vmap``."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """True after ``register_post_accumulate_grad_hook``: the parameter stores the hooks as an attribute."""
+    """Whether ``register_post_accumulate_grad_hook`` was called: the parameter stores the hooks as an attribute."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -1,4 +1,4 @@
-"""Runs a user's steps outside the Trainer's loop, without changes to logs, metrics and modes."""
+"""Runs steps of a user's module outside the Trainer's loop, without changes to logs, metrics and modes."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def isolated_pass(
     is_alone: bool = True,
     is_muted: bool = True,
 ) -> Iterator[None]:
-    """Context in evaluation mode, without logged values and metric updates for the Trainer.
+    """Context in evaluation mode that hides logged values and metric updates from the Trainer.
 
-    Inside, ``log`` replaces ``self.log``, and metrics are reset: ``torchmetrics`` objects among submodules, or in a
-    list or dictionary of a submodule. Afterwards the context restores metrics, parameters, buffers, modes, and
-    attributes of module and submodules: numbers, texts, tensors, plain containers and random generators. Changes to
-    other objects stay.
+    Inside, ``log`` replaces ``self.log``, and metrics are reset (``torchmetrics`` objects among submodules, or in a
+    list or dictionary of a submodule). Afterwards the context restores metrics, parameters, buffers, modes, and
+    attributes of module and submodules: numbers, strings, tensors, plain containers and random generators. Changes to
+    other objects remain.
 
     Args:
         module: The user's module.
         log: Replaces ``module.log``; by default nothing happens.
         gradients: Whether to enable gradients.
-        is_reloaded: Whether the caller loads parameters and buffers afterwards, so copies are unnecessary.
-        is_alone: Whether metrics are computed in this process only, because other processes may run other code.
-        is_muted: Whether to mute the loggers, because the Trainer's own pass logs direct entries, such as pictures.
+        is_reloaded: Whether the caller reloads parameters and buffers afterwards, so that copies are not needed.
+        is_alone: Whether metrics are computed only in this process, because other processes may run other code.
+        is_muted: Whether to mute the loggers, because the Trainer's pass already logs direct entries, such as pictures.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -70,7 +70,7 @@ def isolated_pass(
             for metric in metrics:
                 if isinstance(metric, Metric):
                     metric.reset()
-                if isinstance(metric, MinMaxMetric):  # `reset` leaves the bounds
+                if isinstance(metric, MinMaxMetric):  # `reset` does not restore the bounds
                     metric.min_val, metric.max_val = torch.tensor(math.inf), torch.tensor(-math.inf)
             if is_alone:
                 stack.enter_context(unsynchronized(metrics))
@@ -85,7 +85,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which metrics compute values for this process only, without a cache. Collections are skipped."""
+    """Context in which metrics compute values only for this process, without a cache. Collections are skipped."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):
@@ -99,7 +99,7 @@ def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTracker]:
-    """Finds the ``torchmetrics`` objects among a module's submodules and in containers of attributes."""
+    """Finds the ``torchmetrics`` objects among a module's submodules, and in containers stored as attributes."""
     metrics: dict[int, Any] = {}
     waiting: list[Any] = [module]
     seen: set[int] = set()
@@ -121,7 +121,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies of the attributes restored after an isolated pass (module, submodules and metrics), by name."""
+    """Copies the attributes that are restored after an isolated pass (module, submodules and metrics), by name."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -132,7 +132,7 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True if two values from :func:`noted_attributes` are equal."""
+    """Whether two values from :func:`noted_attributes` are equal."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):
@@ -145,9 +145,9 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Converts a batch to the Trainer's precision and device, with transfer hooks from datamodule or module."""
+    """Converts a batch to the Trainer's precision and device, using the transfer hooks of datamodule or module."""
     owner: Any = datamodule_of(trainer)
-    if not is_overridden("on_before_batch_transfer", owner):  # also without a datamodule
+    if not is_overridden("on_before_batch_transfer", owner):  # works also without a datamodule
         owner = module
     batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
@@ -156,7 +156,7 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
     """Calls ``module.<name>`` with a result of :func:`prepare_batch`, in the Trainer's precision.
 
-    ``indices`` are the batch's index, optional for a step, and with several loaders the loader's index.
+    ``indices`` are the batch index, which is optional for a step, and with several loaders the loader index.
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
@@ -172,12 +172,12 @@ def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: An
 
 
 def loss_in(output: Any) -> Any:
-    """The loss in a ``training_step``'s output; ``None`` for a skipped batch."""
+    """Returns the loss in a ``training_step``'s output; ``None`` for a skipped batch."""
     return output["loss"] if isinstance(output, Mapping) else output
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Name of the step with a forward pass and without an optimizer step; ``None`` for no such step."""
+    """Returns the name of the step with a forward pass and no optimizer step; ``None`` for no such step."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None
@@ -261,7 +261,7 @@ def _plain_attributes(owner: nn.Module, excluded: frozenset[str]) -> dict[str, A
 
 
 def _copied(value: Any) -> Any:
-    # Copies tensors and containers only.
+    # Copies only tensors and containers.
     if isinstance(value, Tensor):
         return value.detach().clone()
     return _copied_container(value)

@@ -1,4 +1,4 @@
-"""Values logged by a module outside the Trainer's log, reduced like Lightning's."""
+"""Values that a module logs outside the Trainer's log, reduced like Lightning's values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REDUCTIONS: dict[Any, str] = {
 
 @dataclass
 class LogCall:
-    """One call to ``LightningModule.log``, with all arguments."""
+    """One call to ``LightningModule.log`` with its arguments."""
 
     name: str
     value: Any
@@ -43,19 +43,19 @@ class LogCall:
 
     @property
     def reduction(self) -> str | None:
-        """Name of the reduction over batches; ``None`` for a reduction unsupported by Lightning."""
+        """Name of the reduction over batches; ``None`` if Lightning does not support the reduction."""
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         return _REDUCTIONS.get(reduce_fx)
 
     def weight(self, batch: Any) -> int:
-        """Weight of the value in a mean: the given batch size, or else the batch's size; 1 without a batch."""
+        """Weight of the value in a mean: the given batch size, else the size of the batch; 1 without a batch."""
         if self.batch_size is None and self.reduction == "mean" and batch is not None:
             return batch_size_of(batch)
         return self.batch_size or 1
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """Builds a replacement for ``LightningModule.log`` and ``log_dict`` that passes every call to ``take``."""
+    """Creates a replacement for ``LightningModule.log`` and ``log_dict`` that passes every call to ``take``."""
     return lambda *args, **options: take(LogCall(*args, **options))
 
 
@@ -65,7 +65,7 @@ class LoggedValue:
 
     Args:
         reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-        total: Sum (for a mean the sum of value times weight), maximum or minimum; ``None`` without values.
+        total: Sum (for a mean, the weighted sum of values), maximum or minimum; ``None`` without values.
         weight: Sum of the weights.
     """
 
@@ -79,7 +79,7 @@ class LoggedValue:
         self.join(LoggedValue(self.reduce_fx, value * weight if self.reduce_fx == "mean" else value, weight))
 
     def join(self, added: LoggedValue) -> None:
-        """Adds the values for another part of the data."""
+        """Adds the values of another part of the data."""
         if self.total is None or added.total is None:
             self.total = added.total if self.total is None else self.total
         elif self.reduce_fx in ("max", "min"):
@@ -89,18 +89,18 @@ class LoggedValue:
         self.weight += added.weight
 
     def limited(self, weight: float) -> LoggedValue:
-        """Returns the same value with at most this weight in a mean."""
+        """Returns the same value with at most the given weight in a mean."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
 
     def on_cpu(self) -> LoggedValue:
-        """Copies the value to float64 on the CPU, a device available in all processes."""
+        """Copies the value to float64 on the CPU, because all processes have a CPU."""
         return replace(self, total=None if self.total is None else self.total.cpu().double())
 
     @property
     def is_finite(self) -> bool:
-        """True if the value exists, and is neither NaN nor infinite."""
+        """Whether the value exists and is neither NaN nor infinite."""
         return self.total is not None and math.isfinite(float(self.total))
 
     @property
@@ -112,14 +112,14 @@ class LoggedValue:
 
 @dataclass
 class LoggedValues:
-    """Values logged per epoch in an evaluation, by name; :func:`intercepted` calls :meth:`take`.
+    """Values that an evaluation logs per epoch, by name; :func:`intercepted` calls :meth:`take`.
 
     Attributes:
         batch: The current batch; ``None`` between batches.
-        suffix: Suffix for the names of logged values, with several loaders.
+        suffix: Suffix for names of logged values with several loaders.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
-        directions: Whether high values are good, by name, for metrics with a declared direction.
+        directions: Whether higher is better, by name, for metrics that declare a direction.
     """
 
     batch: Any = None
@@ -129,7 +129,7 @@ class LoggedValues:
     directions: dict[str, bool] = field(default_factory=dict)
 
     def take(self, call: LogCall) -> None:
-        """Adds a value, unless the value is logged per step only."""
+        """Adds a value, unless the value is only logged per step."""
         if call.on_epoch is False:
             return
         name = f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
@@ -140,8 +140,8 @@ class LoggedValues:
             return
         if call.reduction is None:
             raise MisconfigurationException(
-                f"Expected `reduce_fx` of {call.name!r} to be one of mean, sum, max and min, but got"
-                f" {call.reduce_fx!r}: log a `torchmetrics.Metric` instead."
+                f"Expected `reduce_fx` of {call.name!r} to be mean, sum, max or min, but got {call.reduce_fx!r}: log "
+                "a `torchmetrics.Metric` instead."
             )
         logged = self.sums.setdefault(name, LoggedValue(call.reduction))
         logged.add(torch.as_tensor(call.value).detach().reshape(()), call.weight(self.batch))
@@ -154,7 +154,7 @@ class LoggedValues:
                 self.sums.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
 
     def results(self) -> dict[str, float]:
-        """Returns and clears all values since the last call."""
+        """Returns all values since the last call, and clears them."""
         values = {name: logged.value for name, logged in self.sums.items()}
         values |= {name: float(metric.compute()) for name, metric in self.metrics.items()}
         self.sums, self.metrics = {}, {}

@@ -1,4 +1,4 @@
-"""Lightning's progress in checkpoints, where one epoch is one round."""
+"""Lightning's progress in checkpoints, given that one epoch is one round."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightning_fed.lightning.internals import (
 
 
 class RoundProgress:
-    """Corrects Lightning's progress in checkpoints: an incomplete round restarts from its first batch.
+    """Corrects Lightning's progress in checkpoints, so that an incomplete round restarts from its first batch.
 
-    A fit resumed from a checkpoint between a round's last batch and validation validates first; without validation, the
-    checkpoint counts as the end of the epoch.
+    A fit resumed from a checkpoint between the last batch of a round and the validation starts with the validation.
+    Without validation, the checkpoint is treated as the end of the epoch.
     """
 
     def __init__(self) -> None:
-        self._first_step: int | None = None  # of the open round
-        self._correct: Callable[[dict[str, Any]], None] | None = None  # correction for a checkpoint
+        self._first_step: int | None = None  # start of the current round
+        self._correct: Callable[[dict[str, Any]], None] | None = None  # correction for the next checkpoint
         self._is_cut = False
 
     def start_round(self, trainer: L.Trainer) -> None:
@@ -41,14 +41,14 @@ class RoundProgress:
         )
 
     def steps(self, trainer: L.Trainer) -> int:
-        """Optimizer steps since the round's first batch."""
+        """Number of optimizer steps since the first batch of the round."""
         return 0 if self._first_step is None else trainer.global_step - self._first_step
 
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
         """Marks the round as complete before the epoch's end; ``is_cut`` marks an interruption unknown to Lightning."""
         self._first_step, self._is_cut = None, is_cut
 
-        def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the round's end may stop the fit
+        def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the end of the round may stop the fit
             if not is_cut and validates_after_batch(trainer):
                 await_validation(checkpoint)
             else:
@@ -57,7 +57,7 @@ class RoundProgress:
         self._correct = correct
 
     def validate(self) -> None:
-        """Marks the start of validation."""
+        """Marks the start of the validation."""
         if self._first_step is None:
             self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
 

@@ -1,4 +1,4 @@
-"""Alignment: permutes neurons to minimize the distance between networks.
+"""Alignment: permutes neurons to minimise the distance between networks.
 
 Ainsworth, Hayase and Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries", ICLR 2023 (weight
 matching), and Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020.
@@ -17,17 +17,17 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.matching.permutation import PermutationGroup, Role, is_compared, neuron_features, permute_neurons
 from lightning_fed.numerics.precision import at_least_float32, to_float64
 
-_LEAST_GAIN = 1e-6  # relative to the networks' inner product within a group; smaller gains are rounding errors
+_LEAST_GAIN = 1e-6  # relative to the inner product of networks within a group; smaller gains are rounding errors
 
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""Order of neurons (int64) with the largest inner product with a reference, and hence the smallest distance.
+    r"""Order of neurons (int64) with the largest inner product with a reference, which is also the smallest distance.
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
-    With blocks (groups in group normalization) neurons only move within their block, and whole blocks are permuted:
-    first the best order within every pair of blocks, then the best pairs.
+    With blocks (groups in group normalization), neurons only move within their block, and whole blocks are permuted:
+    first the best order is found for every pair of blocks, then the best pairs.
 
     Args:
         reference: Reference neurons, shape ``(L, D)``.
@@ -74,13 +74,13 @@ def align_networks(
     generator: np.random.Generator,
     sweeps: int = 30,
 ) -> list[list[Tensor]]:
-    r"""Permutes the neurons in all groups to bring networks closer to their mean; returns the final orders.
+    r"""Permutes the neurons in all groups to move networks closer to their mean; returns the final orders.
 
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
-    Coordinate descent: for one network and one group at a time, in random order, :func:`align_neurons` finds the
-    closest order to the mean of the other networks, by all incoming and outgoing weights. The order is accepted only if
-    the sum decreases, so the descent ends in a local optimum. Running statistics are excluded.
+    Coordinate descent: for one network and one group at a time, in random order, :func:`align_neurons` finds the order
+    that is closest to the mean of the other networks, using all incoming and outgoing weights. The order is accepted
+    only if the sum decreases, so the descent ends in a local optimum. Running statistics are excluded.
 
     Args:
         states: One state per network, with equal entries and widths.
@@ -125,7 +125,7 @@ def align_networks(
 
 
 def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
-    """Returns the best order of a group's neurons for a mean, or ``None`` without a gain."""
+    """Returns the best order of a group's neurons relative to a mean, or ``None`` without a gain."""
     roles: tuple[Role, ...] = ("out", "vec", "in")
     reference, features = (neuron_features(values, group, roles) for values in (mean, state))
     if not features:
@@ -140,7 +140,7 @@ def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group
 
 
 def _assigned(gains: NDArray[np.float64]) -> NDArray[np.int64]:
-    from scipy.optimize import linear_sum_assignment  # slow import, only needed for matching
+    from scipy.optimize import linear_sum_assignment  # slow to import, and needed only for matching
 
     columns: NDArray[np.int64] = linear_sum_assignment(gains, maximize=True)[1]
     return columns

@@ -23,20 +23,20 @@ _OF_ONE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states")
 
 
 def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -> M:
-    """Loads a checkpoint with other layer widths, for example after matched averaging.
+    """Loads a checkpoint whose layer widths differ, for example after matched averaging.
 
-    ``load_from_checkpoint`` creates the module with the widths in the code and fails for other shapes. This function
-    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). The number of classes is also a width.
-    Files are loaded with ``weights_only=True``, so no code is executed.
+    ``load_from_checkpoint`` creates the module with the widths in the code, and fails for other shapes. This function
+    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). The number of classes is also treated
+    as a width. Files are loaded with ``weights_only=True``, so no code is executed.
 
     Args:
         module: Module with the same architecture, changed in place and returned.
         checkpoint: Path, content of a checkpoint, or state.
-        example_input: Input for one ``forward`` call if widths differ: a tensor, a tuple, or a dictionary of named
-            inputs; by default a LightningModule's ``example_input_array``.
+        example_input: Input for one ``forward`` call, needed if widths differ: a tensor, a tuple, or a dictionary of
+            named inputs; by default a LightningModule's ``example_input_array``.
 
     Raises:
-        ValueError: If entries, numbers of axes or layers do not match. Then the module stays unchanged.
+        ValueError: If entries, numbers of axes or layers do not match. The module then stays unchanged.
 
     Example:
         >>> wide = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1))
@@ -71,7 +71,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
-    """Runs the module with a state's widths in evaluation mode, then restores the module."""
+    """Runs the module with the widths of a state, in evaluation mode; then restores the module."""
     device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
     example = move_tensors(example, device)
     args, kwargs = split_inputs(example)
@@ -80,10 +80,10 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
         torch.default_generator.manual_seed(0)
         try:
             module(*args, **kwargs)
-        except Exception as error:  # modules with fixed widths in their code may raise any error
+        except Exception as error:  # modules with fixed widths in their code may raise any exception
             raise ValueError(
-                "Expected the module to run with the widths of the checkpoint, but an example raised"
-                f" {_first_line(error)}"
+                "Expected the module to run with the widths of the checkpoint, but an example raised "
+                f"{_first_line(error)}"
             ) from error
 
 
@@ -104,7 +104,7 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         except OSError:  # missing or unreadable file
             raise
-        except Exception as error:  # other file formats may raise any error
+        except Exception as error:  # other file formats may raise any exception
             raise ValueError(
                 f"Expected {label} to be a checkpoint with tensors and primitives only, but got {_first_line(error)}"
             ) from error
@@ -121,7 +121,7 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state in a checkpoint, or the content if the content is a state."""
+    """Returns the state in a checkpoint, or the content if it is already a state."""
     state: dict[str, Any] = content.get("state_dict", content)
     return state
 

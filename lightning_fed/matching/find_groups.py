@@ -1,4 +1,4 @@
-"""Finds permutation groups from the coupled positions of a traced network."""
+"""Finds permutation groups from the coupled positions in a traced network."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_groups(tracer: Tracer) -> list[PermutationGroup]:
 
 
 def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: Tensor) -> None:
-    # The parameter was traced per element. Neurons must differ along a single axis.
+    # The parameter was traced per element. Neurons may differ only along one axis.
     activation = TracedActivation.of(tracer.union_find.find_all(elements))
     if len(activation.varying) == 1:
         axis = activation.varying.pop()
@@ -77,7 +77,7 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits a family into exchangeable neurons and the number of blocks.
+    """Splits a family of positions into exchangeable neurons and the number of blocks.
 
     Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     """
@@ -100,7 +100,7 @@ def _role(roles: Iterable[str]) -> Role:
 
 
 def _named(groups: list[PermutationGroup], leads: list[Axis]) -> list[PermutationGroup]:
-    """Names groups after their layers, with a position or axis if one layer produces several groups."""
+    """Names groups after their layers, with a position or axis if one layer has several groups."""
     starts = [int(group.entries[lead].positions[0, 0]) for group, lead in zip(groups, leads, strict=True)]
     layers = [name.rpartition(".")[0] or name for name, _ in leads]
     naming_schemes = [

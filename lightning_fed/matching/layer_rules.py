@@ -1,4 +1,4 @@
-"""Tracing rules for operations with weights: which axes read, produce and accompany neurons."""
+"""Tracing rules for operations with weights: on which axes neurons are inputs, outputs, or one value each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def matmul(tracer: Tracer, call: Call) -> Any:
 
 
 def addmm(tracer: Tracer, call: Call) -> Any:
-    """Matrix product with an addend."""
+    """Matrix product plus an added tensor."""
     bias, first, second = call.tensors
     product = _product(tracer, call, first, second, call.shape)
     return tracer.pointwise([product, bias], call.shape)
@@ -87,7 +87,7 @@ def batch_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def group_norm(tracer: Tracer, call: Call) -> Any:
-    """Group normalization: channels stay within their group, but whole groups are exchangeable."""
+    """Group normalization: channels stay within their group, but whole groups can be exchanged."""
     channels = tracer.along(call.arguments["input"], 1)
     groups: int = call.arguments["num_groups" if "num_groups" in call.arguments else "group"]
     tracer.couple_vectors([call.arguments.get(name) for name in ("weight", "bias")], channels)

@@ -1,7 +1,7 @@
 """Mean of networks after neuron matching.
 
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. Here each neuron is averaged
-over its owners, not over all clients.
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. In this implementation, each
+neuron is averaged over its owners instead of all clients.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""Averages matched clients: each neuron is the mean over its owners; returns the wide network's state.
+    r"""Averages matched clients: each neuron is the mean over its owners. Returns the state of the wide network.
 
-    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (0 for missing neurons), an entry's row *i*
+    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (0 for missing neurons), row *i* of an entry
     is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
-    or 0 without an owner. Here :math:`\bar a` is the mean weight and *b* the weight of a prior. Missing columns count
-    as 0, so the mean averages pre-activations. If all clients own all neurons, the result equals :class:`WeightedMean`.
+    or 0 if no client owns the row. :math:`\bar a` is the mean weight and *b* the weight of a prior. Missing columns are
+    0, so the mean averages pre-activations. If all clients own all neurons, the result equals :class:`WeightedMean`.
 
     Args:
         states: One state per client, with equal names.
@@ -43,8 +43,8 @@ def matched_mean(
         assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
         sizes: Global number of neurons in each group.
         weights: Client weights, greater than 0. Integer entries come from the client with the largest weight.
-        prior_weight: Weight *b* of a prior with mean 0, in clients. With 1 and equal weights the mean over *n* owners
-            is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+        prior_weight: Weight *b* of a prior with mean 0, in units of one client. With 1 and equal weights the mean over
+            *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
 
     Raises:
         ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
@@ -58,8 +58,8 @@ def matched_mean(
     """
     if not len(states) == len(assignments) == len(weights) > 0:
         raise ValueError(
-            "Expected `states`, `assignments` and `weights` to be of the same clients, at least one, but got"
-            f" {len(states)}, {len(assignments)} and {len(weights)}."
+            "Expected `states`, `assignments` and `weights` to have one element per client, at least one, but got "
+            f"{len(states)}, {len(assignments)} and {len(weights)}."
         )
     if not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"Expected `weights` to be greater than 0 and finite, but got {list(weights)}.")
@@ -93,7 +93,7 @@ def agreement(
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> list[float]:
-    r"""Share of the clients' squared neuron norms preserved by averaging, for each group.
+    r"""Share of the clients' squared neuron norms that averaging preserves, for each group.
 
     With incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, and the matched mean :math:`\bar w`,
 
@@ -101,8 +101,9 @@ def agreement(
 
     The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons.
 
-    Biases and normalization parameters are excluded (unless a group has no others), as are running statistics, complex
-    entries, and weights within a group, such as recurrent weights. NaN without comparable weights.
+    Biases and normalization parameters are excluded (unless a group has no other entries), as are running statistics,
+    complex entries, and weights within a group, such as recurrent weights. The result is NaN without comparable
+    weights.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):
@@ -115,7 +116,7 @@ def agreement(
 
 
 def _squared_lengths(state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor:
-    """Squared norm of incoming weights (or vectors, if no incoming weights exist) per neuron, float64, on the CPU."""
+    """Squared norm of incoming weights per neuron (else of vectors), float64, on the CPU."""
     lengths = torch.zeros(group.size, dtype=torch.float64)
     for value in (neuron_features(state, group, ("out",)) or neuron_features(state, group, ("vec",))).values():
         lengths += to_float64(value).square().sum(1).cpu()

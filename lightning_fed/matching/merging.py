@@ -1,4 +1,4 @@
-"""Merging of trained networks without further training.
+"""Merges trained networks without further training.
 
 Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019; Wang et al.,
 "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, without training between layers.
@@ -34,10 +34,10 @@ class MergedGroup(NamedTuple):
 
     Attributes:
         name: Group name.
-        before: Neurons in each network.
-        width: Neurons in the merged network.
-        matched: Share of neurons matched with another network.
-        agreement: Share of the squared neuron norms preserved by averaging.
+        before: Number of neurons in each network.
+        width: Number of neurons in the merged network.
+        matched: Fraction of neurons matched with another network.
+        agreement: Fraction of the squared neuron norms that averaging preserves.
         seconds: Matching time in seconds, without sweeps.
     """
 
@@ -73,15 +73,16 @@ class MatchedAverage:
     with different initializations lose much accuracy. BatchNorm's running statistics are measured again.
 
     Args:
-        mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 widths); ``"permute"`` matches
-            neurons one to one and preserves widths; ``"none"`` averages without matching.
-        order: Group order, and weights to compare: ``"fedma"`` or ``"pfnm"``.
+        mode: ``"grow"`` adds unmatched neurons (with the marginal score, up to 1.25 times the width); ``"permute"``
+            matches neurons one to one and preserves widths; ``"none"`` averages without matching.
+        order: Group order, and weights used for comparison: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Larger values add more neurons; ``None`` for the score's default.
-        passes: Maximum number of matching passes over the networks per group.
+        passes: Maximum matching passes over the networks per group.
         sweeps: Maximum alignment sweeps over all networks and groups; with ``"grow"`` before the matching.
-        batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average.
-        inputs: Index, key or function for the inputs; ``None`` for the first element or a key such as ``"image"``.
+        batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average them.
+        inputs: Inputs in a batch: index, key or function; ``None`` for the first element or a key such
+            as ``"image"``.
         seed: Seed for the network order.
 
     Raises:
@@ -141,10 +142,10 @@ class MatchedAverage:
 
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.
-            module: Module for the merged state, changed in place; ``None`` for a copy of the first module.
-            example_input: Input for ``forward`` to trace neurons; by default two inputs from ``data``, or the module's
+            module: Module that receives the merged state, changed in place; ``None`` for a copy of the first module.
+            example_input: Input for ``forward``, used for tracing; by default two inputs from ``data``, or the module's
                 ``example_input_array``.
-            data: Batches to measure BatchNorm's running statistics, such as a ``DataLoader``; used once.
+            data: Batches used to measure BatchNorm's running statistics, such as a ``DataLoader``; read once.
             weights: Weight of each network, greater than 0; equal by default.
         """
         module = _module(networks) if module is None else module
@@ -156,7 +157,9 @@ class MatchedAverage:
         states = _states(networks, module)
         _refuse_adapters(states)
         if weights is not None and len(weights) != len(states):
-            raise ValueError(f"Expected one of `weights` per network, but got {len(weights)} for {len(states)}.")
+            raise ValueError(
+                f"Expected `weights` to have one weight per network, but got {len(weights)} for {len(states)}."
+            )
         example, data = self._example(module, example_input, data)
         match_widths(module, states[0])
         groups = self._groups(module, example)
@@ -184,11 +187,13 @@ class MatchedAverage:
         return MergedModel(module, merged, merged_groups, match.assignments)
 
     def _groups(self, module: nn.Module, example: Any) -> PermutationGroups:
-        if self.mode == "none":  # groups are unnecessary
+        if self.mode == "none":  # groups are not needed
             return PermutationGroups(())
         groups = PermutationGroups.of(module, example)
         if not len(groups):
-            raise ValueError("Expected permutable neurons, but found none: mode='none' averages without matching.")
+            raise ValueError(
+                "Expected permutable neurons, but found none: use mode='none' to average without matching."
+            )
         return groups
 
     def _example(self, module: nn.Module, example: Any, data: Iterable[Any] | None) -> tuple[Any, Iterable[Any] | None]:
@@ -224,14 +229,14 @@ def _refuse_adapters(states: Sequence[Mapping[str, Tensor]]) -> None:
 def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
     first = next((network for network in networks if isinstance(network, nn.Module)), None)
     if first is None:
-        raise ValueError("Expected `module` or a module in `networks`, but got neither.")
+        raise ValueError("Expected a `module` argument, or a module in `networks`, but got neither.")
     return copy.deepcopy(first)
 
 
 def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> list[dict[str, Tensor]]:
-    """Reads all network states to the devices of the module's entries."""
+    """Reads the states of all networks to the devices of the module's entries."""
     if not networks:
-        raise ValueError("Expected at least one of `networks`, but got none.")
+        raise ValueError("Expected `networks` to contain at least one network, but got none.")
     module_tensors, states = entry_tensors(module), list[dict[str, Tensor]]()
     for number, network in enumerate(networks):
         label = str(network) if isinstance(network, str | Path) else f"network {number}"
@@ -243,11 +248,11 @@ def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> li
                 first = tuple((states[0] if states else module_tensors)[name].shape)
                 owner = "of the first network" if states else "of the module"
                 raise ValueError(
-                    f"Expected {label} to have the architecture {owner}, where {name!r} has the shape {first}, but got"
-                    f" {tuple(value.shape)}."
+                    f"Expected {label} to have the architecture {owner}, in which {name!r} has shape {first}, but got "
+                    f"{tuple(value.shape)}."
                 )
         fault = find_non_finite(state)
         if fault is not None:
-            raise ValueError(f"Expected {label} to be finite, but {fault}.")
+            raise ValueError(f"Expected {label} to have finite values, but {fault}.")
         states.append(state)
     return states

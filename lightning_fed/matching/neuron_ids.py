@@ -1,7 +1,7 @@
 """Neuron ids: a union-find structure over parameter axes, and activations with one id per element.
 
 Each position on a parameter axis starts with a separate id. Tracing an activation through the network unites two ids if
-one element would have both. Positions with equal final ids are coupled: they belong to one neuron.
+one element would have both. Positions with equal final ids are coupled, because they belong to one neuron.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-# NEUTRAL marks constants with one value everywhere; PINNED marks fixed elements (inputs, outputs).
+# NEUTRAL marks constants with the same value everywhere; PINNED marks elements with fixed order (inputs, outputs).
 NEUTRAL, PINNED = 0, 1
 
 Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
@@ -24,8 +24,8 @@ class UnionFind:
     """Disjoint sets of ids with constraints. Only neurons with equal constraints are exchangeable.
 
     - ``"apart"``: used in the same slice of a tensor.
-    - ``"within"``: reduced together (a mean, a norm, attention), so the result depends on the number of neurons.
-    - ``"block"``: reduced in one group of a group normalization; whole groups are exchangeable.
+    - ``"within"``: reduced together (by a mean, a norm or attention), so the result depends on the number of neurons.
+    - ``"block"``: reduced within one group of a group normalization; whole groups can be exchanged.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class UnionFind:
                 continue
             left, right = self.find(left), self.find(right)
             if left != right:
-                self._parents[max(left, right)] = min(left, right)  # keeps PINNED a root
+                self._parents[max(left, right)] = min(left, right)  # ensures that PINNED is always a root
 
     def pin(self, ids: Tensor) -> None:
         self.unite(ids, torch.tensor(PINNED))
@@ -106,7 +106,7 @@ class TracedActivation:
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """State entry, with optionally permuted axes: axis lengths, and the axis for each dimension."""
+    """A state entry, optionally with permuted axes: lengths of the axes, and the axis for each dimension."""
 
     name: str
     lengths: tuple[int, ...]

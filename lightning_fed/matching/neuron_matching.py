@@ -2,17 +2,18 @@ r"""Matches client neurons to global neurons, and infers the number of global ne
 
 - Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
   published score; each layer is matched once, without training in between.
-- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: the same, with training in between.
+- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: the same algorithm, with training in
+  between.
 - Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the marginal score.
 
-A global neuron is drawn around a prior mean, a client neuron around its global neuron, and a Beta-Bernoulli process
-decides which global neurons a client owns:
+A global neuron is drawn around a prior mean, and a client neuron around its global neuron. A Beta-Bernoulli process
+determines which global neurons a client owns:
 
 .. math:: \theta_i \sim \mathcal{N}(\mu, \sigma_0^2) \qquad
     w_{jl} \mid \theta_i \sim \mathcal{N}(\theta_i, \sigma_j^2)
 
 Two neurons of one client never share a global neuron. Clients are matched one after another with all existing global
-neurons or with new ones. Each assignment maximizes the sum of scores.
+neurons or with new ones. Each assignment maximises the sum of scores.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from lightning_fed.numerics.precision import at_least_float32, cast_back, to_flo
 MatchScore: TypeAlias = Literal["published", "marginal"]
 
 _POPULARITY_LIMIT, _SOFT_WIDTH = 10, 700  # constants in the published score
-_MATCHINGS = 4  # matchings with estimated variances: one with initial values, three with estimates
-_LEAST_SHARE = 1e-6  # lower bound for estimated variances, relative to a block's mean square
+_MATCHINGS = 4  # matchings with estimated variances: one with initial values, then three with estimates
+_LEAST_SHARE = 1e-6  # lower bound for estimated variances, relative to the mean square of a block
 _STEPS, _TOLERANCE = 200, 1e-4  # iterations and relative tolerance for expectation maximization
 _CHUNK = 2**22  # elements per matrix product
 
@@ -44,9 +45,9 @@ class NeuronMatch(NamedTuple):
         assignments: Global index of each neuron by client, int64, shape ``(L_j,)``.
         means: Mean over the client neurons of each global neuron, shape ``(L, D)``.
         estimate: Most probable global neurons, shape ``(L, D)``: means shrunk towards the prior mean.
-        owners: Number of clients with each global neuron, int64, shape ``(L,)``.
-        variance: Variances in use, shape ``(J, D)``.
-        prior_variance: Prior variances in use, shape ``(D,)``.
+        owners: Number of clients that own each global neuron, int64, shape ``(L,)``.
+        variance: Variances used, shape ``(J, D)``.
+        prior_variance: Prior variances used, shape ``(D,)``.
         passes: Number of passes over all clients after the first matching.
     """
 
@@ -73,7 +74,7 @@ def match_neurons(
     passes: int = 5,
     max_width: int | None = None,
 ) -> NeuronMatch:
-    r"""Matches the neurons in one layer across clients (BBP-MAP).
+    r"""Matches the neurons of one layer across clients (BBP-MAP).
 
     With precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, each global neuron has :math:`n_i`
     owners, the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` over
@@ -94,11 +95,11 @@ def match_neurons(
       the result for short neurons. If all clients have equally many neurons with norms well below 1, each client after
       the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights: with
       :math:`\gamma = 7` three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47.
-    - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances the
-      score recovers shared neurons and creates separate neurons for the rest.
+    - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances,
+      this score recovers shared neurons and creates separate neurons for the rest.
 
     The client with the most neurons defines the first global neurons. The other clients follow in order of decreasing
-    width. In each following pass every client is matched again, in random order, until a pass changes nothing.
+    width. In each later pass every client is matched again, in random order, until a pass changes nothing.
 
     Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
     prior :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. All variances start
@@ -135,7 +136,7 @@ def match_neurons(
         check_count("max_width", max_width, max(len(client_neurons) for client_neurons in neurons))
     sizes = [size] if blocks is None else list(blocks)
     if sum(sizes) != size or min(sizes) < 1:
-        raise ValueError(f"Expected `blocks` to be at least 1 each and to sum to {size}, but got {sizes}.")
+        raise ValueError(f"Expected `blocks` to have sizes of at least 1 that sum to {size}, but got {sizes}.")
     if score == "published":
         variance = 1.0 if variance is None else variance
         prior_variance = 1.0 if prior_variance is None else prior_variance
@@ -160,7 +161,7 @@ def match_neurons(
 
 
 class _Matcher:
-    """State of the matching. If all precisions are scalar, precisions have one column."""
+    """State of the matching. If all precisions are scalars, the precisions have one column."""
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class _Matcher:
         self.precisions = self.sums[:, : self.num_columns]  # P
 
     def run(self, generator: np.random.Generator, passes: int) -> int:
-        """Matches each client once and then in passes. Returns the number of passes."""
+        """Matches each client once, and then in passes. Returns the number of passes."""
         for client in sorted(range(len(self.neurons)), key=lambda client: -len(self.neurons[client])):
             self._match(client)
         partition = self.partition()
@@ -248,7 +249,7 @@ class _Matcher:
         return result
 
     def _match(self, client: int) -> None:
-        from scipy.optimize import linear_sum_assignment  # slow import, only needed for matching
+        from scipy.optimize import linear_sum_assignment  # slow to import, and needed only for matching
 
         scaled, precision, width = self.scaled[client], self.precision[client], len(self.owners)
         num_new = len(scaled)
@@ -288,7 +289,7 @@ class _Matcher:
         self.owners[self.assignments[client]] += times
 
     def _remove(self, client: int) -> None:
-        """Removes a client, and global neurons without other owners."""
+        """Removes a client, and global neurons that no other client owns."""
         self._add(client, -1)
         self.assignments[client] = self.assignments[client][:0]
         is_owned = self.owners > 0
@@ -304,7 +305,7 @@ class _Matcher:
         self.assignments = [renumbered[indices] for indices in self.assignments]
 
     def _reduced(self, values: Tensor) -> Tensor:
-        # scalar precisions only need the sum over D
+        # scalar precisions need only the sum over D
         return values.sum(1, keepdim=True) if self.num_columns == 1 else values
 
     def _summed(self, values: Tensor) -> Tensor:
@@ -313,9 +314,9 @@ class _Matcher:
 
 
 def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
-    """Validates the clients' neurons, and converts to the dtype and device of the first client."""
+    """Checks the clients' neurons, and converts them to the dtype and device of the first client."""
     if not len(clients):
-        raise ValueError("Expected `clients` to be the neurons of at least one client, but got none.")
+        raise ValueError("Expected `clients` to contain the neurons of at least one client, but got none.")
     for number, neurons in enumerate(clients):
         if (
             neurons.ndim != 2
@@ -324,11 +325,15 @@ def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
             or not neurons.is_floating_point()
         ):
             raise ValueError(
-                f"Expected `clients` to be floating-point neurons of shape (L_j, {clients[0].shape[-1:].numel()}), with"
-                f" L_j of at least 1, but got {neurons.dtype} of shape {tuple(neurons.shape)} as number {number}."
+                "Expected `clients` to contain floating-point tensors of shape (L_j, "
+                f"{clients[0].shape[-1:].numel()}), with L_j at least 1, but got {neurons.dtype} of shape "
+                f"{tuple(neurons.shape)} at position {number}."
             )
         if not bool(neurons.isfinite().all()):
-            raise ValueError(f"Expected `clients` to be finite, but number {number} has NaN or infinite values.")
+            raise ValueError(
+                f"Expected `clients` to have finite values, but the tensor at position {number} has NaN "
+                "or infinite values."
+            )
     first = at_least_float32(clients[0].detach())
     return [neurons.detach().to(first) for neurons in clients]
 
@@ -341,12 +346,12 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
         return numbers.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"Expected `{name}` to broadcast to the shape {shape}, but got the shape {tuple(numbers.shape)}."
+            f"Expected `{name}` to broadcast to shape {shape}, but got shape {tuple(numbers.shape)}."
         ) from None
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Initial variances, shape ``(D,)``: half the variance of each block, infinite for constant blocks."""
+    """Initial variances, shape ``(D,)``: half the variance of each block; infinite for constant blocks."""
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
     for client_neurons in neurons:
@@ -365,7 +370,7 @@ def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
 def _estimate(
     matcher: _Matcher, mean: Tensor, sizes: list[int], is_noise_known: bool, is_prior_known: bool
 ) -> tuple[Tensor, Tensor]:
-    """Maximum-likelihood variances for a matching, shapes ``(J, D)`` and ``(D,)``. Known variances are kept."""
+    """Maximum-likelihood variances for a matching, shapes ``(J, D)`` and ``(D,)``. Known variances stay fixed."""
     members = torch.full((len(matcher.owners), len(matcher.neurons)), -1, device=mean.device)
     count = 0
     for client, indices in enumerate(matcher.assignments):

@@ -33,7 +33,7 @@ MatchOrder: TypeAlias = Literal["fedma", "pfnm"]
 # Maximum group width, relative to a single network.
 WidthLimit: TypeAlias = float | Literal["auto"] | None
 
-_MARGINAL_LIMIT = 1.25  # limit for "auto"
+_MARGINAL_LIMIT = 1.25  # limit used for "auto"
 
 _ROLES: dict[str, tuple[Role, ...]] = {"fedma": ("out", "vec"), "pfnm": ("out", "vec", "in")}
 
@@ -43,9 +43,9 @@ class StateMatch(NamedTuple):
 
     Attributes:
         state: Merged state, with each neuron averaged over its owners.
-        groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets the widths.
+        groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets these widths in a module.
         assignments: Merged index of each neuron, for each network and group: int64, shape ``(neurons,)``.
-        agreement: Share of the squared neuron norms preserved by averaging, for each group.
+        agreement: Fraction of the squared neuron norms that averaging preserves, for each group.
         seconds: Matching time for each group in seconds, without sweeps.
     """
 
@@ -83,18 +83,18 @@ def match_states(
     prior_weight: float = 0.0,
     **options: Any,
 ) -> StateMatch:
-    """Matches the neurons of several networks group by group, and averages.
+    """Matches neurons across several networks group by group, then averages.
 
     ``"fedma"`` runs from the first to the last group and compares incoming weights, biases and normalization.
     ``"pfnm"`` runs from the last to the first group and compares outgoing weights and biases; the first layer also
     compares incoming weights. Groups that cannot grow are only permuted.
 
-    A single pass matches each network to the earlier networks, by some weights only. ``sweeps`` then align the networks
-    jointly over all groups until nothing changes (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` the
-    sweeps come first. Then groups are compared by all incoming weights (``"pfnm"``: by all weights).
+    A single pass matches each network to the earlier networks, using only some weights. Afterwards ``sweeps`` align the
+    networks jointly over all groups until nothing changes (:func:`~lightning_fed.matching.align_networks`). With
+    ``"grow"`` the sweeps come first, and then groups are compared by all incoming weights (``"pfnm"``: by all weights).
 
     Prior means are 0 and all networks have equal variances, unless ``options`` override both. BatchNorm's running
-    statistics are also averaged: recalibrate the statistics with the merged network.
+    statistics are also averaged: measure the statistics again with the merged network.
 
     Args:
         states: One state per network, with equal entries.
@@ -104,15 +104,15 @@ def match_states(
         mode: ``"grow"`` adds neurons, ``"permute"`` only permutes, ``"none"`` averages without matching.
         weights: Network weights, greater than 0; equal by default.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        max_growth: Maximum width of a group relative to a single network; ``None`` for no limit; ``"auto"`` for 1.25
-            with the marginal score, and no limit with the published score.
+        max_growth: Maximum width of a group as a multiple of a single network's width; ``None`` for no limit;
+            ``"auto"`` for 1.25 with the marginal score, and no limit with the published score.
         sweeps: Maximum number of alignment sweeps over all networks and groups.
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
     Raises:
-        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or for errors
-            in the functions above.
+        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or for
+            errors in the functions above.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -125,7 +125,7 @@ def match_states(
     check_option("order", order, MatchOrder)
     check_option("mode", mode, MatchMode)
     if not states:
-        raise ValueError("Expected at least one of `states`, but got none.")
+        raise ValueError("Expected `states` to contain at least one state, but got none.")
     check_width_limit("max_growth", max_growth)
     if max_growth == "auto":
         max_growth = _MARGINAL_LIMIT if score == "marginal" else None
@@ -189,7 +189,7 @@ def match_states(
 
 
 def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
-    """Validates a width limit: ``None``, ``"auto"``, or a finite number from 1."""
+    """Checks a width limit: ``None``, ``"auto"``, or a finite number of at least 1."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or value == "auto" or (is_number and 1 <= value < float("inf")):
         return value
@@ -197,7 +197,7 @@ def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
 
 
 def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:
-    """Axes to compare across networks, in entries whose other axes hold no unmatched neurons."""
+    """Axes to compare across networks, from entries whose other axes have no unmatched neurons."""
     unmatched = {axis for later in waiting for axis in later.entries}
     by_role = {axis for axis, entry in group.entries.items() if entry.role in (*roles, "both")}
     comparable = {

@@ -1,4 +1,4 @@
-"""Tracing rules for operations without weights: one per kind of operation."""
+"""Tracing rules for operations without weights, one per kind of operation."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Reductions over some or all dimensions. The maximum or minimum of two tensors is elementwise."""
+    """Reductions over some or all dimensions. The maximum or minimum of two tensors is treated as elementwise."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])
@@ -89,7 +89,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Operations that rearrange, repeat or remove elements: applies the operation to the neuron ids."""
+    """Operations that rearrange, repeat or remove elements; the operation is applied to the neuron ids."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]
@@ -126,7 +126,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
     rank = len(call.shape)
     activations = [
         activation for activation in activations if len(activation.shape) == rank
-    ]  # legacy empty tensors with shape (0,) are dropped
+    ]  # legacy empty tensors of shape (0,) are dropped
     dim = call.arguments["dim"] % rank
     lengths = [max(activation.ids.shape[index] for activation in activations) for index in range(rank)]
     parts = [

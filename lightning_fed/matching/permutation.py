@@ -1,7 +1,7 @@
-r"""Permutes, slices and grows neurons in a state.
+r"""Permutes, selects and adds neurons in a state.
 
-A network computes the same function if a layer's neurons are permuted with all dependent values: rows in incoming
-weights, biases, normalization, and columns in outgoing weights.
+A network computes the same function if a layer's neurons are permuted together with all dependent values: rows in
+incoming weights, biases, normalization, and columns in outgoing weights.
 
 .. math:: W_2 \, \sigma(W_1 x + b_1) = (W_2 \Pi^\top) \, \sigma(\Pi W_1 x + \Pi b_1)
 
@@ -27,11 +27,11 @@ Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
 
 class GroupEntry(NamedTuple):
-    """Neuron positions on one axis of an entry.
+    """Positions of a group's neurons on one axis of an entry.
 
     Attributes:
         positions: Indices on the axis, int64, shape ``(neurons, copies)``.
-        role: ``"out"`` for axes with neurons as results (rows of a weight), ``"in"`` for axes with neurons as inputs
+        role: ``"out"`` for axes with neurons as outputs (rows of a weight), ``"in"`` for axes with neurons as inputs
             (columns), ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
         length: Axis length, including positions of other groups.
     """
@@ -46,10 +46,11 @@ class PermutationGroup:
     """Neurons or channels that can be permuted without changing the network's function.
 
     Attributes:
-        name: Layer with the neurons as outputs.
-        size: Neuron count.
+        name: Layer that has the neurons as outputs.
+        size: Number of neurons.
         entries: Positions by entry and axis.
-        blocks: Number of consecutive blocks with equal size (groups in a group normalization); neurons stay in a block.
+        blocks: Number of consecutive blocks of equal size (groups in a group normalization); neurons stay within a
+            block.
         is_growable: Whether neurons can be added.
     """
 
@@ -61,12 +62,12 @@ class PermutationGroup:
 
     @classmethod
     def over(cls, state: Mapping[str, Tensor], axes: Mapping[Axis, Role], size: int) -> PermutationGroup:
-        """Creates a group manually, from whole axes of entries; the name is the first entry's layer.
+        """Creates a group manually from whole axes of entries; the name is the first entry's layer.
 
         Args:
-            state: Entries.
+            state: Network entries.
             axes: Axes and roles. On an axis longer than ``size`` each neuron has several adjacent positions.
-            size: Neuron count.
+            size: Number of neurons.
 
         Example:
             >>> state = {"a.weight": torch.zeros(3, 2), "a.bias": torch.zeros(3), "b.weight": torch.zeros(5, 12)}
@@ -91,11 +92,11 @@ class PermutationGroup:
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
     """Changes the number of neurons in each of a network's groups. Groups with a new size have no blocks.
 
-    New neurons follow the existing neurons of the group. Groups later on the same axis (a concatenation) are shifted. A
-    group with a fixed width must keep the size.
+    New neurons follow the existing neurons of the group. Groups that follow on the same axis (a concatenation) are
+    shifted. A group with fixed width must keep its size.
 
     Raises:
-        ValueError: If a group that cannot grow gets a new size, or the number of sizes is wrong.
+        ValueError: If the size of a group with fixed width changes, or the number of sizes is wrong.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
@@ -143,7 +144,7 @@ def permute_neurons(
     """Permutes the neurons in a state.
 
     Args:
-        state: Any network entries. Entries outside the groups stay the same tensors.
+        state: Any network entries. Entries outside the groups are returned unchanged.
         groups: Groups to permute.
         orders: Index of the neuron for each position, for each group: int64, shape ``(neurons,)``.
 
@@ -159,7 +160,7 @@ def permute_neurons(
     for group, order in zip(groups, orders, strict=True):
         identity = torch.arange(group.size)
         if order.shape != identity.shape or not torch.equal(order.cpu().sort().values, identity):
-            raise ValueError(f"Expected the order of {group.name!r} to have each of {group.size} neurons once.")
+            raise ValueError(f"Expected the order of {group.name!r} to contain each of {group.size} neurons once.")
     return _rearranged(state, groups, groups, list(orders))
 
 
@@ -170,13 +171,13 @@ def slice_neurons(
     """Selects neurons from a state.
 
     Args:
-        state: Any network entries. Entries outside the groups stay the same tensors.
+        state: Any network entries. Entries outside the groups are returned unchanged.
         groups: All groups in the network.
-        kept: Indices of the kept neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
+        kept: Indices of the selected neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
 
     Raises:
-        ValueError: If indices are outside the range or repeated, a group that cannot change its size loses neurons, or
-            a shape is wrong.
+        ValueError: If indices are out of range or repeated, a group with fixed width loses neurons, or a shape is
+            wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}

@@ -1,6 +1,8 @@
 """Rules with clipped client updates: clipped by norm, or by distance from the previous update.
 
-Rules with clipped client updates: clipped by norm, or by distance from the previous update.
+Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019. https://arxiv.org/abs/1911.07963
+Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
+https://arxiv.org/abs/2012.10333
 """
 
 from __future__ import annotations

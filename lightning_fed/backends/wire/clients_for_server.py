@@ -381,7 +381,7 @@ def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
 
 
 def _most_steps(visit: Visit, is_automatic: bool) -> int:
-    # The server does not know a client's number of batches per epoch. Manual optimization may take several steps per
+    # The server does not know a client's batches per epoch. Manual optimization may take several steps per
     # batch.
     if visit.steps is None:
         return _MOST_STEPS
