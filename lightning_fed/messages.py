@@ -1,11 +1,12 @@
 """The three messages between server and client, with flat dictionaries of tensors.
 
-The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
-:class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with names of known parts
-of the model. Only requested rows are sent, in both directions. Bytes are counted, not estimated.
+The server sends a :class:`Broadcast`, and the client answers with a :class:`ClientUpdate`. Before that, a client may
+send a :class:`Request` for some rows of a large table (classes of a head, words of an embedding), or with the names of
+model parts that the client already has. Only requested rows are sent, in both directions. Bytes are counted, not
+estimated.
 
-Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver has the values:
-``unsent`` holds the names, and the receiver fills in the values.
+Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver already has the values:
+``unsent`` contains their names, and the receiver adds the values.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ State: TypeAlias = dict[str, Tensor]
 
 
 def plain_keys(clients: Iterable[Client]) -> list[Client]:
-    """The clients' keys as Python objects, because NumPy scalars do not load with ``weights_only=True``."""
+    """Client keys as Python objects, because NumPy scalars do not load with ``weights_only=True``."""
     return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The tensors' size in bytes."""
+    """Number of bytes in the tensors."""
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
 def file_name(client: Client) -> str:
-    """File name for a client; the key may have any characters."""
+    """File name for a client, whose key may contain any characters."""
     return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Digest for names, types, shapes and values in a state."""
+    """Hash of names, types, shapes and values in a state."""
     hasher = hashlib.sha256()
     for name in sorted(state):
         value = state[name].detach().cpu().contiguous().reshape(-1)
@@ -53,7 +54,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """The tensors, without tensors equal to an earlier one.
+    """Returns the tensors without duplicates of earlier tensors.
 
     Example:
         >>> import torch
@@ -84,13 +85,13 @@ def _is_equal(left: Tensor, right: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """Message from a client before a visit.
+    """Message from a client to the server before a visit.
 
     Args:
         client: The client's key.
-        rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so the order tells nothing about
-            the client. Equal rows for several entries, such as a head's weight and bias, are sent once.
-        extras: Further tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
+        rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so that the order reveals nothing
+            about the client. Equal rows for several entries, such as a head's weight and bias, are sent once.
+        extras: Additional tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
     """
 
     client: Client
@@ -99,7 +100,7 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; equal rows count once."""
+        """Number of bytes in all tensors; equal rows count once."""
         return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
 
 
@@ -109,11 +110,11 @@ class Broadcast:
 
     Args:
         round: Index of the round, from 0.
-        state: Entries for the client's initial model.
-        extras: Further tensors from the method (control variates, ...).
-        rows: Indices of the rows in ``state`` for sliced entries, from the client's :class:`Request`; the bytes are
-            counted in the request.
-        unsent: Names of the entries in ``state`` that the client already has. Set by the server.
+        state: Entries of the client's initial model.
+        extras: Additional tensors of the method (such as control variates).
+        rows: Row indices of sliced entries in ``state``, from the client's :class:`Request`; their bytes are counted in
+            the request.
+        unsent: Names of entries in ``state`` that the client already has. Set by the server.
     """
 
     round: int
@@ -124,12 +125,12 @@ class Broadcast:
 
     @property
     def sent(self) -> State:
-        """The transmitted entries."""
+        """Returns the entries that are sent."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all transmitted tensors."""
+        """Number of bytes in all sent tensors."""
         return tensor_bytes(self.sent) + tensor_bytes(self.extras)
 
 
@@ -139,15 +140,15 @@ class ClientUpdate:
 
     Args:
         client: The client's key.
-        num_samples: Number of local examples, the client's weight in an average.
+        num_samples: Number of local examples: the client's weight in an average.
         state: Entries after the training (not differences).
-        extras: Further tensors from the method (prototypes, statistics, ...).
-        metrics: Plain numbers for the log.
-        rows: Row indices in ``state`` for sliced entries. The server sets the broadcast's rows: a client cannot write
-            into other rows.
-        unsent: Names of the untrained entries in ``state`` that equal the broadcast's, and are not sent. The tensors
-            belong to the broadcast: replace the tensors, do not write into the memory.
-        members: On the server, the clients behind an update, if an update step has summed several updates.
+        extras: Additional tensors of the method (such as prototypes or statistics).
+        metrics: Numbers to log.
+        rows: Row indices of sliced entries in ``state``. The server sets these to the rows in the broadcast, so that a
+            client cannot write to other rows.
+        unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. Their tensors belong
+            to the broadcast: replace a tensor instead of writing into its memory.
+        members: On the server: clients whose updates an update step has summed into this update.
     """
 
     client: Client
@@ -161,15 +162,15 @@ class ClientUpdate:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """The clients behind the update."""
+        """The clients that contributed to the update."""
         return self.members or (self.client,)
 
     @property
     def sent(self) -> State:
-        """The transmitted entries."""
+        """Returns the entries that are sent."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all transmitted tensors."""
+        """Number of bytes in all sent tensors."""
         return tensor_bytes(self.sent) + tensor_bytes(self.extras)

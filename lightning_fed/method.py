@@ -20,19 +20,20 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class Method:
-    """A server's rule with update steps, callbacks and settings for a federation.
+    """A server-side rule with update steps, callbacks and settings of a federation.
 
-    An :class:`~lightning_fed.Aggregator` is also a method, with registered callbacks and without settings.
+    An :class:`~lightning_fed.Aggregator` is also a method, with registered callbacks and no settings.
 
     Args:
-        aggregator: The server's rule, or a method to extend, by name or as an object.
-        callbacks: Callbacks added to a Trainer without a callback of the same class, before the rule's callbacks.
-        steps: Update steps, the innermost first; the federation's steps are outside.
-        settings: Arguments for :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
+        aggregator: The server-side rule, or a method to extend, by name or as an object.
+        callbacks: Callbacks to add to the Trainer before the rule's callbacks, unless the Trainer has a callback of the
+            same class.
+        steps: Update steps, innermost first; the federation's steps are applied outside.
+        settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
     Attributes:
-        name: Name of the method's or rule's class.
+        name: Class name of the method or rule.
 
     Example:
         >>> from lightning_fed import Federation
@@ -63,7 +64,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Name of the method's class, or of the rule's class for a plain :class:`Method`."""
+        """Class name of the method, or of the rule for a plain :class:`Method`."""
         return type(self.aggregator if type(self) is Method else self).__name__
 
 
@@ -77,12 +78,12 @@ _MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
 
 
 def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Sequence[Callback]] | None = None) -> Any:
-    """Registers a method under the class name in lower case; a decorator, with or without arguments.
+    """Decorator, with or without arguments, that registers a method under the class name in lower case.
 
     Args:
         method: A subclass of :class:`Method` or :class:`~lightning_fed.Aggregator`. The arguments of ``__init__`` are
             options, and the docstring's first line is the description.
-        callbacks: Builds the necessary callbacks for a rule.
+        callbacks: Function that creates the callbacks required by a rule.
     """
     if method is None:
         return partial(register, callbacks=callbacks)
@@ -92,7 +93,9 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
     name = method_key(method.__name__)
     known = METHODS.setdefault(name, method)
     if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):  # a reloaded module
-        raise ValueError(f"Expected a new name of a method, but {name!r} is a method of {known.__module__}.")
+        raise ValueError(
+            f"Expected a new method name, but {name!r} is already a method of {known.__module__}: rename the class."
+        )
     METHODS[name] = method
     return method
 
@@ -104,13 +107,13 @@ def method_names() -> list[str]:
 
 
 def find_method(name: str) -> type[Method] | type[Aggregator]:
-    """Finds the class of a method by name, in any case, with or without underscores (``"trimmed_mean"``).
+    """Finds a method's class by name, in any case, with or without underscores (``"trimmed_mean"``).
 
-    An unregistered class is named by its path (``"my_project.FedMine"``). An unknown name raises ``ValueError``.
+    An unregistered class is named by its import path (``"my_project.FedMine"``). An unknown name raises ``ValueError``.
     """
     module, _, attribute = name.rpartition(".")
     if not module and method_key(name) not in METHODS:
-        load_feature("lightning_fed.algorithms")  # the files register the methods
+        load_feature("lightning_fed.algorithms")  # importing the files registers the methods
     if method_key(name) in METHODS:
         return METHODS[method_key(name)]
     if not module:
@@ -118,9 +121,11 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
     try:
         method_class = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"Expected `method` to be a name or the path of a class, but got {name!r}: {error}") from error
+        raise ValueError(
+            f"Expected `method` to be a name or the import path of a class, but got {name!r}: {error}"
+        ) from error
     if not (isinstance(method_class, type) and issubclass(method_class, Method | Aggregator)):
-        raise ValueError(f"Expected `method` to be the path of a Method or an Aggregator, but got {name!r}.")
+        raise ValueError(f"Expected `method` to be the import path of a Method or Aggregator class, but got {name!r}.")
     return method_class
 
 
@@ -138,20 +143,20 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
         if not (option and value):
             raise ValueError(f"Expected options as `option=value`, but got {pair!r} in {text!r}.")
         if option in options:
-            raise ValueError(f"Expected every option once, but got {option!r} again in {text!r}.")
+            raise ValueError(f"Expected each option only once, but got {option!r} again in {text!r}.")
         options[option] = _parse_value(value)
     return name, options
 
 
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
-    """Builds a method from a name with options; a rule becomes a method, and a method object is returned unchanged.
+    """Builds a method from a name with options, or from a rule; a method object is returned unchanged.
 
-    The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments for the named method's class,
-    or for callbacks in the method.
+    The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments of the named method's class,
+    or of its callbacks.
 
     Raises:
-        ValueError: If the name or an option is unknown, or an option without default is missing.
-        TypeError: If ``method`` is neither a name nor a method nor a rule.
+        ValueError: If the name or an option is unknown, or an option without a default is missing.
+        TypeError: If ``method`` is not a name, method or rule.
 
     Example:
         >>> build_method("fedmargin", combine="lpm", layer="model.encoder").callbacks[0].layer
@@ -161,7 +166,9 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
         name, written = parse_method(method)
         return _build_by_name(name, {**written, **options})
     if options:
-        raise TypeError(f"Expected options only with the name of a method, but got {sorted(options)} with {method!r}.")
+        raise TypeError(
+            f"Expected options only together with a method's name, but got {sorted(options)} with {method!r}."
+        )
     if isinstance(method, Aggregator):
         return Method(method)
     if isinstance(method, Method):
@@ -170,7 +177,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Defaults by option for a method or callback; ``inspect.Parameter.empty`` for a required option."""
+    """Returns the default by option of a method or callback; ``inspect.Parameter.empty`` for a required option."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}
@@ -183,14 +190,14 @@ def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
     missing = [option for option in required if option not in options]
     if missing:
         raise ValueError(
-            f"Expected {name!r} with its options {missing}, which have no default: `{name}:{missing[0]}=VALUE`."
+            f"Expected {name!r} with the options {missing}, which have no default: `{name}:{missing[0]}=VALUE`."
         )
     method = build_method(method_class(**{option: options[option] for option in options if option in defaults}))
     callback_options = {option: value for option, value in options.items() if option not in defaults}
     known = dict.fromkeys([*defaults, *(option for callback in method.callbacks for option in list_options(callback))])
     unknown = [option for option in callback_options if option not in known]
     if unknown:
-        raise ValueError(f"Expected options of {name!r} to be of {list(known)}, but got {unknown}.")
+        raise ValueError(f"Expected options of {name!r} to be among {list(known)}, but got {unknown}.")
     if callback_options:
         method = copy.copy(method)
         method.callbacks = tuple(_with_options(callback, callback_options) for callback in method.callbacks)
@@ -198,14 +205,14 @@ def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
 
 
 def _with_options(callback: Callback, options: Mapping[str, Any]) -> Callback:
-    # A callback's attributes have the arguments' names.
+    # Attributes of a callback have the same names as its arguments.
     names = list_options(callback)
     changes = {name: value for name, value in options.items() if name in names}
     return type(callback)(**{name: getattr(callback, name) for name in names} | changes) if changes else callback
 
 
 def method_key(name: str) -> str:
-    """Converts a name to a key: lower case, without underscores."""
+    """Converts a name to a lookup key: lower case, without underscores."""
     return name.lower().replace("_", "")
 
 
@@ -213,5 +220,5 @@ def _parse_value(text: str) -> Any:
     value = yaml.safe_load(text)
     if isinstance(value, str):
         with suppress(ValueError):
-            return float(value)  # YAML 1.1 parses 1e-3 as a text
+            return float(value)  # YAML 1.1 parses 1e-3 as a string
     return value

@@ -199,14 +199,14 @@ def grow_neurons(
     The network computes the same function. :func:`slice_neurons` with the same indices is the inverse.
 
     Args:
-        state: Any network entries. Entries outside the groups stay the same tensors.
+        state: Any network entries. Entries outside the groups are returned unchanged.
         groups: All groups in the network.
         assignments: New index of each neuron, for each group: distinct, int64, shape ``(neurons,)``.
         sizes: Number of neurons in the wider network for each group.
 
     Raises:
-        ValueError: If indices are outside the range or repeated, a group that cannot grow gets more neurons, or a shape
-            is wrong.
+        ValueError: If indices are out of range or repeated, a group with fixed width gets more neurons, or a shape is
+            wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}
@@ -218,7 +218,7 @@ def grow_neurons(
     for group, indices, size in zip(groups, assignments, sizes, strict=True):
         if len(indices) != group.size:
             raise ValueError(
-                f"Expected an index for each of {group.size} neurons of {group.name!r}, but got {len(indices)}."
+                f"Expected an index for each of the {group.size} neurons in {group.name!r}, but got {len(indices)}."
             )
         _check_indices(group.name, indices, size)
         source = torch.full((size,), -1)
@@ -231,16 +231,16 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Feature vectors by entry and axis, shape ``(neurons, numbers)``, to match the neurons of a group.
+    """Feature vectors for matching the neurons of a group, by entry and axis, shape ``(neurons, numbers)``.
 
     Entries with the group on two axes (an LSTM's hidden-to-hidden weights) are excluded, because the values depend on
-    the order of neurons. Integer entries and running statistics are also excluded. Concatenate the values as input for
-    :func:`~lightning_fed.matching.match_neurons`, with the widths as blocks.
+    the order of neurons. Integer entries and running statistics are also excluded. To use the result in
+    :func:`~lightning_fed.matching.match_neurons`, concatenate the values and pass the widths as ``blocks``.
 
     Args:
-        state: Network entries, with all other groups in a common order across clients.
+        state: Network entries, in which all other groups have the same order on all clients.
         group: Permutation group.
-        roles: Roles to include: incoming weights and vectors (FedMA), with ``"in"`` also outgoing weights (PFNM).
+        roles: Roles to include: incoming weights and vectors (FedMA); with ``"in"`` also outgoing weights (PFNM).
 
     Raises:
         ValueError: If a role is unknown or a shape is wrong.
@@ -266,12 +266,12 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """True for entries used to compare neurons: excludes integers and running statistics."""
+    """Whether an entry is used to compare neurons; false for integers and running statistics."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 
 class _Run(NamedTuple):
-    """Adjacent neurons on an axis: neuron i is at ``start + i * repeat + [0, repeat)``."""
+    """Adjacent neurons on an axis: neuron i has the positions ``start + i * repeat + [0, repeat)``."""
 
     group: int
     column: int
@@ -307,7 +307,7 @@ def _rearranged(
             continue
         blocks = source.cpu().view(group.blocks, -1) // (group.size // group.blocks)
         if not bool((blocks == blocks[:, :1]).all()):
-            raise ValueError(f"Expected the neurons of {group.name!r} to stay in their {group.blocks} blocks.")
+            raise ValueError(f"Expected the neurons of {group.name!r} to stay within their {group.blocks} blocks.")
     parts: dict[Axis, list[tuple[GroupEntry, GroupEntry, Tensor]]] = {}
     for old, new, source in zip(before, after, sources, strict=True):
         for axis, entry in old.entries.items():
@@ -324,7 +324,7 @@ def _rearranged(
 
 
 def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
-    """Old position for each new position on an axis, -1 for new neurons."""
+    """Old position for each new position on an axis; -1 for new neurons."""
     length, new_length = pieces[0][0].length, pieces[0][1].length
     is_other, is_new_other = torch.ones(length, dtype=torch.bool), torch.ones(new_length, dtype=torch.bool)
     index = torch.full((new_length,), -1)
@@ -339,8 +339,8 @@ def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
 def _check_length(name: str, axis: int, entry: GroupEntry, value: Tensor) -> None:
     if axis >= value.ndim or value.shape[axis] != entry.length:
         raise ValueError(
-            f"Expected axis {axis} of {name!r} to have the length {entry.length}, but its shape is"
-            f" {tuple(value.shape)}: are these the groups of this network?"
+            f"Expected axis {axis} of {name!r} to have length {entry.length}, but the shape is {tuple(value.shape)}: "
+            "pass the groups of this network."
         )
 
 

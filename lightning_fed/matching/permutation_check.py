@@ -16,14 +16,14 @@ from lightning_fed.model.resize import update_layer_sizes
 from lightning_fed.numerics.precision import float64_device
 from lightning_fed.numerics.trees import map_leaves, tree_leaves
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest output
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance relative to the largest output
 
 
 class PermutationCheck:
     """Runs a module in evaluation mode with perturbed values, within :func:`restored_afterwards`.
 
-    All values in the state and inputs are perturbed, because initial zeros and ones or dead channels would hide
-    dependencies. Runs in float64, or in float32 if float64 fails.
+    All values in the state and the inputs are perturbed, because zeros and ones from the initialisation, or dead
+    channels, would hide dependencies. Runs in float64, or in float32 if float64 fails.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -42,18 +42,18 @@ class PermutationCheck:
         self._scale = max((float(output.abs().max()) for output in self._outputs if output.numel()), default=0.0)
 
     def find_not_invariant(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Groups whose permutation changes the outputs. Returns all groups if no output is finite."""
+        """Finds groups whose permutation changes the outputs. Returns all groups if no output is finite."""
         if not 0 < self._scale < float("inf"):
             return list(groups)
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Growable groups that fail or change the outputs with additional neurons."""
+        """Finds growable groups for which additional neurons cause an error or change the outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 
     def _is_variant(self, groups: list[PermutationGroup]) -> bool:
-        # A cycle and a random order almost always generate all permutations.
+        # Together, a cycle and a random order almost always generate all permutations.
         for draw in (self._cyclic_order, self._random_order):
             orders = []
             for group in groups:
@@ -81,7 +81,7 @@ class PermutationCheck:
     def _is_same(self, state: Mapping[str, Tensor]) -> bool:
         try:
             outputs = self._compute(state)
-        except Exception:  # modules with fixed widths in their code may raise any error
+        except Exception:  # modules with fixed widths in their code may raise any exception
             return False
         if [output.shape for output in outputs] != [output.shape for output in self._outputs]:
             return False
@@ -135,7 +135,7 @@ def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def restored_afterwards(module: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode without gradients, and restores all tensors and attributes afterwards."""
+    """Context in evaluation mode without gradients; afterwards restores all tensors and attributes."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.data for tensor in tensors]
     layers = [(layer, layer.training, dict(vars(layer))) for layer in module.modules()]
@@ -154,7 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds failing groups by bisection. Groups that only fail together are all returned."""
+    """Finds failing groups by bisection. Groups that fail only together are all returned."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

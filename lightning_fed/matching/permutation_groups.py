@@ -1,4 +1,4 @@
-"""Permutation groups for any module, derived from the operations: finds, checks, permutes and resizes neurons."""
+"""Permutation groups for any module, derived by tracing operations: finds, checks, permutes and resizes neurons."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module, in execution order.
 
-    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are by group.
+    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are keyed by
+    group name.
 
     Attributes:
         groups: Permutation groups.
-        order: Entry names in execution order. Unused entries are missing.
+        order: Entry names in execution order. Unused entries are omitted.
         tied: Name of the earlier entry for each tied entry.
-        unknown: Number of calls for each operation without a rule. Affected neurons are not permuted.
+        unknown: Number of calls by operation without a rule. Neurons affected by such operations are not permuted.
     """
 
     groups: tuple[PermutationGroup, ...]
@@ -60,20 +61,21 @@ class PermutationGroups:
     ) -> PermutationGroups:
         """Finds the permutation groups of a module.
 
-        The module is traced with `torch.export` in evaluation mode. Each position on an entry's axis is followed
-        through the operations: positions behind the same element belong to one neuron. Inputs, outputs and neurons used
-        in operations without a rule are fixed, so groups may be missing but are never wrong.
+        The module is traced with `torch.export` in evaluation mode. Each position on an entry's axis is traced through
+        the operations; positions that contribute to the same element belong to one neuron. Inputs, outputs and neurons
+        used in operations without a rule are fixed, so groups may be missing but are never wrong.
 
-        The groups are then checked with random values in the module. With all groups permuted, outputs must agree in
+        The groups are then checked with random values in the module: after permuting all groups, outputs must agree in
         float64 up to a relative error of 1e-9. Failing groups are removed with a warning. A growable group becomes
         fixed if additional neurons break the module or change the outputs.
 
         Args:
-            module: Any module; restored afterwards. ``forward`` must be deterministic in structure. Unused children
-                raise a warning, because ``training_step`` may use them.
+            module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
+                children cause a warning, because ``training_step`` may use them.
             example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two (small) examples.
-            pin: Patterns for entry names (``"decoder.*"``) with fixed neurons.
-            extra_groups: Manual groups, checked as well. These replace found groups with common positions.
+            pin: Patterns for entry names (``"decoder.*"``) whose neurons stay fixed.
+            extra_groups: Manually specified groups, which are also checked. These replace found groups at the same
+                positions.
 
         Example:
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))
@@ -121,7 +123,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names: the producing layer, with a position if a layer produces several groups."""
+        """Group names: the layer that has the neurons as outputs, with a position if a layer has several groups."""
         return [group.name for group in self.groups]
 
     @property
@@ -149,7 +151,7 @@ class PermutationGroups:
     ) -> dict[str, Tensor]:
         """Adds neurons with value 0, see :func:`~lightning_fed.matching.grow_neurons`.
 
-        By default neurons keep their index.
+        By default, neurons keep their index.
         """
         indices = [torch.arange(group.size) for group in self.groups]
         for name, assignment in (assignments or {}).items():
@@ -159,7 +161,7 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """Feature vectors to match neurons, see :func:`~lightning_fed.matching.neuron_features`."""
+        """Feature vectors for matching neurons, see :func:`~lightning_fed.matching.neuron_features`."""
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -209,9 +211,9 @@ def _trace(
         unused = [child for child in children if child not in used]
         if unused:
             rank_zero_warn(
-                f"`forward` does not use these children, so their inputs are unknown: {_some(unused)}. If training"
-                " feeds features to them, name the layers of the features in `pin` of `PermutationGroups.of` or"
-                " `LayerwiseTraining`."
+                f"`forward` does not use these children, so their inputs are unknown: {_some(unused)}. If training "
+                "passes features to these children, name the layers that compute these features in `pin` of "
+                "`PermutationGroups.of` or `LayerwiseTraining`."
             )
     return tracer
 
@@ -227,7 +229,7 @@ def _traced_names(tracer: Tracer) -> set[str]:
 
 
 def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tracer) -> list[str]:
-    """Matrix-like parameters outside the trace."""
+    """Parameters with several axes outside the trace."""
     traced = _traced_names(tracer)
     parameters = {name: value for name, value in tensors.items() if isinstance(value, nn.Parameter)}
     return [name for name, value in parameters.items() if value.ndim > 1 and names[name] not in traced]
@@ -241,7 +243,7 @@ def _checked(
         return []
     try:
         check = PermutationCheck(module, args, kwargs)
-    except Exception as error:  # modules may raise any error
+    except Exception as error:  # modules may raise any exception
         rank_zero_warn(f"No neurons can be permuted: a test run of the module failed. {type(error).__name__}: {error}")
         return []
     failing = check.find_not_invariant(groups)

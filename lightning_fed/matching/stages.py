@@ -1,4 +1,4 @@
-"""Stages for layer-wise matching: layers matched in one exchange and then frozen."""
+"""Stages for layer-wise matching: layers that are matched in one exchange and then frozen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers matched in one exchange: names of the layers' output groups and entries."""
+    """Layers matched in one exchange: names of the layers' output groups, and names of the entries."""
 
     groups: tuple[str, ...]
     entries: tuple[str, ...]
@@ -30,18 +30,19 @@ class Stage:
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
     """Splits a network into stages, first to last. Each entry belongs to one stage.
 
-    A stage contains all layers producing the neurons in one group: one layer in a chain (as in FedMA, ICLR 2020,
-    Algorithm 1), or all blocks of a residual stage. Layers with fixed outputs join the next stage. The last layers,
-    such as the output layer, form the last stage.
+    A stage contains all layers that have the neurons of one group as outputs: one layer in a chain (as in FedMA, ICLR
+    2020, Algorithm 1), or all blocks of a residual stage. Layers with fixed outputs join the next stage. The last
+    layers, such as the output layer, form the last stage.
 
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged); or patterns for names by stage.
+        choice: ``"auto"``; the maximum number of stages (narrow neighbours are merged); or patterns for entry names by
+            stage.
 
     Raises:
-        ValueError: If there are no stages, an entry matches no stage, a stage has no entries, or the neurons of a group
-            are produced in several stages or read before.
+        ValueError: If no stage exists, an entry matches no stage, a stage has no entries, or the neurons of a group are
+            outputs in several stages or inputs in an earlier stage.
 
     Example:
         >>> from torch import nn, zeros
@@ -73,7 +74,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
 
 
 def check_stages(choice: StageChoice) -> StageChoice:
-    """Validates a choice of stages, see :func:`find_stages`."""
+    """Checks the choice of stages, see :func:`find_stages`."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         is_right = len(choice) > 0 and all(_are_patterns(patterns) for patterns in choice)
     else:
@@ -87,7 +88,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the entries of output layers: same number of rows as the last layer, after all hidden layers.
+    """Finds the entries of output layers: layers after all hidden layers with as many rows as the last layer.
 
     A layer with fixed neurons may precede the output layer. Running statistics and integers are excluded. ``names`` are
     the entries in the last stage, ``form`` all exchanged entries.
@@ -148,7 +149,7 @@ def _stages_from_patterns(
             if any(fnmatchcase(name, pattern) for pattern in stage_patterns)
         ]
         if not matching:
-            raise OptionError(f"Expected `stages` to have patterns for every entry, but {name!r} matches none.")
+            raise OptionError(f"Expected `stages` to have a pattern for every entry, but no pattern matches {name!r}.")
         stage_of[name] = matching[0]
     group_of: dict[str, int] = {}
     for group in groups:
@@ -156,8 +157,8 @@ def _stages_from_patterns(
         readers = {stage_of[name] for name, _ in group.entries if name in stage_of}
         if len(makers) > 1 or min(readers) < min(makers):
             raise OptionError(
-                f"Expected one of `stages` with all layers that produce the neurons of {group.name!r}, and no earlier"
-                f" stage that reads them, but got stages {sorted(readers | makers)}."
+                f"Expected a stage with all layers that have the neurons of {group.name!r} as outputs, and no earlier "
+                f"stage with these neurons as inputs, but got stages {sorted(readers | makers)}."
             )
         group_of[group.name] = makers.pop()
     stages = [
@@ -169,5 +170,5 @@ def _stages_from_patterns(
     ]
     for number, stage in enumerate(stages):
         if not stage.entries:
-            raise OptionError(f"Expected every one of `stages` to have entries, but {patterns[number]!r} has none.")
+            raise OptionError(f"Expected each of `stages` to match entries, but {patterns[number]!r} matches none.")
     return stages

@@ -29,7 +29,8 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 class Call:
     """One operation, with traced activations in place of tensors.
 
-    ``arguments`` contains all arguments by name. ``shapes`` has the shape of each result; ``None`` if not a tensor.
+    ``arguments`` contains all arguments by name. ``shapes`` has the shape of each result; ``None`` for results other
+    than tensors.
     """
 
     name: str
@@ -58,16 +59,16 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Packs results as the operation returns them. Missing results are never used."""
+        """Packs results in the form in which the operation returns them. Missing results are never used."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
 
 class Tracer:
-    """Unites and pins ids of parameter axes along a network's operations.
+    """Unites and pins ids of parameter axes along the operations of a network.
 
-    ``axes`` and ``roles`` follow the network order. ``elements`` contains ids for entries traced per element.
-    ``unknown`` counts calls for operations without a rule; all inputs of such operations are pinned.
+    ``axes`` and ``roles`` are in network order. ``elements`` contains ids for entries traced per element. ``unknown``
+    counts calls by operation without a rule; all inputs of such operations are pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -115,7 +116,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Ids for an entry's axis. Records the role."""
+        """Returns the ids for an axis of an entry, and records the role."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])
@@ -154,10 +155,10 @@ class Tracer:
             if value.name in self.elements:
                 self.union_find.pin(self.elements[value.name])
 
-    # --- what rules are made of ---------------------------------------------------------------------------------------
+    # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Ids along one dimension, united over all other dimensions; shape ``(length,)``."""
+        """Returns the ids along one dimension, united over all other dimensions; shape ``(length,)``."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -173,7 +174,7 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Couples a parameter's axis with input neurons. Positions without a neuron are pinned."""
+        """Couples an axis of a parameter with input neurons. Positions without a neuron are pinned."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
@@ -198,7 +199,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Result of a reduction over ``dims``, which remain with length 1."""
+        """Returns the result of a reduction over ``dims``, which remain as dimensions with length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()
@@ -209,7 +210,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Allows neurons to be exchanged only at equal positions along ``dims``."""
+        """Restricts permutations to neurons at equal positions along ``dims``."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:

@@ -1,4 +1,4 @@
-"""Discrepancy between two models' features."""
+"""Discrepancy between the features of two models."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ class MaximumMeanDiscrepancy(PooledSamples):
     r"""Maximum mean discrepancy between a model's features and reference features, for example from central training.
 
     See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and the bandwidth are
-    reconstructions. All features are stored until :meth:`compute`, in the metric's type (float32 by default, see
+    reconstructions. All features are stored until :meth:`compute`, in the metric's dtype (float32 by default, see
     ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
-        num_classes: Number of classes, for the mean over class-wise discrepancies; ``None`` for one over all samples.
-        bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
-        estimator: With or without kernels between a sample and itself.
-        scales: Factors for the bandwidth; the kernels with all factors are summed.
+        num_classes: Number of classes, to average class-wise discrepancies; ``None`` for one discrepancy over all
+            samples.
+        bandwidth: :math:`\sigma`: "median" (distance between reference samples), "pooled" (over all samples), or a
+            number.
+        estimator: Estimator with ("biased") or without ("unbiased") kernels between a sample and itself.
+        scales: Factors on the bandwidth; the kernels of all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
@@ -88,7 +90,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         Args:
             features: The model's features, shape ``(m, d)``.
             reference: Reference features, shape ``(n, d)``, usually for the same samples.
-            labels: Classes, shape ``(m,)``; needed if ``num_classes`` is given, otherwise ignored.
+            labels: Classes, shape ``(m,)``; required if ``num_classes`` is set, otherwise ignored.
             reference_labels: Reference classes, shape ``(n,)``; by default ``labels``.
         """
         for name, values in (("features", features), ("reference", reference)):
@@ -96,7 +98,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         if self.num_classes is not None:
             self._check_type(self.num_classes)
             if labels is None:
-                raise ValueError("Expected `labels`, because `num_classes` is given, but got None.")
+                raise ValueError("Expected `labels`, because `num_classes` is set, but got None.")
             reference_labels = labels if reference_labels is None else reference_labels
             pairs = (("labels", labels, features), ("reference_labels", reference_labels, reference))
             for name, values, samples in pairs:
@@ -114,7 +116,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         if self.num_classes is None:
             value = maximum_mean_discrepancy(features, reference, **self._options)
             return value.to(self.dtype).to(self.device)
-        self._check_type(self.num_classes)  # again, because the type may have changed
+        self._check_type(self.num_classes)  # checked again, because the dtype may have changed
         labels, reference_labels = self.gathered("labels"), self.gathered("reference_labels")
         values = classwise_maximum_mean_discrepancy(
             features, reference, labels, reference_labels, self.num_classes, **self._options
@@ -124,6 +126,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
     def _check_type(self, num_classes: int) -> None:
         if num_classes - 1 > 2 / torch.finfo(self.dtype).eps:
             raise ValueError(
-                f"Expected a type for {num_classes} different classes (`num_classes`), but got {self.dtype}: labels"
-                " are kept in the metric's type."
+                f"Expected a dtype that can represent {num_classes} different classes (`num_classes`), but got "
+                f"{self.dtype}: labels are stored in the metric's dtype."
             )

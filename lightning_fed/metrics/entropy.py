@@ -1,4 +1,4 @@
-"""Mean over a model's entropy maps."""
+"""Mean over the entropy maps of a model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Level = Literal["softmax", "feature"]
 
 
 class MeanEntropy(Float64Mean):
-    """Mean entropy over all pixels, for class probabilities or features.
+    """Mean entropy over all pixels, computed from class probabilities or features.
 
     See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low for a confident model) and
     :func:`~lightning_fed.metrics.functional.feature_entropy` (high with many active channels).
 
     Args:
         level: Kind of the values: ``"softmax"`` for logits, ``"feature"`` for features.
-        activation: Function for non-negative features.
-        normalize: Whether to divide by the logarithm of the number of channels, for a result in 0 to 1.
+        activation: Function that makes features non-negative.
+        normalize: Whether to divide by the logarithm of the number of channels, so that the result is in 0 to 1.
         ignore_index: Label of void pixels; ``None`` without void pixels, ``"auto"`` for 255 unless 255 is a class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 

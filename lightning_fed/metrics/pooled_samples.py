@@ -1,4 +1,4 @@
-"""Base class for metrics that store all samples in an epoch."""
+"""Base class of metrics that store all samples of an epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PooledSamples(Metric):
-    """Base class: stores all vectors (of equal length) and labels in the metric's dtype, and gathers all processes'.
+    """Stores all vectors (of equal length) and labels in the metric's dtype, and gathers them from all processes.
 
     States are one-dimensional and labels are floats, so the empty state of a process without data has the same dtype.
     """

@@ -13,18 +13,18 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MeanAveragePrecisionAtR(PooledSamples):
-    r"""MAP@R for the embeddings of labelled images; each image is searched for among all other images.
+    r"""MAP@R for the embeddings of labelled images, with each image as a query among all other images.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
     See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). Test classes may
-    differ from training classes. All embeddings are stored until :meth:`compute`, in the metric's type (float32 by
+    differ from training classes. All embeddings are stored until :meth:`compute`, in the metric's dtype (float32 by
     default, see ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
         r: R, equal for all images; "relevant" for the number of other images in the same class.
-        metric: Neighbours by angle, or by Euclidean distance.
+        metric: Distance for the nearest neighbours: angle, or Euclidean distance.
         chunk_size: Number of images per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
@@ -61,18 +61,20 @@ class MeanAveragePrecisionAtR(PooledSamples):
     def update(self, embeddings: Tensor, labels: Tensor) -> None:
         """Adds embeddings with shape ``(n, d)`` and integer labels with shape ``(n,)``.
 
-        The metric's type must represent each label exactly (float32: up to 16,777,216).
+        The metric's dtype must represent each label exactly (float32: up to 16,777,216).
         """
         self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
         if labels.shape != embeddings.shape[:1]:
             raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
         labels_in_type = labels.to(self.dtype)
         if labels.is_floating_point() or not bool((labels_in_type.long() == labels).all()):
-            raise ValueError(f"Expected `labels` to be integers that {self.dtype} holds exactly, but got {labels}.")
+            raise ValueError(
+                f"Expected `labels` to be integers that {self.dtype} represents exactly, but got {labels}."
+            )
         self.append(embeddings=embeddings, labels=labels_in_type)
 
     def compute(self) -> Tensor:
-        """Returns MAP@R; NaN without images, without a valid query, or with an embedding that is not finite."""
+        """Returns MAP@R; NaN without images, without a valid query, or if an embedding is not finite."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)

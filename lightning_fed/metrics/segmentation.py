@@ -1,4 +1,4 @@
-"""Segmentation scores by class, over all pixels in an epoch."""
+"""Segmentation scores by class, over all pixels of an epoch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from lightning_fed.argument_checks import check_count, check_option
 
 
 class SegmentationScores(Metric):
-    r"""Intersection over union and Dice by class, the means, and the share of correct pixels.
+    r"""Intersection over union and Dice by class, their means, and the fraction of correct pixels.
 
     .. math:: \mathrm{IoU}_c = \frac{|P_c \cap T_c|}{|P_c \cup T_c|}, \qquad
               \mathrm{Dice}_c = \frac{2 |P_c \cap T_c|}{|P_c| + |T_c|}
 
-    over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
-    and the result. If all classes are missing (for example healthy images without a false positive), there are no
-    means. If the ignored label is a class, this class has no score, but a prediction with this class counts as wrong.
+    over the pixels in all batches. A class that is absent from truth and prediction has no score, and is excluded from
+    the means and the result. If all classes are absent (for example healthy images without a false positive), the
+    result has no means. If the ignored label is a class, this class has no score, but predicting this class is counted
+    as an error.
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
-        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for one class, ``"multilabel"`` for any number.
+        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for a single class, ``"multilabel"`` for any number
+            of classes per pixel.
         ignore_index: Label of ignored pixels; ``None`` without such pixels.
-        class_names: Class names; ``None`` for numbers.
+        class_names: Class names; ``None`` for indices.
         per_class: Whether the result contains scores per class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
@@ -60,9 +62,9 @@ class SegmentationScores(Metric):
         self.num_classes = check_count("num_classes", num_classes)
         check_option("mode", mode, ("multiclass", "binary", "multilabel"))
         if class_names is not None and len(class_names) != num_classes:
-            raise ValueError(f"Expected `class_names` to hold {num_classes} names, but got {len(class_names)}.")
+            raise ValueError(f"Expected `class_names` to contain {num_classes} names, but got {len(class_names)}.")
         if class_names is not None and len(set(class_names)) != num_classes:
-            raise ValueError(f"Expected `class_names` to differ from one another, but got {list(class_names)}.")
+            raise ValueError(f"Expected `class_names` to be distinct, but got {list(class_names)}.")
         self.mode, self.ignore_index, self.per_class = mode, ignore_index, per_class
         self.class_names = tuple(class_names or map(str, range(num_classes)))
         self.add_state("counts", torch.zeros(num_classes, 5, dtype=torch.int64), dist_reduce_fx="sum")
@@ -72,7 +74,7 @@ class SegmentationScores(Metric):
 
         Args:
             logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.
-            target: Class indices ``(N, H, W)``; in the other modes 0 and 1, also with the logits' shape.
+            target: Class indices ``(N, H, W)``; in the other modes 0 and 1, also in the shape of the logits.
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":
@@ -82,8 +84,8 @@ class SegmentationScores(Metric):
         unknown = target[(target != 0) & (target != 1) & (target != self.ignore_index)]
         if len(unknown):
             raise ValueError(
-                f"Expected masks of 0 and 1, or {self.ignore_index} for ignored pixels, with mode={self.mode!r}, but"
-                f" got {int(unknown[0])}. Convert masks of 0 and 255 by `mask > 0`."
+                f"Expected masks of 0 and 1, or {self.ignore_index} for ignored pixels, with mode={self.mode!r}, but "
+                f"got {int(unknown[0])}: convert masks of 0 and 255 with `mask > 0`."
             )
         counts = multilabel_stat_scores((logits > 0).long(), target.long(), self.num_classes, **options)
         self.counts += counts.reshape(self.num_classes, 5)

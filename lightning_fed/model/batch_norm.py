@@ -20,7 +20,7 @@ from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.trees import move_tensors
 
-_MOST_POSITIONS = 2.0**53  # all smaller whole numbers are exact in float64
+_MOST_POSITIONS = 2.0**53  # all smaller integers are exact in float64
 _WIDE_RANGE = 1e30
 _TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values; 2 for a normal distribution
 
@@ -39,7 +39,7 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 class InputStatistics:
     """Counts, means and variances per channel for the inputs of BatchNorm layers, over all batches, summed in float64.
 
-    The layers must be in training mode. Running statistics are overwritten: with momentum 1, running statistics equal
+    The layers must be in training mode. Running statistics are overwritten, because with momentum 1 they equal the
     batch statistics.
     """
 
@@ -101,20 +101,20 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
         if kind != "mean" and bool((extras[name] < (1 if kind == "count" else 0)).any()):
             return f"entry {name!r} is negative or empty"
         size = extras[name].double().cpu()
-        # With all clients' squares below the limit, the pooled variance is below ten times the limit.
+        # If the squares of all clients are below the limit, the pooled variance is below ten times the limit.
         range_of_values = torch.finfo(like.dtype).max
         largest = _MOST_POSITIONS if kind == "count" else range_of_values / 100
-        if range_of_values < _WIDE_RANGE:  # half precision may need a hundredth
+        if range_of_values < _WIDE_RANGE:  # half precision may reach only a hundredth
             continue
         if bool(((size.square() if kind == "mean" else size) > largest).any()):
-            return f"entry {name!r} is too large to be pooled"
+            return f"entry {name!r} has values too large for pooling"
     return None
 
 
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Replaces reported position counts in proportion to each client's counted examples.
+    """Limits reported position counts in proportion to each client's counted examples.
 
     All clients get the median number of positions per example. The client with the largest ratio of counted to reported
     examples keeps its count.
@@ -139,7 +139,7 @@ def pool_statistics(
 ) -> tuple[Tensor, Tensor] | None:
     """Mean and unbiased variance of a layer's input over all clients, float64; ``None`` if no client used the layer.
 
-    With f malicious clients counts are ignored, and each channel excludes the f smallest and f largest values: first
+    With f malicious clients, counts are ignored, and each channel excludes the f smallest and f largest values: first
     among the client means, then among the mean squared distances from the pooled mean. At least one value remains.
 
     Example:
@@ -166,19 +166,20 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Difference between clients in a layer's inputs, from 0 to 1; ``None`` for one client or without variance.
+    r"""Difference between clients in the inputs of a layer, from 0 to 1; ``None`` for one client or without variance.
 
-    The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
-    mean squared variance between client variances, each averaged over channels with variance:
+    The result is the larger of two fractions: the fraction of the pooled variance that lies between client means, and
+    the fraction of the mean squared variance that lies between client variances, each averaged over channels with
+    variance:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    The second share excludes sampling noise: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with
-    kurtosis :math:`\kappa`, assuming :math:`\kappa - 1 = 149`. Hence only layers with many hundred positions per client
-    show a difference in variance. With f malicious clients counts are ignored, and each channel excludes the f smallest
-    and f largest means and variances; at least half of the values remain.
+    The second fraction excludes sampling noise: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with
+    kurtosis :math:`\kappa`, assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client
+    can show a difference in variance. With f malicious clients, counts are ignored, and each channel excludes the f
+    smallest and f largest means and variances; at least half of the values remain.
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:
@@ -209,7 +210,7 @@ def _trimmed_mean(values: Tensor, num_trimmed: int) -> Tensor:
 
 
 def _stack_reports(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    # Shapes (clients, 1) and twice (clients, channels), for clients with the layer in use.
+    # Shapes: (clients, 1), then twice (clients, channels), for clients that use the layer.
     key = f"batch_norm:{layer}"
     used = [report for report in reports if f"{key}:mean" in report]
     if not used:
@@ -234,18 +235,19 @@ def recalibrate_batch_norm(
 ) -> None:
     """Replaces running statistics by statistics measured on data.
 
-    The data pass through the module once, in evaluation mode except for BatchNorm layers, which normalize with batch
-    statistics: use training batches. Other tensors and unused layers do not change.
+    The data pass through the module once, in evaluation mode except for BatchNorm layers, which normalise with batch
+    statistics: pass batches of the training size. Other tensors and unused layers do not change.
 
     Args:
         module: Module, changed in place. Called with the inputs of each batch.
-        batches: Batches, such as a ``DataLoader``. Moved to the module's device.
-        inputs: Index, key or function for the inputs; ``None`` for the first element or a key such as ``"image"``.
-        run: Runs the module on a batch; ``None`` for ``forward`` with the inputs.
+        batches: Batches, such as a ``DataLoader``. Batches are moved to the module's device.
+        inputs: Position of the inputs in a batch: index, key or function; ``None`` for the first element or a key such
+            as ``"image"``.
+        run: Function that runs the module on a batch; ``None`` for ``forward`` with the inputs.
 
     Raises:
         ValueError: If there are no batches, a batch has no inputs or a single example, or the measured statistics are
-            not finite. Then the module stays unchanged.
+            not finite. The module then stays unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))

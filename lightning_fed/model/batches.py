@@ -1,4 +1,4 @@
-"""Finds inputs and labels in a batch, by position or by usual keys."""
+"""Finds inputs and labels in a batch, by position or by common keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-# Index, key or function for inputs or labels; `None` for the usual position or key.
+# Index, key or function for inputs or labels; `None` for the common position or key.
 BatchKey: TypeAlias = int | str | Callable[[Any], Tensor] | None
 
 INPUT_KEYS = ("image", "images", "x", "input", "inputs", "text")
@@ -16,22 +16,24 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Finds the inputs: by index, key or function, else the first element, a usual key, or the batch itself."""
+    """Finds the inputs: by index, key or function, else the first element, a common key, or the batch itself."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
 
 def find_target(batch: Any, target: BatchKey = None) -> Tensor:
-    """Finds the labels in a batch: by index, key or function, else the second element or a usual key."""
+    """Finds the labels in a batch: by index, key or function, else the second element or a common key."""
     second = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
     return _find(batch, target, TARGET_KEYS, second, "target")
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Converts labels to integers; refuses fractions. Drops a channel axis of size 1 if the features have none."""
+    """Converts labels to integers; refuses non-integers. Drops a channel axis of size 1 if the features have none."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
-            raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")
+            raise ValueError(
+                "Expected integer class labels, but got non-integer values: select other labels with `target`."
+            )
         labels = labels.long()
     has_channel = labels.ndim > 1 and labels.shape[1] == 1 and labels.ndim != feature_dims - 1
     return labels.squeeze(1) if has_channel else labels
@@ -49,7 +51,7 @@ def _find(batch: Any, key: BatchKey, usual_keys: Sequence[str], default: Any, na
             if isinstance(batch, Sequence):
                 contents = f"positions 0 to {len(batch) - 1}"
             raise ValueError(
-                f"Expected `{name}` to be in the batch, but got {key!r} for a batch of {contents}."
+                f"Expected `{name}` to be in the batch, but got {key!r} for a batch with {contents}."
             ) from error
     elif isinstance(batch, Mapping):
         value = next((batch[usual] for usual in usual_keys if usual in batch), None)

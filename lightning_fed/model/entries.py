@@ -1,9 +1,9 @@
-"""Entries in a module's state: policies, and safe loading.
+"""Entries of a module's state: policies, and safe loading.
 
 Every entry of ``module.state_dict()`` has one policy:
 
 - *shared*: sent with the broadcast, returned with the update, aggregated;
-- *sliced*: shared, but each client only requests and returns some rows (FedSS);
+- *sliced*: shared, but each client requests and returns only some rows (FedSS);
 - *personal*: stays on the client between rounds (FedPer, FedBN);
 - *frozen*: never sent; every visit starts from the server's copy.
 """
@@ -40,7 +40,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
-    """A parameter or buffer, with its layer and attribute. ``path`` is the name in ``named_parameters()``."""
+    """A parameter or buffer, with its layer and attribute name. ``path`` is the name in ``named_parameters()``."""
 
     path: str
     layer: nn.Module
@@ -49,7 +49,7 @@ class Slot(NamedTuple):
 
 
 def tensor_slots(module: nn.Module) -> list[Slot]:
-    """Lists parameters and buffers with their layers, in ``named_modules()`` order. Tied tensors appear repeatedly."""
+    """Lists parameters and buffers with their layers, in ``named_modules()`` order. Tied tensors are repeated."""
     return [
         Slot(f"{path}.{name}" if path else name, layer, name, value)
         for path, layer in module.named_modules(remove_duplicate=False)
@@ -65,7 +65,7 @@ def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
 
 
 def live_entries(module: nn.Module) -> State:
-    """Tensors that share memory with the module's state, by entry name: a write changes the module.
+    """Tensors that share memory with the module's state, by entry name, so that writing to them changes the module.
 
     Tied entries (one tensor with several names) appear once, under the first name. A complex tensor appears as a real
     view (:func:`torch.view_as_real`, shape ``(..., 2)``). Entries without memory in the module are excluded: extra
@@ -92,7 +92,7 @@ def _state_tensors(module: nn.Module, slots: Sequence[Slot]) -> State:
     unmatched = {name: value for name, value in state.items() if _memory(value) not in memories}
     if not unmatched:
         return state
-    second_state = module.state_dict()  # `state` is alive, so a copy has another address now
+    second_state = module.state_dict()  # `state` is alive, so a copy must have another address
     copied = {
         name
         for name, value in unmatched.items()
@@ -109,7 +109,7 @@ def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...
 
 
 def entry_names(module: nn.Module) -> dict[Tensor, str]:
-    """Maps parameters and buffers to entry names, by memory address; ``named_parameters()`` may use different names.
+    """Maps parameters and buffers to entry names by memory address, because ``named_parameters()`` may use other names.
 
     Tensors without an entry are excluded. A parameter with a gradient but without an entry raises ``ValueError``.
     """
@@ -117,10 +117,10 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
     missing = [slot.path for slot in slots if slot.tensor.requires_grad and slot.tensor not in names]
     if missing:
         raise OptionError(
-            f"Expected `{type(module).__name__}.state_dict()` to hold every parameter that trains, but"
-            f" {_some(missing)} shares no memory with an entry, and the server would never see it: return the"
-            " parameter itself from `state_dict` (no copy, no other form, no part), or stop its gradient"
-            " (`requires_grad_(False)`)."
+            f"Expected `{type(module).__name__}.state_dict()` to contain every parameter that trains, but "
+            f"{_some(missing)} shares no memory with an entry, so the server would never receive the parameter: "
+            "return the parameter itself from `state_dict` (no copy, no view, no part), or disable its gradient "
+            "(`requires_grad_(False)`)."
         )
     return names
 
@@ -129,7 +129,7 @@ def _entry_names(module: nn.Module) -> dict[Tensor, str]:
     slots = tensor_slots(module)
     entries = _state_tensors(module, slots)
     names = {_memory(value): name for name, value in entries.items()}
-    # Tensors without memory are found by name only.
+    # Tensors without memory are found only by name.
     named_tensors = (
         (slot.tensor, names.get(_memory(slot.tensor)) if _memory(slot.tensor) else slot.path) for slot in slots
     )
@@ -151,13 +151,13 @@ def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
-    """Entry names for a layer inside a module."""
+    """Names of entries of a layer inside a module."""
     names = _entry_names(module)
     return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
 
 
 def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
-    """Entry prefix for each layer with tensors: the entry name for ``weight`` is ``prefix + "weight"``."""
+    """Entry prefix of each layer with tensors: the entry of ``weight`` is named ``prefix + "weight"``."""
     names, prefixes = _entry_names(module), dict[nn.Module, str]()
     for slot in tensor_slots(module):
         if slot.tensor in names and names[slot.tensor].rpartition(".")[2] == slot.attribute:
@@ -174,8 +174,8 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
     if lazy:
         raise OptionError(
-            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: make a dry run of the module"
-            " before `fit`, such as `module(batch)` with one batch, or write the layer's sizes."
+            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: run the module once before "
+            "`fit`, such as `module(batch)` with one batch, or specify the layer's sizes."
         )
     names = entry_names(module)
     missing = [
@@ -187,10 +187,10 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     ]
     if missing:
         raise OptionError(
-            f"Expected `{owner}.state_dict()` to hold the running statistics of every layer in training mode, but"
-            f" {_some(missing)} shares no memory with an entry of this kind, and the server would see no statistic:"
-            " keep the statistics in `state_dict` under names with the endings `.running_mean` and `.running_var`, or"
-            " put the layer in evaluation mode (`.eval()`)."
+            f"Expected `{owner}.state_dict()` to contain the running statistics of every layer in training mode, but "
+            f"{_some(missing)} shares no memory with such an entry, so the server would not receive the statistics: "
+            "include the statistics in `state_dict` under names that end in `.running_mean` and `.running_var`, or "
+            "put the layer in evaluation mode (`.eval()`)."
         )
     entries = _state_tensors(module, slots)
     _check_optimizers(owner, optimizers, [*names, *entries.values()])
@@ -204,10 +204,10 @@ def _check_optimizers(owner: str, optimizers: Iterable[Optimizer], saved: Iterab
         for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             if tensor.requires_grad and tensor.numel() and tensor not in known and _memory(tensor) not in memories:
                 raise OptionError(
-                    f"Expected {type(optimizer).__name__} to train tensors with an entry in `{owner}.state_dict()`, but"
-                    f" got a tensor of shape {tuple(tensor.shape)} without an entry, and the server would never see"
-                    " the tensor: make the tensor an `nn.Parameter` of the module, and register layers as attributes"
-                    " or in an `nn.ModuleList`; a criterion with parameters has to be an `nn.Module`."
+                    f"Expected {type(optimizer).__name__} to train tensors with an entry in `{owner}.state_dict()`, "
+                    f"but got a tensor of shape {tuple(tensor.shape)} without an entry, so the server would never "
+                    "receive the tensor: make the tensor an `nn.Parameter` of the module, and register layers as "
+                    "attributes or in an `nn.ModuleList`; a loss with parameters must be an `nn.Module`."
                 )
 
 
@@ -222,7 +222,7 @@ def _check_overlaps(owner: str, entries: Mapping[str, Tensor]) -> None:
         if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
             continue
         names = [name for _, _, name in spans]
-        marks = torch.full((max(end for _, end, _ in spans) - spans[0][0],), -1)  # one per byte
+        marks = torch.full((max(end for _, end, _ in spans) - spans[0][0],), -1)  # one element per byte
         for number, (start, _, name) in enumerate(spans):
             value = entries[name]
             size = value.element_size()
@@ -245,12 +245,12 @@ def _extent(value: Tensor) -> int:
 
 
 def trainable_entries(module: nn.Module) -> frozenset[str]:
-    """Names of the entries for parameters that require gradients."""
+    """Entry names of parameters that require gradients."""
     return frozenset(name for parameter, name in parameter_entries(module).items() if parameter.requires_grad)
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Names of the entries for parameters without gradients, and for buffers of layers in evaluation mode.
+    """Entry names of parameters without gradients, and of buffers in layers that are in evaluation mode.
 
     The module itself may write to these entries.
     """
@@ -264,7 +264,7 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of entries with equal dtype, shape, device and values, with one device synchronization; NaN is unequal."""
+    """Names of entries with equal dtype, shape, device and values, using one device synchronisation. NaN is unequal."""
     common = [name for name in left if name in right]
     same = {name for name in common if left[name] is right[name]}
     alike = [name for name in common if name not in same and _form(left[name]) == _form(right[name])]
@@ -301,14 +301,14 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], finite: bool = True) -> str | None:
     """Describes the first difference in names, shapes or dtypes from ``reference``, or returns ``None``.
 
-    With ``finite``, NaN and infinity are faults too.
+    With ``finite``, NaN and infinite values are faults too.
     """
     missing = [name for name in reference if name not in state]
     if missing:
-        return f"{len(missing)} missing entries: {_some(missing)}"
+        return f"{len(missing)} entries are missing: {_some(missing)}"
     unexpected = [name for name in state if name not in reference]
     if unexpected:
-        return f"{len(unexpected)} unexpected entries: {_some(unexpected)}"
+        return f"{len(unexpected)} entries are unexpected: {_some(unexpected)}"
     for name, value in state.items():
         expected = reference[name]
         if value.shape != expected.shape:
@@ -320,9 +320,9 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
 
 @torch.no_grad()
 def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    """Describes the first entry with NaN or infinite values, or returns ``None``, in one device synchronization."""
+    """Describes the first entry with NaN or infinite values, or returns ``None``, using one device synchronisation."""
     names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
-    # A norm only reads memory; `isfinite` writes as well. A norm is also infinite for too large finite values.
+    # A norm only reads memory, while `isfinite` also writes. A norm is also infinite if finite values are too large.
     if not names or bool(norm([state[name] for name in names]).isfinite()):
         return None
     fault = next((name for name in names if not state[name].isfinite().all()), None)
@@ -351,14 +351,15 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
 
 
 def _find_excessive(state: Mapping[str, Tensor]) -> str | None:
-    # Close to the largest finite number, a forward pass only overflows for some inputs. A fault would reveal the input.
+    # Close to the largest finite number, a forward pass overflows only for some inputs, so a fault would reveal the
+    # input.
     values = [value for value in state.values() if value.is_floating_point() or value.is_complex()]
     count = sum(value.numel() for value in values)
     values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in values]
     root = float(norm(values)) / max(1, count) ** 0.5
     if root <= _MOST_MEAN_SQUARE:
         return None
-    return f"its values have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
+    return f"its values have a root mean square of {root:.3g}, but the limit is {_MOST_MEAN_SQUARE:.3g}"
 
 
 def _is_never_negative(name: str) -> bool:
@@ -385,7 +386,7 @@ def entry_policies(
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
 ) -> dict[str, Policy]:
-    """Policy for each entry in the module's state. ``personal`` and ``frozen`` are selectors.
+    """Returns the policy for each entry in the module's state. ``personal`` and ``frozen`` are selectors.
 
     Raises:
         ValueError: If a selector matches nothing, or an entry is both personal and frozen.
@@ -401,12 +402,12 @@ def entry_policies(
     is_frozen = select_entries(module, names, frozen, "frozen")
     both = sorted(is_personal & is_frozen)
     if both:
-        raise OptionError(f"Expected an entry to be personal or frozen, but these are both: {_some(both)}.")
+        raise OptionError(f"Expected an entry to be personal or frozen, but these entries are both: {_some(both)}.")
     return {name: "personal" if name in is_personal else "frozen" if name in is_frozen else "shared" for name in names}
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """Entry names that match any selector; ``option`` is the argument's name for error messages.
+    """Returns entry names that match any selector; ``option`` is the argument's name for error messages.
 
     Raises:
         ValueError: If a selector matches nothing, or matches a tied entry but not its first name.
@@ -428,8 +429,8 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
             for name, layer in first_layers.items():
                 if layer not in inner:
                     raise OptionError(
-                        f"Expected `{option}` to match tied entries by their first layer, but {selector.__name__}"
-                        f" matches a later layer of {name!r} and not the first, {type(layer).__name__}."
+                        f"Expected `{option}` to match tied entries by their first layer, but {selector.__name__} "
+                        f"matches a later layer of {name!r} and not the first layer, {type(layer).__name__}."
                     )
         if not selected:
             raise OptionError(
@@ -440,8 +441,8 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     for name in sorted(matched.intersection(later)):
         if later[name] not in matched:
             raise OptionError(
-                f"Expected `{option}` to match tied entries by their first name, but it matches {name!r} and not"
-                f" {later[name]!r}, the same tensor."
+                f"Expected `{option}` to match tied entries by their first name, but it matches {name!r} instead of "
+                f"{later[name]!r}, which is the same tensor."
             )
     return matched.difference(later)
 
@@ -452,15 +453,15 @@ def _first_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
-    """Checks an argument with selectors (patterns, module types and functions), and returns a tuple."""
+    """Checks a selector argument (patterns, module types and functions), and returns a tuple."""
     if isinstance(selectors, str) or not isinstance(selectors, Iterable):
         raise ValueError(f"Expected `{name}` to be a list, such as ['head.*', nn.BatchNorm2d], but got {selectors!r}.")
     checked = tuple(selectors)
     for selector in checked:
         if isinstance(selector, nn.Module) or not (isinstance(selector, str) or callable(selector)):
             raise ValueError(
-                f"Expected `{name}` to be a list of name patterns ('head.*'), module types (nn.BatchNorm2d) and"
-                f" functions, but got {selector!r} in it."
+                f"Expected `{name}` to be a list of name patterns ('head.*'), module types (nn.BatchNorm2d) and "
+                f"functions, but it contains {selector!r}."
             )
     return checked
 
@@ -478,7 +479,7 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """True for an entry name of a running mean or variance. States contain names, but no layers."""
+    """Whether an entry name belongs to a running mean or variance, because states contain names but no layers."""
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 

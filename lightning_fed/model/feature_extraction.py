@@ -1,4 +1,4 @@
-"""Feature vectors from a trained model, for comparisons between models."""
+"""Feature vectors of a trained model, for comparing models."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ def extract_features(
     inputs: BatchKey = None,
     seed: int = 0,
 ) -> Tensor:
-    """Extracts feature vectors from a model, optionally as a random sample.
+    """Extracts feature vectors from a model, or a random sample of the vectors.
 
     The model runs in evaluation mode without gradients. Each position in a feature map is one vector. With batches in
     the same order, two models with equal architecture yield vectors from the same positions.
 
     Args:
-        model: LightningModule or any other module. Called with the inputs of each batch.
+        model: LightningModule or any other module, called with the inputs of each batch.
         batches: Batches, such as a ``DataLoader`` without shuffling.
-        layer: Layer with the features as output; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
+        layer: Name of the layer with the features as output; ``"auto"`` for
+            :func:`~lightning_fed.modules.find_feature_layer`.
         max_samples: Maximum number of vectors, drawn without replacement; ``None`` for all vectors.
-        inputs: Index, key or function for the inputs; by default the first element, ``batch["image"]``, ``["x"]``,
-            ``["input"]``, a plural, or the batch itself.
+        inputs: Position of the inputs in a batch: index, key or function; by default the first element,
+            ``batch["image"]``, ``["x"]``, ``["input"]``, a plural, or the batch itself.
         seed: Seed for the sample.
 
     Returns:
         Features, shape ``(n, d)``, float32, on the CPU, in the order of the data.
 
     Raises:
-        ValueError: If ``max_samples`` is below 1, the layer is missing or unused, a batch has no inputs, or there are
-            no batches.
+        ValueError: If ``max_samples`` is below 1, the layer does not exist or is unused, a batch has no inputs, or
+            there are no batches.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -61,14 +62,14 @@ def extract_features(
             sample.is_awaited = True
             model(find_inputs(batch, inputs).to(device))
             if sample.is_awaited:
-                raise ValueError(f"Expected the model to compute its features, but {feature_layer} was not run.")
+                raise ValueError(f"Expected the model to compute its features, but {feature_layer} did not run.")
     if sample.vectors is None:
-        raise ValueError("Expected at least one batch, but got none.")
+        raise ValueError("Expected `batches` to contain at least one batch, but got none.")
     return sample.vectors
 
 
 class _Sample:
-    """Random sample without replacement from a stream: keeps the vectors with the smallest random keys."""
+    """Random sample without replacement from a stream: selects the vectors with the smallest random keys."""
 
     def __init__(self, size: int | None, seed: int) -> None:
         self.vectors: Tensor | None = None
@@ -78,7 +79,7 @@ class _Sample:
         self._generator = torch.Generator().manual_seed(seed)
 
     def take(self, features: Tensor) -> None:
-        """Samples vectors from a batch's features, at the batch's first pass through the layer."""
+        """Samples vectors from the features of a batch, in the batch's first pass through the layer."""
         if not self.is_awaited:
             return
         self.is_awaited = False
@@ -95,7 +96,7 @@ class _Sample:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Runs the model in evaluation mode without gradients, and restores each layer's mode."""
+    """Context in evaluation mode without gradients; restores the mode of each layer."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

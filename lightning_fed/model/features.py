@@ -1,4 +1,4 @@
-"""Feature layer: the end of a model's feature extractor, before the classifier."""
+"""Finds the feature layer: the end of a model's feature extractor, before the classifier."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class for custom layers with logits for ``num_classes`` classes along the last axis."""
+    """Base class of custom layers that output logits for ``num_classes`` classes along the last axis."""
 
     num_classes: int
 
 
 class FeatureLayer(NamedTuple):
-    """Input or output (``side``) of a layer. ``path`` is the name in ``named_modules``."""
+    """The input or output (``side``) of a layer. ``path`` is the name in ``named_modules``."""
 
     path: str
     side: Literal["input", "output"] = "output"
@@ -32,9 +32,9 @@ class FeatureLayer(NamedTuple):
 def find_feature_layer(module: nn.Module, classifier: str | None = None) -> FeatureLayer:
     """Finds the end of the feature extractor in classifiers and segmentation models.
 
-    Checks in order: the output of an ``encoder`` next to a ``decoder`` or ``segmentation_head``
+    Checks in this order: the output of an ``encoder`` next to a ``decoder`` or ``segmentation_head``
     (``segmentation_models_pytorch``); the output of a ``backbone`` next to a ``classifier`` (torchvision's segmentation
-    models); the input of ``classifier``, by default :func:`find_classifier`. A model without such a layer raises
+    models); the input of ``classifier``, by default from :func:`find_classifier`. A model without such a layer raises
     ``ValueError``.
 
     Example:
@@ -49,7 +49,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Name of the child that extracts features in a segmentation model; ``None`` for other layers."""
+    """Name of the child module that extracts features in a segmentation model; ``None`` for other layers."""
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
         if encoder in parts and any(follower in parts for follower in followers):
@@ -73,8 +73,8 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
     The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
     else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
-    Untrained networks, such as a teacher, are excluded: ``optimized`` contains the trained parameters' ids, by default
-    all parameters with gradients.
+    Untrained networks, such as a teacher, are excluded. ``optimized`` contains the ids of trained parameters, by
+    default of all parameters with gradients.
 
     Example:
         >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
@@ -97,7 +97,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
 
 def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
-    """Number of classes: channels of the logits, but 2 for one channel; ``None`` without a classifier."""
+    """Number of classes: the number of logits, but 2 for a single logit; ``None`` without a classifier."""
     name = find_classifier(module, optimized)
     if name is None:
         return None
@@ -113,7 +113,7 @@ def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | N
 
 
 def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Replaces a layer. Returns the module, or the new layer for an empty name."""
+    """Replaces a layer. Returns the module, or for an empty name the new layer."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")
@@ -124,7 +124,7 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 class FeatureTap:
     """Forward hook that stores a layer's features from the last pass, detached, shape ``(N, d)`` or ``(N, d, *size)``.
 
-    Later in-place layers can change ``features``. ``on_features`` receives the features before later layers.
+    Later in-place layers can change ``features``. ``on_features`` receives the features before later layers run.
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
@@ -138,7 +138,7 @@ class FeatureTap:
         features = next((value for value in map(_last_map, values) if value is not None), None)
         if features is None:
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise ValueError(f"Expected a tensor as {self.layer}, but got {kinds or 'nothing'}: name another layer.")
+            raise ValueError(f"Expected a tensor as {self.layer}, but got {kinds or 'no tensor'}: name another layer.")
         features = features.detach()
         self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
         if self.on_features is not None:
@@ -147,19 +147,19 @@ class FeatureTap:
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
-    """Reads a layer's features within the context.
+    """Context in which a layer's features are read.
 
-    A model compiled earlier does not call the hook: add :func:`without_compiled_code`. In a model compiled inside the
+    A model compiled before does not call the hook: add :func:`without_compiled_code`. In a model compiled inside the
     context, the hook runs outside the compiled graphs.
 
     Args:
-        module: Model, or a module with the model inside.
+        module: The model, or a module that contains the model.
         layer: The layer, and whether to read inputs or outputs. Reads the first of several inputs, the last of an
-            encoder's feature maps, and a dictionary's entry ``"out"``. Channels are last for linear layers, otherwise
-            second.
+            encoder's feature maps, and the entry ``"out"`` of a dictionary. Channels are last for linear layers,
+            otherwise second.
 
     Raises:
-        ValueError: If the layer is missing.
+        ValueError: If the layer does not exist.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -189,7 +189,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
 
 def has_channels_last(layer: nn.Module) -> bool:
-    """True for layers with channels last in input and output: linear layers."""
+    """Whether a layer has channels last in input and output, as linear layers have."""
     return isinstance(layer, nn.Linear | LogitsLayer)
 
 
@@ -210,8 +210,8 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yields named modules except metrics and untrained networks, such as a teacher.
 
-    A network is a layer with parameters in its children. ``optimized`` contains ids of trained parameters, by default
-    all parameters with gradients. If no parameter is trained, all modules are yielded.
+    A network is a layer whose children have parameters. ``optimized`` contains the ids of trained parameters, by
+    default of all parameters with gradients. If no parameter is trained, all modules are yielded.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

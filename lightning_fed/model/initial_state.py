@@ -14,8 +14,8 @@ def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: in
     """Draws new initial parameters by shuffling the elements of each tensor in ``names``; other tensors are unchanged.
 
     Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
-    are independent and identically distributed. Zeros keep their positions, for example in biases, padding rows or
-    pruned weights. Orthogonal and pretrained weights are destroyed.
+    are independent and identically distributed. Zeros keep their positions, so zero biases, padding rows and pruned
+    weights stay zero. Orthogonal and pretrained weights are destroyed.
 
     Example:
         >>> state = {"weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "running_mean": torch.tensor([4.0, 5.0])}

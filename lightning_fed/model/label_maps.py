@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 
-# Label for void pixels: a number, `"auto"` for 255 (unless 255 is a class), or `None`.
+# Label of void pixels: a number, `"auto"` for 255 (unless 255 is a class), or `None`.
 VoidLabel: TypeAlias = int | Literal["auto"] | None
 
 _VOID_OF_8_BITS = 255
@@ -19,9 +19,9 @@ _VOID_OF_8_BITS = 255
 def class_indices(
     labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
-    """Class index for every label, int64, with :math:`C` = ``num_classes`` for void pixels and excluded classes.
+    """Class index for every label, int64; void pixels and excluded classes get :math:`C` = ``num_classes``.
 
-    ``ignore_index`` is the label for void pixels: ``"auto"`` for 255 unless 255 is a class, ``None`` for no void label.
+    ``ignore_index`` is the label of void pixels: ``"auto"`` for 255 unless 255 is a class, ``None`` for no void label.
 
     Raises:
         ValueError: If a label or an option is outside the allowed range.
@@ -54,17 +54,17 @@ def class_indices(
 
 
 def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
-    """Label for void pixels; ``"auto"`` is 255 as in 8-bit masks, unless 255 is a class."""
+    """Returns the label of void pixels; ``"auto"`` is 255 as in 8-bit masks, unless 255 is a class."""
     if ignore_index != "auto":
         return ignore_index
     return _VOID_OF_8_BITS if num_classes <= _VOID_OF_8_BITS else None
 
 
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
-    r"""Nearest-neighbor resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
+    r"""Nearest-neighbour resizing: position i of n gets the label at :math:`\lfloor i m / n \rfloor` of m.
 
-    Equals ``torch.nn.functional.interpolate(mode="nearest")``, but without rounding large labels or positions.
-    Labels have shape ``(N, *label_size)``, results ``(N, *size)``.
+    The result equals ``torch.nn.functional.interpolate(mode="nearest")``, but large labels and positions are not
+    rounded. Labels have shape ``(N, *label_size)``, results ``(N, *size)``.
 
     Example:
         >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()

@@ -1,4 +1,4 @@
-"""Layer widths, and width ratios fixed by the architecture."""
+"""Layer widths, and width ratios that the architecture fixes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHANNELWISE = (
 
 
 class WidthRatio(NamedTuple):
-    """Two layer widths with a ratio fixed by the architecture. Names are layers or entries, such as ``0.weight``."""
+    """Two layer widths whose ratio the architecture fixes. Names are layers or entries, such as ``0.weight``."""
 
     producer: str
     out_width: int
@@ -33,7 +33,7 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds widths with fixed ratios: among each layer's tensors, and along an ``nn.Sequential``.
+    """Finds widths with fixed ratios: between the tensors of a layer, and along an ``nn.Sequential``.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
@@ -85,7 +85,7 @@ def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple
 
 
 def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
-    """Yields ratios between a layer's outputs and the next layer's inputs if the width axis is known."""
+    """Yields ratios between the outputs of a layer and the inputs of the next layer, if the width axis is known."""
     producer: tuple[str, int] | None = None
     is_channels = is_flat = False  # otherwise the width is on the last axis
     for key, layer in layers._modules.items():  # noqa: SLF001  includes repeated layers
@@ -109,7 +109,7 @@ def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
 
 
 def layer_numbers(layer: nn.Module) -> dict[str, Any]:
-    """Size attributes of a layer (``in_features`` and others), computed from the tensors' current shapes."""
+    """Size attributes of a layer (such as ``in_features``), computed from the current shapes of its tensors."""
     if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
         first, second = layer.weight.shape[:2]
         if layer.transposed:

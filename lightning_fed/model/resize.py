@@ -1,4 +1,4 @@
-"""Changes layer widths in place."""
+"""Changes the widths of layers in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fed.model.layer_widths import find_width_ratios, layer_numbers
 
 
 class AttributeChange(NamedTuple):
-    """Changed layer attribute, with the previous value."""
+    """A changed layer attribute, with its previous value."""
 
     layer: nn.Module
     name: str
@@ -22,18 +22,19 @@ class AttributeChange(NamedTuple):
 
 @torch.no_grad()
 def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads a state with any widths into a module, for example from a checkpoint.
+    """Loads a state of any widths into a module, for example from a checkpoint.
 
-    `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states for
+    `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states of
     parameters with a new shape become invalid, and gradients are dropped. Layer attributes (``out_channels``,
-    ``num_features``, ``hidden_size``, depthwise groups) follow.
+    ``num_features``, ``hidden_size``, depthwise groups) are updated.
 
     Args:
         module: Module, changed in place.
-        state: Values for any entries, with unchanged number of axes. Dtypes and devices are taken from the module.
+        state: Values for any entries, with unchanged numbers of axes. Values are converted to the module's dtypes and
+            devices.
 
     Raises:
-        ValueError: If an entry is unknown or has a different number of axes. Then the module stays unchanged.
+        ValueError: If an entry is unknown or has another number of axes. The module then stays unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -45,10 +46,10 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     tensors = entry_tensors(module)
     for name, value in state.items():
         if name not in tensors:
-            raise ValueError(f"Expected entries of the module, but got {name!r}.")
+            raise ValueError(f"Expected only entries of the module, but got {name!r}.")
         if value.ndim != tensors[name].ndim:
             raise ValueError(
-                f"Expected {name!r} to have {tensors[name].ndim} axes, but got the shape {tuple(value.shape)}."
+                f"Expected {name!r} to have {tensors[name].ndim} axes, but got shape {tuple(value.shape)}."
             )
     for name, value in state.items():
         tensor = tensors[name]
@@ -63,7 +64,7 @@ def set_tensor_data(owner: Tensor, value: Tensor) -> None:
     """Replaces the data of a parameter or buffer, also for a new shape. Drops the gradient."""
     owner.grad = None
     if value.shape != owner.shape:
-        # With an earlier graph alive, autograd remembers the old shape. A new dtype resets the shape.
+        # Autograd remembers the old shape while an earlier graph exists. Setting a new dtype resets the shape.
         owner.data = owner.data.new_empty(0, dtype=torch.float32 if owner.dtype != torch.float32 else torch.float64)
     owner.data = value
 
@@ -90,13 +91,13 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
                 set_tensor_data(tensors[name], value)
             update_layer_sizes(module)
             raise ValueError(
-                f"Expected compatible widths, such as {old.out_width} for {old.producer} and {old.in_width} for"
-                f" {old.consumer}, but got {new.out_width} and {new.in_width}."
+                f"Expected compatible widths, such as {old.out_width} for {old.producer} and {old.in_width} for "
+                f"{old.consumer}, but got {new.out_width} and {new.in_width}."
             )
 
 
 def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
-    """Sets the width attributes of all layers to match the tensors, and returns the changes."""
+    """Sets the width attributes of all layers to match the tensors; returns the changes."""
     changes = []
     for layer in module.modules():
         for name, value in layer_numbers(layer).items():

@@ -1,4 +1,4 @@
-"""BatchNorm for data from unknown clients, with batch statistics as in domain adaptation (AdaBN).
+"""BatchNorm for data of unknown clients, using batch statistics as in domain adaptation (AdaBN).
 
 Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", DART 2020 (SiloBN).
 Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
@@ -19,19 +19,19 @@ from lightning_fed.model.features import without_compiled_code
 
 
 class UnseenStatistics:
-    """Makes BatchNorm layers in evaluation mode normalize with batch statistics.
+    """Makes BatchNorm layers in evaluation mode normalise with batch statistics.
 
-    Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch: use batches
-    with many examples from one source. A layer with one value per channel (global pooling of one image) returns the
-    bias. Layers in training mode or without running statistics are unchanged. Compiled models run eagerly.
+    Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch, so use
+    batches with many examples from one source. A layer with one value per channel (global pooling of one image) returns
+    the bias. Layers in training mode or without running statistics are unchanged. Compiled models run eagerly.
 
     Args:
-        module: Module. Hooks remain until :meth:`remove` or the end of a ``with`` block.
-        layers: Names of BatchNorm layers; ``None`` for all.
+        module: The module. Its hooks remain until :meth:`remove` or the end of a ``with`` block.
+        layers: Names of BatchNorm layers; ``None`` for all BatchNorm layers.
 
     Attributes:
         is_active: Whether to use batch statistics instead of running statistics.
-        names: Layer names.
+        names: Names of the layers.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1)).eval()
@@ -67,13 +67,13 @@ class UnseenStatistics:
         x = inputs[0]
         values = x.float().flatten(2) if x.ndim > 2 else x.float().unsqueeze(2)
         mean, variance = self.statistics(name, layer, values)
-        # The layer applies running statistics afterwards, so the inputs are adapted to cancel these.
+        # The layer applies running statistics afterwards, so the inputs are transformed to cancel these.
         scale = ((layer.get_buffer("running_var") + layer.eps) / (variance + layer.eps)).sqrt()
         adapted = (values - mean.unsqueeze(-1)) * scale.unsqueeze(-1) + layer.get_buffer("running_mean").unsqueeze(-1)
         return adapted.reshape(x.shape).to(x.dtype), *inputs[1:]
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance per channel for normalization, shape ``(1, C)`` or ``(N, C)``.
+        """Returns mean and biased variance per channel for normalisation, shape ``(1, C)`` or ``(N, C)``.
 
         The layer inputs ``values`` have shape ``(N, C, positions)``. Subclasses may return other statistics.
         """

@@ -1,4 +1,4 @@
-"""FedSeg's loss, for clients with labels for some classes only: an unlabelled pixel belongs to any other class.
+"""FedSeg's loss, for clients that label only some classes: an unlabelled pixel may belong to any other class.
 
 Miao, Yang, Fan & Yang, "FedSeg: Class-Heterogeneous Federated Learning for Semantic Segmentation", CVPR 2023, the
 modified cross-entropy; https://github.com/lightas/FedSeg. The paper's contrastive loss is not included.
@@ -19,14 +19,14 @@ __all__ = ["absent_class_loss"]
 def absent_class_loss(
     logits: Tensor, target: Tensor, unlabelled: int = 255, classes: Collection[int] | None = None
 ) -> Tensor:
-    r"""Cross-entropy with unlabelled pixels as any class without labels on the client.
+    r"""Cross-entropy in which an unlabelled pixel may have any class that the client does not label.
 
     .. math:: \ell = - \frac{1}{|P|} \Bigl( \sum_{x \in P,\, y_x \in C} \log p_{y_x}(x)
         + \sum_{x \in P,\, y_x \notin C} \log \sum_{c \notin C} p_c(x) \Bigr)
 
     :math:`C` are the client's labelled classes. If clients label different classes, one client's foreground is another
-    client's background. With plain cross-entropy, every client either pulls unlabelled pixels to its own background or
-    ignores these pixels. This loss only states that the pixel belongs to none of the client's classes. If all classes
+    client's background. With plain cross-entropy, each client either trains unlabelled pixels as its background or
+    ignores these pixels. This loss only requires that the pixel belongs to none of the client's classes. If all classes
     are labelled, unlabelled pixels are skipped. The result is the mean over valid pixels, at least float32; 0 without
     valid pixels. Reference: Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
 
@@ -34,10 +34,10 @@ def absent_class_loss(
         logits: Shape ``(N, num_classes, *size)``.
         target: Class indices, or ``unlabelled``; integers, shape ``(N, *size)``.
         unlabelled: Target for unlabelled pixels.
-        classes: :math:`C`; ``None`` for the classes in ``target``, as in the authors' program.
+        classes: Classes :math:`C`; ``None`` for the classes in ``target``, as in the authors' program.
 
     Raises:
-        ValueError: If ``target`` has a class outside ``classes`` or the logits.
+        ValueError: If ``target`` contains a class outside ``classes`` or the logits.
 
     Example:
         >>> logits = torch.zeros(1, 4, 1, 2)  # four classes with probability 1/4 each
@@ -50,10 +50,12 @@ def absent_class_loss(
     seen = target[is_labelled].unique().tolist()  # type: ignore[no-untyped-call]
     known = set(range(num_classes)) if classes is None else set(classes) & set(range(num_classes))
     if not known.issuperset(seen):
-        raise ValueError(f"Expected `target` to have classes of {sorted(known)} or {unlabelled}, but got {seen}.")
+        raise ValueError(
+            f"Expected `target` to contain only the classes {sorted(known)} or {unlabelled}, but got {seen}."
+        )
     labels = torch.tensor(sorted(seen if classes is None else known), dtype=torch.int64, device=logits.device)
     is_absent = torch.ones(num_classes, dtype=torch.bool, device=logits.device).index_fill_(0, labels, False)
-    log_shares = at_least_float32(logits).log_softmax(1)  # a sum over pixels exceeds float16
+    log_shares = at_least_float32(logits).log_softmax(1)  # a sum over pixels would overflow float16
     values = log_shares.gather(1, torch.where(is_labelled, target, 0).long().unsqueeze(1)).squeeze(1)
     counts = is_labelled
     if is_absent.any():

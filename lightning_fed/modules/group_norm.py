@@ -1,4 +1,4 @@
-"""BatchNorm to GroupNorm: normalisation without statistics shared between clients.
+"""Replaces BatchNorm by GroupNorm: normalisation without statistics shared between clients.
 
 Wu and He, "Group Normalization", ECCV 2018; Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine
 Learning", ICML 2020 (GroupNorm instead of BatchNorm under label skew).
@@ -15,8 +15,8 @@ from lightning_fed.argument_checks import check_count
 
 __all__ = ["to_group_norm"]
 
-# A BatchNorm1d may receive vectors, one value per channel. A group's values are then only the channels: with one
-# channel the output is constant, with two a sign. Wu and He recommend at least 16 channels per group.
+# A BatchNorm1d may receive vectors with one value per channel. Then the channels are a group's only values: with one
+# channel the output is constant, with two channels only a sign. Wu and He recommend at least 16 channels per group.
 _CHANNELS_PER_GROUP_1D = 16
 
 _Lazy: TypeAlias = nn.LazyBatchNorm1d | nn.LazyBatchNorm2d | nn.LazyBatchNorm3d
@@ -24,29 +24,29 @@ _BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.Sy
 
 
 def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
-    r"""Replaces every batch normalisation in a model by group normalisation, in place; returns the model.
+    r"""Replaces all batch normalisations in a model by group normalisations, in place; returns the model.
 
     BatchNorm computes :math:`y = \gamma (x - \mu_c) / \sqrt{\sigma_c^2 + \epsilon} + \beta` with :math:`\mu_c,
     \sigma_c` for channel c over the batch in training, and running averages in evaluation. Clients with different data
-    have different :math:`\mu_c, \sigma_c`, and the average fits no client. GroupNorm uses the mean and variance over a
+    have different :math:`\mu_c, \sigma_c`, so the average suits no client. GroupNorm uses the mean and variance over a
     channel group in *one* example, so training and evaluation agree, and only weights are averaged.
 
     Unchanged: :math:`\gamma` and :math:`\beta` (the same `Parameter` objects), :math:`\epsilon`, training mode, weight
-    names, and sharing: a shared layer remains one layer.
+    names, and sharing (a shared layer remains one layer).
 
-    Lost: ``running_mean``, ``running_var`` and ``num_batches_tracked`` (three state entries per layer), and with these
-    entries the function computed by a trained or pretrained model: fine-tune after the conversion. Hooks on the old
-    layers are lost. Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) stay unchanged.
+    Lost: ``running_mean``, ``running_var`` and ``num_batches_tracked`` (three state entries per layer). A trained or
+    pretrained model then computes another function: fine-tune after the conversion. Hooks on the old layers are lost.
+    Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) stay unchanged.
 
     Args:
-        model: Any module; for a batch normalisation the new layer is returned.
+        model: Any module. For a batch normalisation the result is the new layer.
         num_groups: Maximum number of groups per layer: a layer with C channels gets the largest divisor of C up to this
             number, and `torch.nn.BatchNorm1d` at most C / 16 groups (below 32 channels: one group). A layer with a
             one-pixel input (global pooling) needs several channels per group.
 
     Raises:
-        TypeError: If a layer is not initialised yet (`torch.nn.LazyBatchNorm2d`), or is a subclass with a custom
-            ``forward``, which has no known replacement.
+        TypeError: If a layer is not initialised (`torch.nn.LazyBatchNorm2d`), or is a subclass with a custom
+            ``forward``, for which no replacement is known.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 48, 3, bias=False), nn.BatchNorm2d(48), nn.ReLU())
@@ -55,8 +55,8 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
         (24, 48)
     """
     check_count("num_groups", num_groups)
-    # All paths to every layer, also the second path to a shared layer. All replacements are built before the first
-    # assignment, so a refusal leaves the model unchanged.
+    # All paths to every layer, including the second path to a shared layer. All replacements are created before the
+    # first assignment, so an error leaves the model unchanged.
     paths = [
         (path, module) for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _BatchNorm)
     ]
@@ -94,8 +94,8 @@ def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupN
                 setattr(group_norm, part, getattr(batch_norm, part))
     else:
         raise TypeError(
-            f"Expected batch normalisations of torch or timm, but {name} has a custom `forward`: "
-            "replace it by hand, then call `to_group_norm`."
+            f"Expected batch normalisations of torch or timm, but {name} has a custom `forward`: replace the layer "
+            "manually, then call `to_group_norm`."
         )
     group_norm.affine = batch_norm.affine
     group_norm.weight = batch_norm.weight
@@ -104,7 +104,7 @@ def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupN
 
 
 def _is_timm_fused(module: nn.Module) -> bool:
-    """Returns whether a module is timm's fused norm and activation, without importing timm."""
+    """Whether a module is timm's fused normalisation and activation; does not import timm."""
     if "timm" not in sys.modules:
         return False
     from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct

@@ -1,4 +1,4 @@
-"""Splits large tensors into chunks to keep intermediate results small."""
+"""Splits large tensors into chunks, to keep intermediate results small."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _CACHED_ELEMENTS = 1 << 15
 def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
     """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
 
-    Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
-    Chunks of a contiguous tensor share the tensor's memory.
+    Processing chunks avoids large intermediate tensors, because memory traffic costs more than arithmetic. Chunks of a
+    contiguous tensor share the tensor's memory.
     """
     flat = value.reshape(-1)
     if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
@@ -24,10 +24,10 @@ def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
-    """Examples and pixels per chunk for an input with shape ``(count, width, positions)``.
+    """Numbers of examples and pixels per chunk, for an input with shape ``(count, width, positions)``.
 
-    Channels are never split. A chunk with several examples contains all pixels. ``elements`` is the maximum size of a
-    chunk, by default ``CHUNK_ELEMENTS``; a single pixel with more channels exceeds the maximum.
+    Channels are never split. A chunk with several examples contains all their pixels. ``elements`` is the maximum size
+    of a chunk, by default ``CHUNK_ELEMENTS``; one pixel with more channels exceeds the maximum.
 
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)

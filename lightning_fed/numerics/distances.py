@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:
-    """Squared Euclidean distances in float64, from shapes ``(m, d)`` and ``(n, d)`` to ``(m, n)``.
+    """Squared Euclidean distances in float64 between rows of shapes ``(m, d)`` and ``(n, d)``; result ``(m, n)``.
 
-    Distances below the rounding error become 0, so duplicates have distance 0. ``shift``, such as the mean, is
-    subtracted from all samples: rounding errors are smallest near 0.
+    Distances below the rounding error are set to 0, so duplicates have distance 0. ``shift``, such as the mean, is
+    subtracted from all samples, because rounding errors are smallest near 0.
 
     Example:
         >>> squared_distances(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]), torch.zeros(2).double())

@@ -13,15 +13,15 @@ from lightning_fed.numerics.precision import float64_device, to_float64
 
 
 class Float64States(Metric):
-    """Metric with float64 states (``float64_states``), kept on the CPU if the metric's device lacks float64.
+    """Metric with float64 states (``float64_states``), stored on the CPU if the metric's device lacks float64.
 
-    ``set_dtype`` only affects the result.
+    ``set_dtype`` affects only the result.
     """
 
     float64_states: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = ()) -> nn.Module:
-        # Excluded states are moved here.
+        # States excluded from the cast are moved here.
         moved = super()._apply(fn, (*exclude_state, *self.float64_states))
         device = float64_device(self.device)
         for name in self.float64_states:

@@ -20,7 +20,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors; the copies are detached from the autograd graph."""
+    """Copies tensors, detached from the autograd graph."""
     results = [torch.empty_like(value) for value in tensors]
     copy_into(results, tensors)
     return results
@@ -58,7 +58,7 @@ def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Compares pairs of tensors with equal shapes, with one device synchronization."""
+    """Compares pairs of tensors with equal shapes, using one device synchronisation."""
     if _are_on_the_cpu(left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]
@@ -79,7 +79,7 @@ def _are_on_the_cpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _batches(groups: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Groups tuples into batches with up to ``_MOST_ELEMENTS`` elements. On the CPU each batch has one tuple."""
+    """Groups tuples into batches of up to ``_MOST_ELEMENTS`` elements. On the CPU each batch has one tuple."""
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for group in groups:

@@ -1,6 +1,6 @@
-"""Weighted mean of tables if each client only holds some rows.
+"""Weighted mean of tables if each client holds only some rows.
 
-"Federated sampled softmax" (FedSS), Algorithm 1, line 12: a missing row counts as unchanged.
+"Federated sampled softmax" (FedSS), Algorithm 1, line 12: a missing row is treated as unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ RowWeighting: TypeAlias = Literal["global", "per_row"]
 
 
 class RowSums:
-    r"""Running weighted sums of table rows, with memory for the added rows only.
+    r"""Running weighted sums of table rows, with memory only for the added rows.
 
-    With weights :math:`a_k`, rows :math:`S_k` from client *k* and the initial table :math:`w`, the mean is
+    With weights :math:`a_k`, rows :math:`S_k` of client *k* and the initial table :math:`w`, the mean is
 
     .. math:: \bar w_j = w_j + \frac{1}{A_j} \sum_{k:\, j \in S_k} a_k (w_{k,j} - w_j)
 
-    Here :math:`A_j` sums all weights (``"global"``, the default: a missing row counts as unchanged) or only the weights
-    from clients with row *j* (``"per_row"``). Sums have dtype float64.
+    Here :math:`A_j` is the sum of all weights (``"global"``, the default: a missing row is treated as unchanged), or of
+    the weights of clients with row *j* (``"per_row"``). Sums have dtype float64.
 
     Attributes:
         total: Sum of all added weights.
@@ -40,7 +40,7 @@ class RowSums:
 
     def __init__(self) -> None:
         self.total = 0.0
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, sums, weights
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # row indices, sums and weights
         self._num_merged = self.num_rows = 0
 
     @property
@@ -60,7 +60,7 @@ class RowSums:
         """Adds weighted row sums: float64, shape ``(rows, *)``, with weights of shape ``(rows,)``."""
         self._parts.append((rows.to(sums.device), sums, weights))
         self.num_rows += len(rows)
-        if self.num_rows > 2 * self._num_merged:  # bounds the memory by the distinct rows
+        if self.num_rows > 2 * self._num_merged:  # bounds the memory by the number of distinct rows
             self._merge_parts()
 
     def merge(self, other: RowSums) -> None:
@@ -73,7 +73,7 @@ class RowSums:
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
         """Returns the table with weighted means in the added rows.
 
-        The base table has shape ``(n, *)``. Rows without a client keep the value in ``base``. ``total`` is the sum of
+        The base table has shape ``(n, *)``. Rows without a client get the value in ``base``. ``total`` is the sum of
         all weights for ``"global"``, by default the sum of the added weights.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
@@ -107,18 +107,18 @@ def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():
-        return f"it has no rows to choose from: shape {tuple(table.shape)}, {table.dtype}"
+        return f"it is not a table of floating-point rows: shape {tuple(table.shape)}, {table.dtype}"
     if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(table)):
-        return f"its rows are between {int(rows.min())} and {int(rows.max())}, and it has {len(table)}"
+        return f"its rows range from {int(rows.min())} to {int(rows.max())}, but the table has {len(table)} rows"
     return None if is_increasing(rows) else "its rows are not strictly increasing"
 
 
 def is_increasing(values: Tensor) -> bool:
-    """True for strictly increasing integers.
+    """Whether integers are strictly increasing.
 
     Example:
         >>> is_increasing(torch.tensor([2**31 - 1, -(2**31), 0], dtype=torch.int32))
         False
     """
-    # Comparison, because differences can overflow.
+    # Compares instead of subtracting, because differences can overflow.
     return bool((values[1:] > values[:-1]).all())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree  # no public equivalent; torch.fx and torch.func build on this module
+from torch.utils import _pytree  # there is no public equivalent; torch.fx and torch.func use this module
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -22,7 +22,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def move_tensors(tree: Any, device: torch.device | None) -> Any:
-    """Moves tensors to a device. With ``None`` tensors stay in place; other leaves are unchanged.
+    """Moves tensors to a device. With ``None`` tensors are not moved; other leaves are unchanged.
 
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))
@@ -34,6 +34,6 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Moves each tensor, for example from a checkpoint, to the device of the state entry with the same name.
 
-    Tensors without such an entry stay in place.
+    Tensors without such an entry are not moved.
     """
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}

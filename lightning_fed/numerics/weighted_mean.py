@@ -21,8 +21,8 @@ class WeightedMean:
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
     Floating-point entries are summed in float64 and cast back once, so the mean of identical float32 states is exact
-    and independent of the client order. Integer and boolean entries (``num_batches_tracked``) take the value from the
-    state with the largest ``size``, or the largest value among equal sizes. :meth:`merge` adds the states from another
+    and independent of the client order. Integer and boolean entries (``num_batches_tracked``) get the value of the
+    state with the largest ``size``; among equal sizes, the largest value. :meth:`merge` adds the states of another
     process.
 
     Example:
@@ -37,7 +37,7 @@ class WeightedMean:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, float] = {}  # weight sum per entry
-        self._likes: dict[str, Tensor] = {}  # empty tensors with entry dtypes and devices
+        self._likes: dict[str, Tensor] = {}  # empty tensors with the dtypes and devices of entries
         self._integers: dict[str, Tensor] = {}
         self._rows: dict[str, RowSums] = {}
         self._largest = -1
@@ -50,8 +50,8 @@ class WeightedMean:
     ) -> None:
         """Adds one state, with a weight and a number of examples (``size``); all states have equal names and shapes.
 
-        A missing floating-point entry counts as unchanged from ``base`` in :meth:`mean`. ``rows`` has the row indices
-        for each partial entry: int64, shape ``(rows,)``.
+        A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. ``rows`` has the row
+        indices of each partial entry: int64, shape ``(rows,)``.
         """
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
@@ -96,8 +96,8 @@ class WeightedMean:
     ) -> dict[str, Tensor]:
         """Returns the weighted mean of all added states, with each entry's dtype.
 
-        ``base``, the state before the round, is required for partial entries. Missing entries count with the value in
-        ``base``, or 0 without ``base``. Without a positive weight the result is a ``ValueError``.
+        ``base``, the state before the round, is required for partial entries. Missing entries get the value in
+        ``base``, or 0 without ``base``. Without a positive weight the method raises ``ValueError``.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
@@ -112,13 +112,13 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Added rows for each partial entry: int64, shape ``(rows,)``."""
+        """Returns the added rows of each partial entry: int64, shape ``(rows,)``."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:
         if base is None or self._weights[name] == self.total:
             return value
-        # States without the entry count as unchanged.
+        # States without the entry are treated as unchanged.
         return value + to_float64(base[name]) * (self.total - self._weights[name])
 
     def _with_whole(self, name: str, sums: RowSums) -> RowSums:

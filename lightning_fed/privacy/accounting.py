@@ -1,4 +1,4 @@
-"""Privacy budgets: privacy loss for a given noise, and noise for a given budget.
+"""Privacy budgets: the privacy loss for a given noise, and the noise for a given budget.
 
 Requires ``dp-accounting`` (``pip install lightning-fed[privacy]``), imported on first use.
 """
@@ -21,7 +21,7 @@ from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.errors import OptionError
 
 _LEAST_NOISE = 0.05  # with less noise the bounds exceed 1,000 and are numerically unreliable
-_FINEST_GRID, _COARSEST_GRID = 1e-5, 1e-3  # discretization of the privacy loss, in nats
+_FINEST_GRID, _COARSEST_GRID = 1e-5, 1e-3  # discretisation of the privacy loss, in nats
 
 Sampling = Literal["poisson", "fixed"]
 Accountant = Literal["rdp", "pld"]
@@ -29,19 +29,20 @@ Accountant = Literal["rdp", "pld"]
 
 @dataclass(frozen=True)
 class Budget:
-    r"""Privacy budget over rounds (protecting a client) or over DP-SGD steps (protecting an example).
+    r"""Privacy budget over rounds (protecting clients) or over DP-SGD steps (protecting examples).
 
     For :class:`DPSGD`, read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
-    sampling each client is drawn independently, and neighboring populations differ by the presence of one client: a sum
-    of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling neighboring
-    populations replace one client: the sum changes by up to 2 C, and the standard deviation is :math:`2 z C`.
+    sampling each client is drawn independently, and neighbouring populations differ by the presence of one client: the
+    noise on a sum of updates with norm at most C has standard deviation :math:`z C`. With ``"fixed"`` sampling
+    neighbouring populations differ by the replacement of one client: the sum changes by up to 2 C, and the standard
+    deviation is :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.
         delta: Probability :math:`\delta` of exceeding the bound.
         population: Total number of clients.
-        cohort: Clients per round, the expected number with ``"poisson"``.
-        sampling: Sampling scheme. The drawn clients must stay secret.
+        cohort: Number of clients per round; the expected number with ``"poisson"``.
+        sampling: Sampling scheme. The guarantee requires that the drawn clients stay secret.
         accountant: ``"rdp"`` (Rényi divergences, fast) or ``"pld"`` (privacy loss distributions, tighter).
 
     Raises:
@@ -70,7 +71,8 @@ class Budget:
         check_inside("delta", self.delta)
         if self.sampling == "fixed" and self.accountant == "pld":
             raise ValueError(
-                "Expected accountant='rdp' for sampling='fixed', but got 'pld', which has no bound for it."
+                "Expected accountant='rdp' for sampling='fixed', but got 'pld', which provides no bound for this "
+                "sampling."
             )
 
     def epsilon(self, rounds: int) -> float:
@@ -100,10 +102,10 @@ def calibrate(
         epsilon: Bound after all rounds.
         delta: See :class:`Budget`.
         population: Total number of clients.
-        cohort: Clients per round.
-        rounds: Total rounds.
+        cohort: Number of clients per round.
+        rounds: Total number of rounds.
         sampling: Sampling scheme.
-        accountant: Accountant.
+        accountant: Accountant, see :class:`Budget`.
 
     Raises:
         ValueError: If an argument is outside its range, or a noise multiplier of 10,000 does not suffice.
@@ -116,7 +118,7 @@ def calibrate(
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
 
     def excess(log_z: float) -> float:
-        # positive for insufficient noise
+        # positive if the noise is insufficient
         return math.log(budget(math.exp(log_z)).epsilon(rounds) / epsilon)
 
     low = high = 0.0
@@ -124,7 +126,7 @@ def calibrate(
         low, high = high, high + math.log(2)
         if high > math.log(1e4):
             raise OptionError(
-                f"Expected an epsilon within reach of a noise multiplier of 10,000, but got {epsilon}: increase it."
+                f"Expected an epsilon that a noise multiplier of 10,000 can reach, but got {epsilon}: increase epsilon."
             )
     while low == high or excess(low) <= 0:
         low, high = low - math.log(2), low
@@ -153,8 +155,8 @@ def plan_budget(
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
     if epsilon is None or rounds is None or rounds < 1:
         raise OptionError(
-            f"Expected a number of rounds (`max_rounds`) to find the noise for an epsilon, but got {rounds}: set it, or"
-            " pass a `noise_multiplier`."
+            f"Expected a number of rounds (`max_rounds`) to compute the noise for an epsilon, but got {rounds}: set "
+            "`max_rounds`, or pass a `noise_multiplier`."
         )
     return calibrate(epsilon, delta, population, cohort, rounds, sampling, accountant)
 
@@ -162,7 +164,7 @@ def plan_budget(
 @contextmanager
 def _without_advice() -> Iterator[None]:
     _dp_accounting()
-    # absl warns about skipped orders. The bound still holds without these orders.
+    # absl warns about skipped orders. The bound also holds without these orders.
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -181,7 +183,7 @@ def _epsilon(budget: Budget, rounds: int) -> float:
     from_divergences = float(dp.rdp.compute_epsilon(orders, rounds * divergences, budget.delta)[0])
     if budget.accountant == "rdp":
         return from_divergences
-    # A coarse grid loosens the bound, mostly for small losses per round. A fine grid is fast for small losses.
+    # A coarse grid loosens the bound, mostly for small losses per round, for which a fine grid is fast.
     grid = min(max(from_divergences / 1000, _FINEST_GRID), _COARSEST_GRID)
     accountant = dp.pld.PLDAccountant(_relation(budget), value_discretization_interval=grid)
     return min(from_divergences, float(accountant.compose(_round(budget), rounds).get_epsilon(budget.delta)))

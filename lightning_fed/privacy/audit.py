@@ -1,4 +1,4 @@
-"""Privacy audit in one run: how well can canary clients be recovered from noised sums?
+"""Privacy audit in one run: measures how well canary clients can be detected in noised sums.
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023. https://arxiv.org/abs/2305.08846
 """
@@ -24,13 +24,13 @@ from lightning_fed.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Audit:
-    """Audit result.
+    """Result of an audit.
 
     Args:
-        num_canaries: Canary clients, each included at random.
-        num_guesses: Guesses about canaries.
-        num_correct: Correct guesses.
-        lower_bound: Lower bound for epsilon, at the requested confidence.
+        num_canaries: Number of canary clients, each included at random.
+        num_guesses: Number of guesses about canaries.
+        num_correct: Number of correct guesses.
+        lower_bound: Lower bound of epsilon at the requested confidence.
         claimed: Epsilon according to the accountant.
     """
 
@@ -52,18 +52,19 @@ def audit_mean(
 ) -> Audit:
     """Audits :class:`~lightning_fed.privacy.CentralDP` with canary clients.
 
-    Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
-    whenever sampled. Afterwards the canaries with the largest component in the model are guessed to be included, and
-    the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise are the same as in
-    a fit; training is skipped. The lower bound cannot exceed about the logarithm of ``num_guesses``.
+    Each canary is included with probability 1/2. An included canary sends an update with the clipping norm in a
+    separate direction whenever it is sampled. Afterwards, canaries whose direction has the largest component in the
+    model are guessed to be included, and canaries with the smallest component to be excluded. Sampling, update checks,
+    sums and noise are the same as in a fit; training is skipped. The lower bound cannot exceed about the logarithm of
+    ``num_guesses``.
 
     Args:
         budget: Privacy budget, with at least ``num_canaries`` clients.
         rounds: Number of rounds.
-        num_canaries: Canary clients.
-        share: Fraction to guess: one half as included, the other as excluded.
+        num_canaries: Number of canary clients.
+        share: Fraction of canaries to guess: one half as included, the other as excluded.
         seed: Seed for including canaries.
-        confidence: Confidence level for the lower bound.
+        confidence: Confidence level of the lower bound.
         key_for_tests: Known noise key for tests; ``None`` draws a secret key.
 
     Raises:
@@ -78,7 +79,7 @@ def audit_mean(
         raise ValueError(f"Expected `num_canaries` to be at most {budget.population}, but got {num_canaries}.")
     half = int(share * num_canaries / 2)
     if not 1 <= half <= num_canaries // 2:
-        raise ValueError(f"Expected `share` to make from 2 to {num_canaries} guesses, but got {share}.")
+        raise ValueError(f"Expected `share` to give 2 to {num_canaries} guesses, but got {share}.")
     is_there = np.random.default_rng([seed]).random(num_canaries) < 0.5
     dp = CentralDP(1.0, budget.delta, budget.noise_multiplier, sampling=budget.sampling, accountant=budget.accountant)
     key = dp.draw_key() if key_for_tests is None else key_for_tests
@@ -109,10 +110,10 @@ def audit_mean(
 def empirical_epsilon(
     num_canaries: int, num_guesses: int, num_correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Lower bound for epsilon, at a confidence level, given the number of correct guesses about canaries.
+    """Lower bound of epsilon at a confidence level, given the number of correct guesses about canaries.
 
     Args:
-        num_canaries: Canary clients.
+        num_canaries: Number of canary clients.
         num_guesses: Number of guesses.
         num_correct: Number of correct guesses.
         delta: Delta of the mechanism.

@@ -1,4 +1,4 @@
-"""Central differential privacy for clients: an update step, and a callback to enforce the budget.
+"""Central differential privacy for clients: an update step, and a callback that enforces the budget.
 
 McMahan, Ramage, Talwar & Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018.
 https://arxiv.org/abs/1710.06963
@@ -40,7 +40,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, Held, Updat
 
 _log = logging.getLogger(__name__)
 
-_LOCAL_TREATMENTS = ("auto", "personal", "frozen")  # BatchNorm options that share no client statistics
+_LOCAL_TREATMENTS = ("auto", "personal", "frozen")  # BatchNorm options that do not share client statistics
 
 # Budget and rounds of each fit in this process, by clients (number, first and last key) and by secret key.
 _FITS: dict[tuple[int, int, int], dict[int, tuple[Budget, int]]] = {}
@@ -50,10 +50,10 @@ IS_SHORT = "privacy/is_short"
 
 
 class CentralDP(UpdateStep):
-    r"""Central differential privacy: bounds the information revealed by the model about any single client.
+    r"""Central differential privacy: bounds the information that the model reveals about any single client.
 
-    Clients clip their updates, and the server adds noise to the sum. The server sees single updates. The model and the
-    log contain no other client information.
+    Clients clip their updates, and the server adds noise to the sum. The server receives single updates; the model and
+    the log contain no other client information.
 
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
@@ -71,25 +71,25 @@ class CentralDP(UpdateStep):
 
     The attribute ``count_noise`` is :math:`\sigma_b`, as a fraction of the expected cohort size.
 
-    The noise is a function of (key, round, entry): a round repeated after a crash has the same noise, because different
+    The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
     noise would be a second release. The bound holds against observers of all global models; the server is trusted.
-    Useful bounds need many clients: for 12 of 12 clients, 50 rounds and :math:`z = 1`, epsilon is 44.4 at
-    :math:`\delta = 0.01`.
+    Useful bounds need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4
+    at :math:`\delta = 0.01`.
 
-    The rule must be ``fedavg``. Callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and
+    The rule must be ``fedavg``. Methods that send nothing else (``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and
     inner steps such as server optimizers are supported.
 
     Args:
         clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
-        delta: Probability :math:`\delta` of exceeding the bound, less than one over the number of clients.
+        delta: Probability :math:`\delta` of exceeding the bound; must be less than one over the number of clients.
         noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm.
-        epsilon: Bound after all rounds, to find the noise instead of ``noise_multiplier``.
+        epsilon: Bound after all rounds, from which the noise is computed; replaces ``noise_multiplier``.
         adaptive: Whether the clipping norm tracks a quantile of the update norms (Andrew et al. 2021).
-        max_epsilon: Stops the fit before a round would exceed this bound; ``None`` for ``epsilon``.
-        sampling: ``"poisson"`` draws each client independently, with a much smaller bound and a random cohort size;
-            ``"fixed"`` draws a fixed number of clients.
+        max_epsilon: The fit stops before a round would exceed this bound; ``None`` for ``epsilon``.
+        sampling: ``"poisson"`` draws each client independently, which gives a much smaller bound and a random cohort
+            size; ``"fixed"`` draws a fixed number of clients.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
-        quantile: With ``adaptive``: fraction of unclipped updates.
+        quantile: With ``adaptive``: target fraction of unclipped updates.
         clip_rate: With ``adaptive``: learning rate of the clipping norm.
 
     Raises:
@@ -99,9 +99,9 @@ class CentralDP(UpdateStep):
     Note:
         Logs ``privacy/epsilon`` and ``privacy/delta`` over all rounds, ``privacy/noise_std`` (of the sum, per
         coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count.
-        Client sampling and noise derive from a secret key in the checkpoints: anyone with a checkpoint can remove the
-        noise. Noise is drawn with floating-point numbers, without protection against attacks on the last bits (Mironov
-        2012).
+        Client sampling and noise derive from a secret key in the checkpoints, so anyone with a checkpoint can remove
+        the noise. Noise is drawn as floating-point numbers, without protection against attacks on the lowest bits
+        (Mironov 2012).
 
     Example:
         >>> from lightning_fed import Federation
@@ -145,7 +145,8 @@ class CentralDP(UpdateStep):
         check_option("accountant", accountant, ("rdp", "pld"))
         if sampling == "fixed" and accountant == "pld":
             raise ValueError(
-                "Expected accountant='rdp' for sampling='fixed', but got 'pld', which has no bound for it."
+                "Expected accountant='rdp' for sampling='fixed', but got 'pld', which provides no bound for this "
+                "sampling."
             )
         self.delta, self.noise_multiplier, self.epsilon = delta, noise_multiplier, epsilon
         self.adaptive, self.max_epsilon = adaptive, epsilon if max_epsilon is None else max_epsilon
@@ -158,7 +159,7 @@ class CentralDP(UpdateStep):
         self._last: dict[str, float] = {}
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round, and finds the clipped and noised entries: trained floating-point entries."""
+        """Starts a round, and finds the clipped and noised entries, which are the trained floating-point entries."""
         super().start(info, state)
         self.names = [name for name, value in state.items() if value.is_floating_point() and name not in info.untrained]
         vectors = [to_float64(state[name]).reshape(-1) for name in self.names]
@@ -169,7 +170,7 @@ class CentralDP(UpdateStep):
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
         """Privacy budget for a fit; ``cohort`` is the expected number of clients per round."""
-        resumed = None if self.budget is None else self.budget.noise_multiplier  # of a resumed fit
+        resumed = None if self.budget is None else self.budget.noise_multiplier  # budget of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
             self.epsilon,
@@ -182,7 +183,7 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Starts or resumes a fit; raises ``ValueError`` for a resumed fit with a different budget."""
+        """Starts or resumes a fit; raises ``ValueError`` if a resumed fit has another budget."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
@@ -190,13 +191,13 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change in a sum of unit updates by one client: 2 if clients are replaced."""
+        """Largest change of a sum of unit updates by one client: 2 if clients are replaced."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` for updates, above z if the count uses a part of the budget."""
+        r"""Noise multiplier :math:`z_\Delta` of the updates, larger than z if the count uses part of the budget."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -218,13 +219,13 @@ class CentralDP(UpdateStep):
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise in the sum, per coordinate, in this round."""
+        """Standard deviation of the noise on the sum, per coordinate, in this round."""
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules other than an average, duplicate noise, and steps that compare clients.
+        """Refuses rules other than an average, a second `CentralDP`, and steps that compare clients.
 
-        Otherwise one client could change other clients' contributions, beyond the accounted sensitivity.
+        Otherwise one client could change the contributions of other clients, beyond the accounted sensitivity.
         """
         if type(rule) is not FedAvg:
             raise OptionError(
@@ -236,8 +237,8 @@ class CentralDP(UpdateStep):
         comparing = next((step for step in steps if isinstance(step, CollectingStep)), None)
         if comparing is not None:  # outer steps; the chain refuses inner steps
             raise OptionError(
-                f"Expected no `{type(comparing).__name__}` with `CentralDP`: one client could change the contributions"
-                " of others, but the noise only covers one client's update."
+                f"Expected no `{type(comparing).__name__}` with `CentralDP`, because one client could change the "
+                "contributions of others, but the noise only covers one client's update: remove the step."
             )
 
     def callbacks(self) -> Sequence[Any]:
@@ -248,10 +249,10 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips the update, and removes the number of examples, metrics, and changes to untrained parameters."""
+        """Clips the update, and removes the number of examples, metrics, and changes of untrained parameters."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
-            raise ClientFault(f"its federation has a clip of {self.clip:g}, but the server {clip:g}")
+            raise ClientFault(f"its federation has clip={self.clip:g}, but the server has clip={clip:g}")
         update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
         length = self.measure(update.state, sent.state)
         factor = clip_factor(length, clip)
@@ -270,10 +271,12 @@ class CentralDP(UpdateStep):
     def release(self, total: State, short_count: float) -> State:
         """Computes the noised mean from the float64 sum of clipped updates; without clients the result is only noise.
 
-        ``short_count`` is the sum of 1/2 for each unclipped and -1/2 for each clipped update.
+        ``short_count`` is the sum of 1/2 for each unclipped update and -1/2 for each clipped update.
         """
         if self.budget is None or self.key is None:
-            raise RuntimeError("`CentralDP` must `begin` before its first round.")
+            raise RuntimeError(
+                "Expected `begin` before the first round of `CentralDP`, but it was not called: call `begin` first."
+            )
         new, std, cohort = dict(self.state), self.noise_std, self.cohort
         for name in self.names:
             old = to_float64(self.state[name])
@@ -309,14 +312,14 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Noise for an entry (for the count: name ``""``), float64: a function of (key, round, name)."""
+        """Returns the noise for an entry (name ``""`` for the count), float64: a function of (key, round, name)."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
 
     def measure(self, new: State, old: State) -> float:
-        """Computes an update (new minus old) in ``vector``, float64, all clipped entries; returns the norm."""
+        """Writes an update (new minus old) into ``vector``, float64, over all clipped entries; returns the norm."""
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()
@@ -324,14 +327,14 @@ class CentralDP(UpdateStep):
         return math.sqrt(sum(float(square) for square in squares))
 
     def by_entry(self, vector: Tensor) -> State:
-        """Views of a vector with all clipped entries."""
+        """Returns views of a vector for all clipped entries."""
         shapes = [self.state[name].shape for name in self.names]
         parts = torch.split(vector, [shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}
 
 
 class PrivateSum(Held):
-    """Sum of the clipped updates in a round, with memory for one model."""
+    """Sum of the clipped updates of a round, with memory for one model."""
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)
@@ -342,16 +345,16 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update, or a mean over n clients n times. Clips again, against rounding errors."""
+        """Adds a clipped update; a mean over n clients is added n times. Clips again, because of rounding errors."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
-                f"it sends the extras {sorted(update.extras)} instead of {sorted(expected)}: extras have no noise"
+                f"it sends the extras {sorted(update.extras)} instead of {sorted(expected)}, but extras have no noise"
             )
         length = step.measure(update.state, sent)
         if not length <= self.longest:
-            raise BadUpdate(f"its update has the norm {length:g}, above the clip {step.clip:g}")
-        factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the reported weight
+            raise BadUpdate(f"its update has norm {length:g}, above clip={step.clip:g}")
+        factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the weight that the client reports
         self._join(step.vector.mul_(factor))
         if step.adaptive:
             self.short_count += 0.5 if bool((update.extras[IS_SHORT] > 0).all()) else -0.5
@@ -359,7 +362,7 @@ class PrivateSum(Held):
 
     @property
     def total(self) -> State:
-        """The sum by entry; empty without updates."""
+        """Returns the sum by entry; empty without updates."""
         return {} if self.vector is None else self._step.by_entry(self.vector)
 
     def merge(self, other: PrivateSum) -> None:
@@ -381,7 +384,7 @@ class PrivacyBudget(FederatedCallback):
     """Sets the noise of an update step before the first round, and stops the fit before the budget is exceeded.
 
     Args:
-        step: Update step with the noise.
+        step: The update step that adds the noise.
     """
 
     supports_vectorize = True
@@ -399,10 +402,11 @@ class PrivacyBudget(FederatedCallback):
             return
         population = len(federation.find_population().clients)
         budget = step.plan(population, federation.schedule.cohort_size(population), trainer.max_epochs)
-        budget.epsilon(1)  # raises now, not after a round, if the accountant is not installed
+        budget.epsilon(1)  # raises before the first round if the accountant is not installed
         if budget.delta >= 1 / budget.population:
             _log.warning(
-                "delta=%g is not below one over the number of clients (%d): the bound allows to reveal a whole client.",
+                "delta=%g is not below one over the number of clients (%d), so the bound would allow revealing a "
+                "whole client.",
                 budget.delta,
                 budget.population,
             )
@@ -417,9 +421,9 @@ class PrivacyBudget(FederatedCallback):
         spent = [f"{budget.epsilon(rounds):.4g}" for key, (budget, rounds) in fits.items() if key != self.step.key]
         if spent:
             _log.warning(
-                "Earlier fits in this process on clients with the same names spent epsilon %s. The epsilon of this fit"
-                " only counts new rounds; the total privacy loss is the sum. Resume from a checkpoint to continue the"
-                " count.",
+                "Earlier fits in this process on clients with the same names spent epsilon %s. The epsilon of this "
+                "fit counts only new rounds, but the total privacy loss is the sum. To continue the count, resume "
+                "from a checkpoint.",
                 " and ".join(spent),
             )
 
@@ -442,7 +446,8 @@ class PrivacyBudget(FederatedCallback):
         if following > step.max_epsilon * (1 + 1e-9):
             if trainer.max_epochs is None or step.rounds != trainer.max_epochs:
                 _log.warning(
-                    "The fit ends after %d rounds: another round would raise epsilon to %.4g, above max_epsilon=%g.",
+                    "The fit ends after %d rounds, because another round would raise epsilon to %.4g, above "
+                    "max_epsilon=%g.",
                     step.rounds,
                     following,
                     step.max_epsilon,
@@ -462,7 +467,8 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
             if not is_harmless and is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"Expected clients to send updates only, but `{type(callback).__name__}.{hook}` may send more."
+                    f"Expected clients to send only updates, but `{type(callback).__name__}.{hook}` may send more: "
+                    "remove the callback."
                 )
 
 
@@ -470,24 +476,25 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
     refuse_statistics(module, federation, "without noise")
     if federation.server.min_clients > 1:
         raise MisconfigurationException(
-            f"Expected min_clients=1 with differential privacy, but got {federation.server.min_clients}: a skipped"
-            " round would reveal absent clients."
+            f"Expected min_clients=1 with differential privacy, but got {federation.server.min_clients}: a skipped "
+            "round would reveal absent clients."
         )
     is_manual = not module.automatic_optimization
     if any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise MisconfigurationException(
-            "Expected learning rate schedulers per epoch (round) and automatic optimization with differential privacy,"
-            " but got a scheduler per step: it depends on the clients' numbers of steps, which have no noise."
+            "Expected learning-rate schedulers per epoch (round) and automatic optimization with differential "
+            "privacy, but got a scheduler per step, which depends on the clients' step counts, and these have no "
+            "noise."
         )
     if loss_scaler(trainer) is not None:
         raise MisconfigurationException(
-            "Expected precision='bf16-mixed' or '32-true' with differential privacy, but got"
-            f" {trainer.precision!r}: the loss scale depends on clients without noise."
+            f"Expected precision='bf16-mixed' or '32-true' with differential privacy, but got {trainer.precision!r}, "
+            "whose loss scale depends on clients without noise."
         )
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses shared BatchNorm statistics. ``how`` completes the error message."""
+    """Refuses shared BatchNorm statistics. ``how`` is inserted into the error message."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:
@@ -503,12 +510,12 @@ def step_length(steps: State) -> float:
 
 
 def clip_factor(length: float, clip: float) -> float:
-    """Scale factor to clip a norm to ``clip``; 1 for norm 0."""
+    """Factor that scales a norm to ``clip`` if larger; 1 for norm 0."""
     return clip / length if length > clip else 1.0
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Largest increase in the update norm by rounding the new model to entry dtypes."""
+    """Largest increase of the update norm from rounding the new model to the entries' dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

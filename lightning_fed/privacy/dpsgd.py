@@ -54,9 +54,9 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """A client's privacy account: number of examples, sampling and noised steps.
+    """Privacy account of a client: number of examples, sampling and noised steps.
 
-    ``batch_size`` is the expected size, ``last`` the number of steps in the last visit (1 without a federation).
+    ``batch_size`` is the expected size, and ``last`` the number of steps in the last visit (1 without a federation).
     """
 
     num_samples: int
@@ -76,7 +76,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Adds another visit. The larger sampling probability applies to all steps."""
+        """Adds another visit. The larger sampling probability is assumed for all steps."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -96,28 +96,29 @@ class DPSGD(FederatedCallback):
 
     The module's optimizer steps with :math:`\tilde g`; :math:`B` is the loader's batch size. In segmentation an example
     is an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one
-    backward pass; the module is not changed. The loss must be a mean over examples. The first batch of each visit
-    checks this on a few examples.
+    backward pass; the module is not changed. The loss must be a mean over examples; this is checked on a few examples
+    in the first batch of each visit.
 
-    In a federation each example on a client is protected. The bound holds against observers of the client's updates,
+    In a federation each example of a client is protected. The bound holds against observers of the client's updates,
     including the server. Each client has a separate account. Clients may only send values derived from noised steps, so
     other methods are refused. **The number of examples is not protected**, nor are values logged in ``training_step``.
 
     On Flower, noise, batches and accounts belong to the client. Each visit draws a new key and discards the key
     afterwards, so a repeated visit is charged again. The account is a file in the client's ``store``, shared by all
-    fits. A client with an exhausted ``max_epsilon`` reports a failure. Epsilon appears in the client's log.
+    fits. A client that has reached ``max_epsilon`` reports a failure. Epsilon appears in the client's log.
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
         noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm; 0 gives no
             privacy.
-        delta: Probability :math:`\delta` of exceeding the bound, less than one over a client's number of examples.
-        max_epsilon: Stops the fit before a client's next visit (without a federation: a step) could exceed this bound;
+        delta: Probability :math:`\delta` of exceeding the bound; must be less than one over a client's number of
+            examples.
+        max_epsilon: The fit stops before a client's next visit (without a federation: a step) could exceed this bound;
             by default ``epsilon``. A client whose first visit would exceed the bound is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: Known key for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
-        epsilon: Bound after all epochs, instead of ``noise_multiplier``: finds the smallest noise for clients that join
-            every round. Not available on Flower, because the numbers of examples stay on the clients: use
+        epsilon: Bound after all epochs, replaces ``noise_multiplier``: the smallest noise is computed for clients that
+            join every round. Not available on Flower, because the numbers of examples stay on the clients: use
             :func:`calibrate`.
 
     Raises:
@@ -130,10 +131,10 @@ class DPSGD(FederatedCallback):
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
-        Logs ``dp/epsilon``, the largest over all clients so far, and ``dp/delta``.
+        Logs ``dp/epsilon``, the largest epsilon of all clients so far, and ``dp/delta``.
 
-        The state has the secret ``key`` for noise and batches: anyone with a checkpoint can remove the noise. A resumed
-        fit has the same noise and batches as an uninterrupted fit.
+        The state contains the secret ``key`` for noise and batches, so anyone with a checkpoint can remove the noise. A
+        resumed fit has the same noise and batches as an uninterrupted fit.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[DPSGD(1.0, 1.1, delta=1e-5)], logger=False, enable_checkpointing=False)
@@ -164,15 +165,15 @@ class DPSGD(FederatedCallback):
         if epsilon is not None:
             check_positive("epsilon", epsilon)
             self.needs_local_clients = (
-                "the noise for an `epsilon` depends on all clients' numbers of examples, which stay on the clients;"
-                " pass a `noise_multiplier` from `lightning_fed.privacy.calibrate`"
+                "the noise for an `epsilon` depends on the numbers of examples, which stay on the clients: pass a "
+                "`noise_multiplier` from `lightning_fed.privacy.calibrate`"
             )
             max_epsilon = epsilon if max_epsilon is None else max_epsilon
             noise_multiplier = math.nan  # set in the fit
         else:
             noise_multiplier = check_nonnegative("noise_multiplier", noise_multiplier)
         if noise_multiplier and max_grad_norm == math.inf:
-            raise ValueError("Expected `max_grad_norm` to be finite with noise, but got inf.")
+            raise ValueError("Expected `max_grad_norm` to be finite if noise is added, but got inf.")
         check_inside("delta", delta)
         if max_epsilon is not None and not (noise_multiplier and check_number("max_epsilon", max_epsilon) > 0):
             raise ValueError(
@@ -193,7 +194,7 @@ class DPSGD(FederatedCallback):
         self._accounts: dict[Client | None, _Account] = {}
         self._round_accounts: dict[Client | None, _Account] = {}
         self._visit: _Visit | None = None
-        self._safe_steps: dict[float, int] = {}  # steps within the budget, by sampling probability
+        self._safe_steps: dict[float, int] = {}  # number of steps within the budget, by sampling probability
 
     def epsilon(self, client: Client | None = None) -> float:
         r"""Spent :math:`\epsilon` of a client so far, or the largest over all clients."""
@@ -202,7 +203,7 @@ class DPSGD(FederatedCallback):
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Describes the options for checkpoints. :meth:`load_state_dict` compares the noise multiplier."""
+        """Describes the options, for checkpoints. :meth:`load_state_dict` compares the noise multiplier."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
@@ -211,7 +212,7 @@ class DPSGD(FederatedCallback):
         """Starts a fit. Without a federation, replaces the training loader by a Poisson-sampled loader."""
         if stage != "fit":
             return
-        if self._trainer is not trainer or trainer.current_epoch == 0:  # otherwise a continued fit
+        if self._trainer is not trainer or trainer.current_epoch == 0:  # false if the fit continues
             self._reset()
         self._trainer = trainer
         if federation_of(trainer) is None:
@@ -219,18 +220,18 @@ class DPSGD(FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses unsupported settings, draws the key, and in a federation finds the noise for an epsilon."""
+        """Refuses unsupported settings, draws the key, and in a federation computes the noise for an epsilon."""
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
-            self._epsilon(_Account(2, 1, 1))  # raises now if the accountant is not installed
+            self._epsilon(_Account(2, 1, 1))  # raises early if the accountant is not installed
         key = self._key if self._key is not None else self.key_for_tests
         self._key = process_group_of(trainer).broadcast(secrets.randbits(128) if key is None else key)
         if federation is not None:
             check_federation(trainer, federation, self)
             federation.find_population().sampling = PoissonSampling(self._key)
             if self.planned_epsilon is not None and not federation.has_server:
-                raise MisconfigurationException(f"`DPSGD` cannot find the noise here: {self.needs_local_clients}.")
+                raise MisconfigurationException(f"`DPSGD` cannot compute the noise here: {self.needs_local_clients}.")
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -297,11 +298,11 @@ class DPSGD(FederatedCallback):
         self._round_accounts = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Adds the round's steps to the accounts, logs epsilon, and stops the fit if the budget is exhausted."""
+        """Adds the steps of the round to the accounts, logs epsilon, and stops the fit if the budget is exhausted."""
         self._add_round()
         federation = federation_of(trainer)
         assert federation is not None
-        if not self._accounts:  # remote clients keep their accounts
+        if not self._accounts:  # remote clients store their accounts themselves
             return
         federation.round_log.put(
             trainer, federation.server.report.round, {"dp/epsilon": self.epsilon(), "dp/delta": self.delta}
@@ -335,21 +336,21 @@ class DPSGD(FederatedCallback):
             return
         if visit.has_step:
             raise MisconfigurationException(
-                "`DPSGD` needs an optimizer with one loss per step, but got a second loss in one batch: the noise only"
-                " covers the first."
+                "`DPSGD` needs an optimizer with one loss per step, but got a second loss in one batch: the noise "
+                "covers only the first loss."
             )
         values, visit.gradients.values = visit.gradients.values, {}
         for name, parameter in visit.trained.items():
             rows = len(values[parameter]) if parameter in values else None
             if rows is None and parameter.grad is not None and parameter.requires_grad:
                 raise MisconfigurationException(
-                    f"The gradient of the parameter {name!r} comes from outside its layer's `forward`, so gradients per"
-                    " example are unknown: use the parameter in the layer only."
+                    f"The gradient of the parameter {name!r} comes from outside its layer's `forward`, so its "
+                    "per-example gradients are unknown: use the parameter only in the layer."
                 )
             if rows is not None and rows != max(visit.count, 1):
                 raise MisconfigurationException(
-                    f"The layer of the parameter {name!r} sees {rows} rows in a batch of {visit.count} examples, so"
-                    " gradients per example are unknown."
+                    f"The layer of the parameter {name!r} receives {rows} rows in a batch of {visit.count} examples, "
+                    "so its per-example gradients are unknown: use one row per example."
                 )
         sums = clipped_sum(values, visit.count, self.max_grad_norm) if visit.count else {}
         noise = self._noise(visit)
@@ -376,7 +377,8 @@ class DPSGD(FederatedCallback):
         has_failed = federation is not None and (federation.current_visit is None or federation.current_visit.fault)
         if not visit.has_step and not has_failed:
             raise MisconfigurationException(
-                "`training_step` returned no loss for a batch: skipped batches would reveal information on examples."
+                "`training_step` returned no loss for a batch, but a skipped batch would reveal information about "
+                "examples: return a loss for every batch."
             )
         if visit.client is None:
             self._stop_in_time(trainer, trainer.current_epoch + trainer.is_last_batch)
@@ -421,8 +423,8 @@ class DPSGD(FederatedCallback):
             return
         if times is None or times < 1:
             raise OptionError(
-                f"Expected a number of epochs (`max_rounds`, `max_epochs`) to find the noise for an epsilon, but got"
-                f" {times}: set it, or pass a `noise_multiplier`."
+                "Expected a number of epochs (`max_rounds`, `max_epochs`) to compute the noise for an epsilon, but "
+                f"got {times}: set the number, or pass a `noise_multiplier`."
             )
         self.noise_multiplier = 0.0
         for visit in visits():
@@ -432,7 +434,7 @@ class DPSGD(FederatedCallback):
                     epsilon, self.delta, visit.num_samples, visit.expected, account.steps, "poisson", self.accountant
                 ).noise_multiplier
         if not self.noise_multiplier:
-            raise OptionError("Expected clients with examples to find the noise for an epsilon, but got none.")
+            raise OptionError("Expected clients with examples to compute the noise for an epsilon, but got none.")
         _log.info(
             "Noise multiplier %.4g: epsilon is at most %g after %d visits of every client.",
             self.noise_multiplier, epsilon, times,
@@ -445,15 +447,15 @@ class DPSGD(FederatedCallback):
         self._round_accounts = {}
 
     def _read_account(self, trainer: L.Trainer, client: Client) -> None:
-        """Reads a client's account from a file on the client's machine; refuses accounts with different noise."""
+        """Reads a client's account from a file on the client's machine; refuses accounts with other noise."""
         path = _account_path(trainer, client)
         if path is None or not path.exists():
             return
         content = json.loads(path.read_text())
         if content["noise_multiplier"] != self.noise_multiplier:
             raise ClientFault(
-                f"its earlier steps had noise_multiplier={content['noise_multiplier']} instead of"
-                f" {self.noise_multiplier}: a different noise needs another store"
+                f"its earlier steps had noise_multiplier={content['noise_multiplier']} instead of "
+                f"{self.noise_multiplier}: use another store for other noise"
             )
         self._accounts[client] = _Account(*content["account"])
 
@@ -464,7 +466,7 @@ class DPSGD(FederatedCallback):
         content = {"noise_multiplier": self.noise_multiplier, "account": astuple(account)}
         write_text_atomically(path, json.dumps(content))
         _log.info(
-            "Round %d: client %r has taken %d steps so far, epsilon %.4g at delta %g.",
+            "Round %d: client %r has taken %d steps so far, with epsilon %.4g at delta %g.",
             round_number(trainer.current_epoch), client, account.steps, self.epsilon(client), self.delta,
         )  # fmt: skip
 
@@ -490,7 +492,8 @@ class DPSGD(FederatedCallback):
         self._end()
         if self.delta >= 1 / visit.planned.num_samples and not self._has_warned:
             _log.warning(
-                "delta=%g is not below one over the number of examples (%d): the bound allows to reveal an example.",
+                "delta=%g is not below one over the number of examples (%d), so the bound would allow revealing an "
+                "example.",
                 self.delta,
                 visit.planned.num_samples,
             )
@@ -532,7 +535,7 @@ class DPSGD(FederatedCallback):
         return _DrawnBatches(loader, self)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Batches of an epoch without a federation, starting from the number of steps so far."""
+        """Yields the batches of an epoch without a federation, continuing from the number of steps so far."""
         assert self._key is not None
         account, sampling = self._accounts[None], PoissonSampling(self._key)
         start = account.steps
@@ -561,8 +564,8 @@ class DPSGD(FederatedCallback):
             return
         if epochs != trainer.max_epochs and trainer.global_step != trainer.max_steps:
             _log.warning(
-                "The fit ends after %d epochs and %d steps: another visit or step could raise epsilon to %.4g, above"
-                " max_epsilon=%g.",
+                "The fit ends after %d epochs and %d steps, because another visit or step could raise epsilon to "
+                "%.4g, above max_epsilon=%g.",
                 epochs,
                 trainer.global_step,
                 epsilon,
@@ -572,7 +575,7 @@ class DPSGD(FederatedCallback):
 
     def _record_safe_steps(self, accounts: Iterable[_Account]) -> None:
         assert self.max_epsilon is not None
-        # caches step numbers within the budget, to avoid computing epsilon in every step
+        # caches the number of steps within the budget, to avoid computing epsilon in every step
         for account in accounts:
             for steps in (2 * account.steps, account.steps + account.steps // 16, account.steps):
                 if self._epsilon(account.with_steps(steps)) <= self.max_epsilon:
@@ -604,12 +607,12 @@ class _Visit:
         for name, value in self._untrained().items():
             if name in self._initial_entries and not torch.equal(value, self._initial_entries[name]):
                 raise MisconfigurationException(
-                    f"The entry {name!r} of the module has changed in training, but not by a noised optimizer step: it"
-                    " may reveal examples. Freeze the entry."
+                    f"The entry {name!r} of the module has changed in training, but not by a noised optimizer step, "
+                    "so it may reveal examples: freeze the entry."
                 )
 
     def _untrained(self) -> Mapping[str, Tensor]:
-        # Includes non-persistent buffers, because later steps may read earlier values.
+        # Includes non-persistent buffers, because later steps may read values from earlier steps.
         return {path: value for path, value in tensors_by_path(self._module).items() if path not in self.trained}
 
 
@@ -622,7 +625,7 @@ class _DrawnBatches:
         return self._loader.dataset
 
     def state_dict(self) -> dict[str, Any]:
-        # Draws resume from the account. Lightning requires a state for exact resuming.
+        # Random draws resume from the account. Lightning requires a state for exact resuming.
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""Maximum mean discrepancy: a distance between the distributions behind two sets of features.
+"""Maximum mean discrepancy: a distance between the distributions of two feature samples.
 
 Gretton et al., "A Kernel Two-Sample Test", JMLR 2012, equations 3 (unbiased) and 5 (biased). Michieli, Toldo and Ozay
 (FedMargin, IEEE Internet of Things Journal 2022) compare a federated model's features with a centrally trained model's
@@ -21,7 +21,7 @@ from lightning_fed.numerics.precision import float64_device
 Estimator = Literal["biased", "unbiased"]
 Bandwidth = Literal["median", "pooled"]
 
-_BITS = 16  # bits in a float32 found by one pass over all distances
+_BITS = 16  # bits of a float32 that one pass over all distances determines
 
 
 @torch.no_grad()
@@ -45,21 +45,22 @@ def maximum_mean_discrepancy(
     .. math:: \text{unbiased: } \mathrm{MMD}^2 = \frac{1}{m (m - 1)} \sum_{i \ne j} k(x_i, x_j)
         + \frac{1}{n (n - 1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
 
-    The kernel and the bandwidth are reconstructions. Time grows with :math:`(m + n)^2 d`; memory does not.
+    The kernel and the bandwidth are reconstructions. Time grows with :math:`(m + n)^2 d`, but memory does not.
 
     Args:
         features: Samples :math:`x`, shape ``(m, d)``; any floating-point type.
-        reference: Samples :math:`y`, shape ``(n, d)``: features from the centrally trained model.
-        bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two reference samples, equal
-            for all compared models, or "pooled" for the median over all samples. See :func:`median_distance`.
-        estimator: With or without kernels between a sample and itself. The unbiased estimate can be negative.
-        scales: Factors for the bandwidth, such as ``(0.25, 0.5, 1, 2, 4)``; the kernels with all factors are summed.
+        reference: Samples :math:`y`, shape ``(n, d)``: features of the centrally trained model.
+        bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two reference samples (equal
+            for all compared models), or "pooled" for the median over all samples. See :func:`median_distance`.
+        estimator: Estimator with ("biased") or without ("unbiased") kernels between a sample and itself. The unbiased
+            estimate can be negative.
+        scales: Factors on the bandwidth, such as ``(0.25, 0.5, 1, 2, 4)``; the kernels of all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block.
 
     Raises:
-        ValueError: If the shapes are inconsistent, there are too few samples, an option is unknown or outside the
-            allowed range, or the median distance is 0.
+        ValueError: If shapes are inconsistent, a set has too few samples, an option is unknown or outside the allowed
+            range, or the median distance is 0.
 
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -78,7 +79,7 @@ def maximum_mean_discrepancy(
     within = 0.0
     for samples, count in ((features, m), (reference, n)):
         pairs = 2 * _kernel_sum(_pair_distances(samples, shift, chunk_size), factors)
-        if estimator == "biased":  # a sample's kernels with itself are 1 each
+        if estimator == "biased":  # each kernel of a sample with itself is 1
             within += (pairs + count * len(scales)) / count**2
         else:
             within += pairs / (count * (count - 1))
@@ -102,8 +103,8 @@ def classwise_maximum_mean_discrepancy(
 ) -> Tensor:
     """Computes the maximum mean discrepancy within every class, shape ``(C,)``, float64.
 
-    The bandwidth comes from all samples, and is equal for every class. The result is NaN for a class with too few
-    samples in a set (none, or fewer than two with the unbiased estimator).
+    The bandwidth is computed from all samples and shared by all classes. The result is NaN for a class with too few
+    samples in a set (none, or fewer than two for the unbiased estimator).
 
     Args:
         features: Samples, shape ``(m, d)``.
@@ -111,13 +112,13 @@ def classwise_maximum_mean_discrepancy(
         labels: Sample classes, shape ``(m,)``, integers; labels outside 0 to C - 1 are skipped.
         reference_labels: Reference classes, shape ``(n,)``.
         num_classes: Number of classes :math:`C`.
-        bandwidth: As in :func:`maximum_mean_discrepancy`.
-        estimator: As in :func:`maximum_mean_discrepancy`.
-        chunk_size: As in :func:`maximum_mean_discrepancy`.
-        **options: `scales` and `squared`, as in :func:`maximum_mean_discrepancy`.
+        bandwidth: See :func:`maximum_mean_discrepancy`.
+        estimator: See :func:`maximum_mean_discrepancy`.
+        chunk_size: See :func:`maximum_mean_discrepancy`.
+        **options: `scales` and `squared`, see :func:`maximum_mean_discrepancy`.
 
     Raises:
-        ValueError: As in :func:`maximum_mean_discrepancy`, or if the numbers of labels and samples differ.
+        ValueError: As in :func:`maximum_mean_discrepancy`, and if the numbers of labels and samples differ.
 
     Example:
         >>> x, y = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([[0.0], [2.0], [7.0]])
@@ -129,7 +130,8 @@ def classwise_maximum_mean_discrepancy(
     for name, values, samples in (("labels", labels, features), ("reference_labels", reference_labels, reference)):
         if values.shape != samples.shape[:1]:
             raise ValueError(
-                f"Expected `{name}` to be {len(samples)} classes, but got the shape {tuple(values.shape)}."
+                f"Expected `{name}` to have one class for each of {len(samples)} samples, but got shape "
+                f"{tuple(values.shape)}."
             )
     device = float64_device(features.device)
     features, reference, labels, reference_labels = (
@@ -149,7 +151,7 @@ def classwise_maximum_mean_discrepancy(
 
 @torch.no_grad()
 def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
-    """Computes the median Euclidean distance between two different samples, over all pairs.
+    """Median Euclidean distance between two different samples, over all pairs.
 
     The result is exact up to float32 precision for any number of pairs.
 
@@ -188,7 +190,7 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
 
 
 def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_size: int) -> None:
-    """Checks the options for the kernel."""
+    """Checks the options of the kernel."""
     if isinstance(bandwidth, str):
         if bandwidth not in get_args(Bandwidth):
             raise ValueError(
@@ -197,18 +199,18 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
     else:
         check_positive("bandwidth", bandwidth)
     if not scales or not all(0 < scale < math.inf for scale in scales):
-        raise ValueError(f"Expected `scales` to be numbers greater than 0, at least one, but got {scales}.")
+        raise ValueError(f"Expected `scales` to contain at least one number, all greater than 0, but got {scales}.")
     check_count("chunk_size", chunk_size)
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
     """Counts pairs by the leading bits of the squared distance, or by the trailing bits for the leading bits ``head``.
 
-    For non-negative floats, the order of the bit patterns as integers equals the order of the floats.
+    For non-negative floats, the bit patterns read as integers have the same order as the floats.
     """
     counts = torch.zeros(1 << _BITS, dtype=torch.int64, device=samples.device)
     for distances in _pair_distances(samples, shift, chunk_size):
-        bits = distances.float().abs().view(torch.int32)  # a NaN, which may be negative, becomes the largest
+        bits = distances.float().abs().view(torch.int32)  # a NaN, which may be negative, is sorted last
         leading = bits >> _BITS
         bits = leading if head is None else bits[leading == head] & ((1 << _BITS) - 1)
         counts += torch.bincount(bits, minlength=1 << _BITS)
@@ -216,12 +218,12 @@ def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | Non
 
 
 def _kernel_sum(distances: Iterator[Tensor], factors: Sequence[float]) -> float:
-    # Python numbers: small tensors between large tensors would prevent memory reuse.
+    # Python numbers, because small tensors between large tensors would prevent memory reuse.
     return sum((block * factor).exp_().sum().item() for block in distances for factor in factors)
 
 
 def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    """Yields blocks with squared distances, each pair once."""
+    """Yields blocks of squared distances, with each pair once."""
     chunks = torch.split(samples, chunk_size)
     for index, chunk in enumerate(chunks):
         block = squared_distances(chunk, chunk, shift)
@@ -250,8 +252,8 @@ def _sigma(features: Tensor, reference: Tensor, bandwidth: float | Bandwidth, ch
         if sigma > 0:
             return sigma
         raise ValueError(
-            f"Expected samples that differ for bandwidth={bandwidth!r}, but half of the pairs or more have no distance."
-            " Pass a number."
+            f"Expected samples that differ for bandwidth={bandwidth!r}, but at least half of the pairs have distance "
+            "0: pass a number as `bandwidth`."
         )
     return float(bandwidth)
 

@@ -1,4 +1,4 @@
-"""Entropy maps: a model's uncertainty about the class, and the number of active features, pixel by pixel.
+"""Entropy maps: the model's uncertainty about the class, and the spread of active features, for each pixel.
 
 Shannon, "A Mathematical Theory of Communication", 1948, as used in FedMargin. Logarithms are natural, and 0 ln 0 is 0.
 """
@@ -26,9 +26,9 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
     .. math:: H = -\sum_c p_c \ln p_c
 
     Args:
-        probabilities: Numbers with sum 1 along ``dim``.
-        dim: Dimension with the outcomes.
-        normalize: Whether to divide by the logarithm of the number of outcomes, for a result in 0 to 1.
+        probabilities: Numbers that sum to 1 along ``dim``.
+        dim: Dimension of the outcomes.
+        normalize: Whether to divide by the logarithm of the number of outcomes, so that the result is in 0 to 1.
 
     Example:
         >>> shannon_entropy(torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]))
@@ -63,21 +63,23 @@ def feature_entropy(
 ) -> Tensor:
     r"""Computes the entropy over channels at every pixel, shape ``(N, *size)``: high with many active channels.
 
-    Features count as shares of the sum over channels:
+    Each feature is divided by the sum over channels:
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
-    A pixel with only zeros counts as uniform: :math:`\ln d`. A pixel with an infinite or NaN feature has entropy NaN.
+    A pixel with only zeros is treated as uniform: :math:`\ln d`. A pixel with an infinite or NaN feature has entropy
+    NaN.
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.
-        activation: Function for non-negative features; "relu" does not change features after a ReLU.
+        activation: Function that makes features non-negative; "relu" does not change features after a ReLU.
         normalize: Whether to divide by :math:`\ln d`.
-        size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned).
+        size: Height and width for bilinear resizing of the entropy maps, for features of shape ``(N, d, H, W)``
+            (corners not aligned).
 
     Raises:
-        ValueError: If ``activation`` is unknown, there are fewer than two channels, or features for resizing are not
-            maps.
+        ValueError: If ``activation`` is unknown, there are fewer than two channels, or ``size`` is given for features
+            other than maps.
 
     Example:
         >>> feature_entropy(torch.tensor([[2.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), normalize=True)
@@ -87,8 +89,8 @@ def feature_entropy(
     _check_channels("features", features)
     if size is not None and (features.ndim != 4 or len(size) != 2):
         raise ValueError(
-            "Expected `features` of shape (N, d, H, W) and `size` to be a height and a width, but got"
-            f" {tuple(features.shape)} and {tuple(size)}."
+            "Expected `features` of shape (N, d, H, W) and `size` with height and width, but got "
+            f"{tuple(features.shape)} and {tuple(size)}."
         )
     maps = _by_pieces(features, lambda piece: shannon_entropy(_shares(piece, activation), 1, normalize=normalize))
     if size is None:
@@ -118,6 +120,6 @@ def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 def _check_channels(name: str, values: Tensor) -> None:
     if values.ndim < 2 or values.shape[1] < 2:
         raise ValueError(
-            f"Expected `{name}` of shape (N, C, *size) with C of at least 2, but got {tuple(values.shape)}. For a"
-            " single class with logit l, pass the two logits 0 and l."
+            f"Expected `{name}` of shape (N, C, *size) with C at least 2, but got {tuple(values.shape)}. For a single "
+            "class with logit l, pass the two logits 0 and l."
         )

@@ -1,4 +1,4 @@
-"""Retrieval: precision among an image's nearest neighbours, with images from the same class as hits.
+"""Retrieval: precision among an image's nearest neighbours; images of the same class are relevant.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), equation 9: MAP@R with a fixed R. With
 R equal to the number of other images in the class, the metric equals MAP@R in Musgrave, Belongie and Lim, "A Metric
@@ -20,7 +20,7 @@ from lightning_fed.numerics.precision import to_float64
 
 RetrievalMetric = Literal["cosine", "euclidean"]
 
-_LAST = 0x7FFFFFFE  # larger than any distance, and even: not relevant
+_LAST = 0x7FFFFFFE  # larger than any distance, and even: marks an irrelevant image
 
 
 @torch.no_grad()
@@ -34,30 +34,30 @@ def mean_average_precision_at_r(
     gallery_labels: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    r"""Computes MAP@R: the mean share of the query's class among the top R, with more weight for higher ranks.
+    r"""MAP@R: mean fraction of the query's class among the R nearest images, with more weight for higher ranks.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
     with :math:`\mathrm{rel}_i` = 1 if the i-th nearest image has the query's class. Every image is a query once, and is
-    excluded from the query's own neighbours. With a fixed R, a perfect model reaches 1 only if every class has more
-    than R images: with five images per class MAP@10 is at most 0.4.
+    excluded from its own neighbours. With a fixed R, a perfect model reaches 1 only if every class has more than R
+    images: with five images per class, MAP@10 is at most 0.4.
 
-    Among equally near images, other classes come first, so a model with a constant output gets no credit. The result is
-    NaN if an embedding is not finite, or every query is skipped.
+    Among equally distant images, other classes come first, so a model with constant output gets no credit. The result
+    is NaN if an embedding is not finite, or every query is skipped.
 
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
         labels: Classes, shape ``(n,)``, integers.
-        r: R, at least 1, equal for all queries as in FedSS (missing neighbours count as misses); "relevant" for the
+        r: R, at least 1, equal for all queries as in FedSS (missing neighbours count as irrelevant); "relevant" for the
             number of other images in the query's class (queries without other images are skipped).
-        metric: Neighbours by angle, or by Euclidean distance.
-        gallery: Embeddings of the searched images, shape ``(m, d)``; ``None`` for all other queries.
-        gallery_labels: Classes of the searched images, shape ``(m,)``.
+        metric: Distance for the nearest neighbours: angle, or Euclidean distance.
+        gallery: Embeddings of the images to search, shape ``(m, d)``; ``None`` for all other queries.
+        gallery_labels: Classes of the images to search, shape ``(m,)``.
         chunk_size: Number of queries, and of images, per block.
 
     Raises:
-        ValueError: If shapes are inconsistent, there is no query, labels are fractions, or an option is unknown or
+        ValueError: If shapes are inconsistent, no query is given, labels are not integers, or an option is unknown or
             outside the allowed range.
 
     Example:
@@ -83,14 +83,14 @@ def mean_average_precision_at_r(
 
 @torch.no_grad()
 def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: Any) -> Tensor:
-    """Marks neighbours from the query's class among the k nearest: bool, shape ``(n, k)``, nearest first.
+    """Marks which of the k nearest neighbours have the query's class: bool, shape ``(n, k)``, nearest first.
 
-    The first column's mean is the precision at 1; the mean of ``any(1)`` is the recall at k.
+    The mean of the first column is the precision at 1; the mean of ``any(1)`` is the recall at k.
 
     Args:
-        embeddings: As in :func:`mean_average_precision_at_r`, with the same rule for equally near neighbours.
-        labels: As in :func:`mean_average_precision_at_r`.
-        k: Number of neighbours, at least 1; missing neighbours count as misses.
+        embeddings: Query embeddings, as in :func:`mean_average_precision_at_r`, with the same rule for equal distances.
+        labels: Classes, as in :func:`mean_average_precision_at_r`.
+        k: Number of neighbours, at least 1; missing neighbours count as irrelevant.
         **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`.
 
     Raises:
@@ -113,13 +113,13 @@ def check_r(r: int | Literal["relevant"]) -> None:
     """Checks that R is a positive integer or "relevant"."""
     if isinstance(r, str):
         if r != "relevant":
-            raise ValueError(f"Expected `r` to be a whole number or 'relevant', but got {r!r}.")
+            raise ValueError(f"Expected `r` to be an integer or 'relevant', but got {r!r}.")
     else:
         check_count("r", r)
 
 
 class _Search:
-    """Validated queries and the images to search."""
+    """Checked queries and the images to search."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Search:
         check_option("metric", metric, RetrievalMetric)
         self.chunk_size = check_count("chunk_size", chunk_size)
         if (gallery is None) != (gallery_labels is None):
-            raise ValueError("Expected `gallery` and `gallery_labels` together, but got one of them.")
+            raise ValueError("Expected `gallery` and `gallery_labels` together, but got only one of them.")
         _check("embeddings", embeddings, "labels", labels)
         self.is_among_queries = gallery is None
         if gallery is None or gallery_labels is None:
@@ -150,7 +150,7 @@ class _Search:
         self.labels, self.image_labels = (part.to(device, torch.int64) for part in (labels, gallery_labels))
         self.is_finite = all(bool(part.isfinite().all()) for part in (embeddings, gallery))
         self._shift = torch.zeros(gallery.shape[1], dtype=torch.float64, device=device)
-        if metric == "euclidean":  # removes a common offset, which would cost precision
+        if metric == "euclidean":  # removes a common offset, which would reduce precision
             for chunk in torch.split(gallery, self.chunk_size):
                 self._shift += to_float64(chunk).sum(0) / len(gallery)
 
@@ -161,15 +161,15 @@ class _Search:
         return same_class - int(self.is_among_queries)
 
     def hits(self, k: int) -> Iterator[Tensor]:
-        """Marks the images from the query's class among the k nearest, in blocks with queries."""
+        """Marks images of the query's class among the k nearest, in blocks of queries."""
         for first in range(0, len(self.queries), self.chunk_size):
             queries = self._comparable(self.queries, first)
             labels = self.labels[first : first + self.chunk_size, None]
             nearest = labels.new_full((len(queries), k), _LAST, dtype=torch.int32)
             for start in range(0, len(self.images), self.chunk_size):
                 distances = squared_distances(queries, self._comparable(self.images, start), self._shift)
-                # Non-negative floats and the bit patterns have the same order. The last bit marks
-                # relevant images: among equally near images, irrelevant images come first.
+                # Non-negative floats have the same order as their bit patterns. The last bit marks relevant images, so
+                # that irrelevant images come first among equally distant images.
                 keys = distances.float().view(torch.int32)
                 keys = (keys & ~1) | (labels == self.image_labels[start : start + self.chunk_size])
                 if self.is_among_queries and start == first:  # equal blocks
@@ -184,7 +184,7 @@ class _Search:
 
 def _check(name: str, embeddings: Tensor, label_name: str, labels: Tensor) -> None:
     if embeddings.ndim != 2 or not len(embeddings):
-        raise ValueError(f"Expected `{name}` of shape (n, d), at least one, but got {tuple(embeddings.shape)}.")
+        raise ValueError(f"Expected `{name}` of shape (n, d) with n at least 1, but got {tuple(embeddings.shape)}.")
     if labels.shape != embeddings.shape[:1]:
         raise ValueError(f"Expected `{label_name}` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
     if labels.is_floating_point():
