@@ -1,12 +1,13 @@
-"""Gateway: the server's only port for other machines. The gateway forwards only calls from registered SuperNodes.
+"""Gateway: the server's only port for other machines. The gateway only passes on calls from registered SuperNodes.
 
-Flower's SuperLink serves all its APIs on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
+Flower's SuperLink serves all interfaces on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
 ``/v1/control/`` to start and stop runs, read logs, and register nodes, because Flower's free edition has no login.
 Therefore the SuperLink listens on the loopback address, behind the gateway.
 
-Unauthenticated peers must not exhaust the gateway. A new connection has ten seconds to send a call with a registered
-key and a valid signature in the headers; until then, the gateway reads no body. The number of such connections is
-limited per address, and a new connection replaces the oldest one. Bodies are streamed to the SuperLink.
+Strangers must not exhaust the gateway. A new connection has ten seconds to make a call with a registered key and a
+valid signature in the headers; until then, the gateway reads no body. The number of such connections is limited for
+each network (an IPv4 address or an IPv6 /64), and a new connection replaces the oldest one. Bodies stream to the
+SuperLink.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _CALL = re.compile(r"/v1/fleet/[a-z-]+")
 _MOST_BYTES = 16 * 2**20  # bytes in a body; Flower sends pieces of 5 MB
 _SECONDS = 600.0  # seconds for a piece on a slow connection
 _STRANGER_SECONDS = 10.0  # seconds for TLS and the headers of a signed call
-_STRANGERS, _STRANGERS_PER_ADDRESS = 500, 50  # maximum number of connections without a signed call
+_STRANGERS, _STRANGERS_PER_NETWORK = 500, 50  # maximum number of connections without a signed call
 _BURST = 32  # connections accepted per turn of the event loop
 _CALLS_PER_NODE = 64  # at once
 _OLDEST = 600.0  # maximum age of a signature in seconds; the SuperLink's limit is lower
@@ -109,6 +110,7 @@ class Connection(socket.socket):
 
     listener: Listener
     peer: tuple[Any, ...]  # address and port
+    network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
 
     def close(self) -> None:
         """Closes the connection, so that another stranger can connect."""
@@ -130,7 +132,7 @@ class Listener(socket.socket):
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. At the limit, closes the oldest stranger of this address or of the busiest address."""
+        """Accepts a connection. At the limit, closes the oldest stranger from this or the busiest network."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
         if self._burst >= _BURST:  # lets other tasks run: every connection needs memory for TLS
@@ -140,12 +142,13 @@ class Listener(socket.socket):
         peer = address[:2]
         connection = Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         connection.listener, connection.peer = self, peer
-        same = [other for other in self.strangers if other[0] == peer[0]]
-        if len(same) >= _STRANGERS_PER_ADDRESS:
-            self._end(same[0])
-        elif len(self.strangers) >= _STRANGERS:
-            busiest = Counter(other[0] for other in self.strangers).most_common(1)[0][0]
-            self._end(next(other for other in self.strangers if other[0] == busiest))
+        connection.network = socket.inet_pton(self.family, peer[0].partition("%")[0])[:8]
+        counts = Counter(other.network for other in self.strangers.values())
+        crowded = connection.network if counts[connection.network] >= _STRANGERS_PER_NETWORK else None
+        if crowded is None and len(self.strangers) >= _STRANGERS:
+            crowded = counts.most_common(1)[0][0]
+        if crowded is not None:
+            self._end(next(place for place, other in self.strangers.items() if other.network == crowded))
         self.watch(peer, connection)
         return connection, address
 

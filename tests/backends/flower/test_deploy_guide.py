@@ -203,7 +203,8 @@ def be_a_stranger(shell, folder):
         "timeout 120 flower-supernode --max-retries 0 --port 19094 --auth-supernode-private-key keys/stranger.key"
         f" --root-certificates {ca} --superlink {HERE}"
     )
-    yield "join as a node", status not in (0, 124) and "SuperNode ID" not in said
+    # A refused SuperNode of Flower 1.42 ends with status 0. The test of the guide counts the nodes afterwards.
+    yield "join as a node", status != 124 and "SuperNode ID" not in said
     body = {"content": b"", "headers": {"content-type": "application/protobuf"}}
     with httpx.Client(verify=ssl.create_default_context(cafile=ca)) as client:
         calls = [client.post(f"https://{HERE}{path}", **body) for path in (

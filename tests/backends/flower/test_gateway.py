@@ -1,5 +1,6 @@
 """The gateway, the certificates and the connection check, without Flower's processes."""
 
+import asyncio
 import json
 import socket
 import sqlite3
@@ -229,7 +230,7 @@ SLOW = {
 @pytest.mark.parametrize("kind", SLOW)
 def test_slow_strangers_take_no_place_from_nodes(kind, keys, registry, monkeypatch):
     """With more connections than one address may have, a node's call from the same address passes at once."""
-    monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGERS_PER_ADDRESS", 8)
+    monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGERS_PER_NETWORK", 8)
     monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGER_SECONDS", 1.0)
     ca, options = keys / "ca.crt", dict(SLOW[kind])
     options["ca"] = ca if options.pop("with_tls", False) else None
@@ -247,6 +248,29 @@ def test_slow_strangers_take_no_place_from_nodes(kind, keys, registry, monkeypat
                 while connection.recv(4096):
                     pass
             connection.close()
+
+
+def test_an_ipv6_network_counts_as_one_address(monkeypatch):
+    """A customer's line has 2^64 IPv6 addresses, so the limit holds for the first 64 bits."""
+    near, far = [f"2001:db8::{number:x}" for number in range(1, 60)], ["2001:db8:0:1::1", "fe80::1%lo"]
+    accepted, ends, addresses = [], [], iter([*near, *far, "2001:db8::f00"])
+
+    def accept(_):
+        ends.append(socket.socketpair())
+        return ends[-1][0], (next(addresses), len(ends), 0, 0)
+
+    async def accept_all(listener):
+        for _ in range(len(near) + len(far) + 1):
+            accepted.append(listener.accept()[0])
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with Listener(socket.AF_INET6, ("::1", 0)) as listener:
+        asyncio.run(accept_all(listener))
+        places = [place for place, _ in listener.strangers]
+        for connection in [*accepted, *(there for _, there in ends)]:
+            connection.close()
+    assert places == [*near[-49:], *far, "2001:db8::f00"]
 
 
 def test_a_body_without_a_signature_is_not_read(keys, registry):
