@@ -82,7 +82,6 @@ def updates(round):
         extras = {
             "prototypes:lpm:semantic:mean": torch.rand((), generator=generator),
             "qffl:loss": torch.rand((), generator=generator),
-            "qffl:lipschitz": torch.tensor(2.0),
         }
         for name in ("net.weight", "net.bias"):
             extras[f"control:{name}"] = torch.randn(STATE[name].shape, generator=generator)

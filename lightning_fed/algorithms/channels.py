@@ -29,7 +29,7 @@ from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _OCTAVES = 7
-"""A bounded number is at most 2 ** 7 times the round's median."""
+"""A bounded number is at most about 2 ** 7 times the round's median."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Channel:
 
     Args:
         form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
-            (``"number"``). Numbers are float64 and must be at least 0.
+            (``"number"``). Numbers have float64 and are at least 0.
         up: Whether clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers.
         down: Whether the server sends the tensors with the broadcast.
         memory: Whether clients keep the tensors between visits.
         server: Whether the server keeps the tensors between rounds.
         bounds: Limits for numbers used in a division, product or power. ``"above"`` excludes clients with a number more
-            than 128 times the round's median; ``"both"`` also excludes numbers less than 1/128 of the median.
-        is_per_example: Whether to also accept a number that is within the limits after division by the number of
-            examples.
+            than 128 times the round's median. ``"work"`` divides a number by the planned work (steps, or epochs times
+            examples) and by the planned epochs, and excludes clients with both quotients above or both below the
+            median by more than :attr:`ChannelRule.octaves`.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -54,8 +54,7 @@ class Channel:
     down: bool = False
     memory: bool = False
     server: bool = False
-    bounds: Literal["none", "above", "both"] = "none"
-    is_per_example: bool = False
+    bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
         """Checks the channel's part of an update; returns values by entry, with the name ``""`` for a single number."""
@@ -76,10 +75,14 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """A client's number of examples and the scalars that the client sent, by channel and entry."""
+    """A client's number of examples, and the single numbers sent by the client, by channel and entry.
+
+    ``octaves`` has the binary exponents of the bounded numbers, by channel and entry.
+    """
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
+    octaves: dict[tuple[str, str], tuple[int, ...]]
 
 
 @dataclass
@@ -128,7 +131,11 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule that declares :attr:`channels`, with optional hooks for client and server computations.
+    """An averaging rule with :attr:`channels` by name, and optional hooks for the equations on clients and server.
+
+    Attributes:
+        octaves: Accepted distance of a number from the median, for channels with bounds by work: 2 to this power.
+        work: A visit's planned epochs and planned work, by client; without a plan 1 and the number of examples.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -152,6 +159,8 @@ class ChannelRule(AveragingAggregator):
         super().__init__()
         self.tensors: dict[str, State] = {title: {} for title, one in self.channels.items() if one.down or one.server}
         self.parts: dict[tuple[Any, ...], Part] = {}
+        self.octaves = _OCTAVES
+        self.work: dict[Client, tuple[float, float]] = {}
 
     # Client side
 
@@ -181,6 +190,9 @@ class ChannelRule(AveragingAggregator):
 
     # The server
 
+    def begin_round(self, trainer: L.Trainer) -> None:
+        """Reads the options of the server's Trainer at the start of a round."""
+
     def weight(self, update: ClientUpdate) -> float:
         return float(update.num_samples)
 
@@ -201,12 +213,7 @@ class ChannelRule(AveragingAggregator):
 
     def receive(self, update: ClientUpdate) -> None:
         up = {title: one.read(title, update, self._state) for title, one in self.channels.items() if one.up}
-        key = tuple(
-            (title, name, *_octaves(value, update.num_samples))
-            for title, numbers in up.items()
-            if self.channels[title].bounds != "none"
-            for name, value in numbers.items()
-        )
+        key = tuple(self._octaves(update, up).items())
         part = self.parts.get(key, Part())
         self.add(part, update, up)
         self.parts[key] = part
@@ -222,7 +229,7 @@ class ChannelRule(AveragingAggregator):
 
     def report(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
         numbers = {t: values for t, values in up.items() if t not in self.channels or self.channels[t].form != "entry"}
-        part.reports[update.client] = Report(update.num_samples, numbers)
+        part.reports[update.client] = Report(update.num_samples, numbers, self._octaves(update, up))
 
     def merge(self, other: ChannelRule) -> None:
         for key, part in other.parts.items():
@@ -258,35 +265,40 @@ class ChannelRule(AveragingAggregator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tensors = {title: dict(state.get(title, {})) for title in self.tensors}
 
+    def _octaves(self, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> dict[tuple[str, str], tuple[int, ...]]:
+        work = self.work.get(update.client, (1.0, float(update.num_samples)))
+        return {
+            (title, name): tuple(_octave(value / size) for size in ((1.0,) if channel.bounds == "above" else work))
+            for title, channel in self.channels.items()
+            if channel.bounds != "none"
+            for name, value in up[title].items()
+        }
+
     def _exclude(self) -> None:
         reports = {client: report for part in self.parts.values() for client, report in part.reports.items()}
         reasons = {}
-        for title, channel in self.channels.items():
-            if channel.bounds == "none":
-                continue
-            for name in dict.fromkeys(name for report in reports.values() for name in report.numbers[title]):
-                bounded = {
-                    client: _octaves(report.numbers[title][name], report.num_samples)
-                    for client, report in reports.items()
-                    if report.numbers[title].get(name)
-                }
-                columns = [*zip(*bounded.values(), strict=True)][: 1 + channel.is_per_example]
-                medians = [statistics.median_low(view) for view in columns]
-                for client, octaves in bounded.items():
-                    offsets = [octave - median for octave, median in zip(octaves, medians, strict=False)]
-                    lowest = -_OCTAVES if channel.bounds == "both" else -math.inf
-                    if not any(lowest <= offset <= _OCTAVES for offset in offsets):
-                        value = reports[client].numbers[title][name]
-                        middle = f"about {2.0 ** medians[0]:g}, the round's median"
-                        reasons[client] = f"its {title!r} of {value:g} is far from {middle}"
+        for title, name in dict.fromkeys(place for report in reports.values() for place in report.octaves):
+            bounded = {
+                client: report.octaves[title, name]
+                for client, report in reports.items()
+                if report.numbers[title].get(name)
+            }
+            is_above = self.channels[title].bounds == "above"
+            most = _OCTAVES if is_above else self.octaves
+            medians = [statistics.median_low(view) for view in zip(*bounded.values(), strict=True)]
+            for client, octaves in bounded.items():
+                offsets = [octave - median for octave, median in zip(octaves, medians, strict=True)]
+                if min(offsets) > most or (max(offsets) < -most and not is_above):
+                    value = reports[client].numbers[title][name]
+                    middle = f"the round's median of about {value / 2.0 ** offsets[0]:g}"
+                    reasons[client] = f"its {title!r} of {value:g} is far from {middle}"
         if reasons:
             self.parts = {key: part for key, part in self.parts.items() if not reasons.keys() & part.reports.keys()}
             raise BadUpdates(reasons)
 
 
-def _octaves(value: float, num_samples: int) -> tuple[int, int]:
-    least = 5e-324  # instead of 0, because 0 has no exponent
-    return math.frexp(value or least)[1], math.frexp(value / num_samples or least)[1]
+def _octave(value: float) -> int:
+    return math.frexp(value or 5e-324)[1]  # 0 has no exponent
 
 
 class ChannelCallback(FederatedCallback):
@@ -305,6 +317,19 @@ class ChannelCallback(FederatedCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.rule.check_fit(trainer, pl_module)
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.rule.work = {}
+        self.rule.begin_round(trainer)
+
+    def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Gives the rule the plan's work, with the number of examples before weight steps change the number."""
+        if not any(channel.bounds == "work" for channel in self.rule.channels.values()):
+            return
+        visit = next(one for one in find_federation(trainer).cohort.visits if one.client == update.client)
+        epochs = float(visit.epochs if visit.steps is None else visit.steps)
+        examples = update.num_samples * (visit.portion or 1.0) if visit.steps is None else 1.0
+        self.rule.work[update.client] = epochs, epochs * examples
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast

@@ -6,6 +6,7 @@ NeurIPS 2020, equations 8 to 10 and section 4. https://arxiv.org/abs/2007.07481
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import lightning as L
@@ -43,8 +44,10 @@ class FedNova(ChannelRule):
     dampening), and the strength :math:`\mu` from the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a
     constant rate the length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) /
     (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` cancels in the average.
-    The server excludes a client if both the length and the length per example differ from the round's median by a
-    factor of more than 128. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
+    The server compares the lengths per planned epoch, and per planned step or example, with the round's medians, and
+    excludes a client if both lengths are above or both below by more than a factor of about 8. If visits may differ in
+    the number of steps, momentum :math:`\rho` makes the factor :math:`1 / (1 - \rho)` times larger, and schedulers that
+    step after each batch 32 times. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
@@ -73,7 +76,7 @@ class FedNova(ChannelRule):
         {'w': tensor(0.3750)}
     """
 
-    channels: ClassVar = {"length": Channel("numbers", up=True, bounds="both", is_per_example=True)}
+    channels: ClassVar = {"length": Channel("numbers", up=True, bounds="work")}
 
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
@@ -81,7 +84,8 @@ class FedNova(ChannelRule):
         self._strength = 0.0  # strength, summed over the Trainer's proximal terms
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        keeps = find_federation(trainer).options.optimizer_state == "keep"
+        federation = find_federation(trainer)
+        keeps, schedule = federation.options.optimizer_state == "keep", federation.schedule
         terms = (callback for callback in callbacks_of(trainer) if isinstance(callback, ProximalTerm))
         self._strength = sum(term.mu for term in terms)
         for optimizer in trainer.optimizers:
@@ -97,6 +101,14 @@ class FedNova(ChannelRule):
                     "optimizer_state='keep' momentum adds gradients from earlier visits to the update: use "
                     "optimizer_state='reset', or SGD without momentum."
                 )
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        # With momentum, later steps of a visit count up to 1 / (1 - momentum) times as much as the first.
+        unlike = max(group["momentum"] for group in groups)
+        if schedule.local_steps is not None and not schedule.availability.stragglers:
+            unlike = 0.0
+        elif any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+            unlike = 1.0
+        self.octaves = 2 + math.ceil(-math.log2(1 - min(unlike, 1 - 2**-5)))
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float

@@ -25,35 +25,34 @@ from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.steps.bounds import trained_entries
 
-_LOSS, _LIPSCHITZ, _DISTANCE = "qffl:loss", "qffl:lipschitz", "distance"
+_LOSS, _DISTANCE = "qffl:loss", "distance"
 _SMALLEST = 1e-10  # added to losses as in the authors' program, because zero has no negative powers
 
 
 @register
 class QFFL(ChannelRule):
-    r"""rq-FedAvg: gives larger weights to clients with larger losses.
+    r"""q-FedAvg: the global model moves further towards clients with larger losses.
 
     .. math:: \Delta_k = F_k^q \, L (x - y_k), \qquad h_k = q F_k^{q-1} L^2 \lVert x - y_k \rVert^2 + L F_k^q, \qquad
         x \leftarrow x - \frac{\sum_k p_k \Delta_k}{\sum_k p_k h_k}
 
-    :math:`F_k(x)` is the loss of the broadcast model: the mean ``training_step`` loss in an additional pass over the
-    client's data, in evaluation mode. The pass does not change the random numbers of training. The server excludes a
-    client whose loss exceeds 128 times the round's median, or whose constant :math:`L` differs from the median by a
-    factor above 128. Reference: Li et al., ICLR 2020, Algorithm 2.
+    :math:`F_k(x)` is the broadcast model's loss: the mean ``training_step`` loss in an additional pass over the
+    client's data, in evaluation mode. The pass does not change the training's random numbers. The server excludes a
+    client with a loss above 128 times the round's median. Reference: Li et al., ICLR 2020, Algorithm 2.
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
     Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
-    (q + 1)`. With ``q=0`` the result equals FedAvg bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
+    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
 
-    - Sends: 1 model down, 1 up (and two numbers).
+    - Sends: 1 model down, 1 up (and a number).
     - Keeps: nothing.
     - Costs: 1 pass over a client's data per visit, without gradients.
-    - For: better results on the clients with the largest losses; requires automatic optimization.
+    - For: better results on the worst clients; automatic optimization only.
 
     Args:
         q: Exponent, at least 0; a larger value gives more weight to large losses. The authors use values from 0.001
             (text) to 5, tuned per data set.
-        lipschitz: Lipschitz constant :math:`L` of the gradients, positive; ``None`` for the inverse learning rate.
+        lipschitz: Constant :math:`L`, positive; ``None`` for the inverse of the server's learning rate in the round.
 
     Raises:
         MisconfigurationException: In ``fit``, with manual optimization; or without ``lipschitz``, if the optimizers
@@ -61,33 +60,30 @@ class QFFL(ChannelRule):
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
-        >>> qffl = QFFL(q=1.0)
+        >>> qffl = QFFL(q=1.0, lipschitz=1.0)
         >>> qffl.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> for client, value, loss in (("a", 0.0, 1.0), ("b", 3.0, 4.0)):
-        ...     extras = {"qffl:loss": torch.tensor(loss), "qffl:lipschitz": torch.tensor(1.0)}
+        ...     extras = {"qffl:loss": torch.tensor(loss)}
         ...     qffl.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
         >>> qffl.aggregate()  # 1 - (1 * 1 + 4 * -2) / ((1 + 1) + (4 + 4))
         {'w': tensor(1.7000)}
     """
 
-    channels: ClassVar = {
-        _LOSS: Channel("number", up=True, bounds="above"),
-        _LIPSCHITZ: Channel("number", up=True, bounds="both"),
-    }
+    channels: ClassVar = {_LOSS: Channel("number", up=True, bounds="above")}
     keeps_privacy: ClassVar = False
 
     def __init__(self, q: float = 1.0, lipschitz: float | None = None) -> None:
         super().__init__()
         self.q = check_nonnegative("q", q)
         self.lipschitz = None if lipschitz is None else check_positive("lipschitz", lipschitz)
+        self._constant = self.lipschitz or 0.0
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         refuse_manual_optimization(module, "q-FedAvg")
-        if self._find_lipschitz(trainer) == float("inf"):
-            raise MisconfigurationException(
-                "q-FedAvg estimates the gradients' Lipschitz constant as the inverse learning rate at the start of a "
-                "visit, but the learning rate is 0, perhaps because of a warm-up: set `lipschitz`."
-            )
+        self._find_lipschitz(trainer)
+
+    def begin_round(self, trainer: L.Trainer) -> None:
+        self._constant = self._find_lipschitz(trainer)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
         trainer, module = visit.trainer, visit.module
@@ -104,7 +100,7 @@ class QFFL(ChannelRule):
 
         loss = pass_over_data(find_federation(trainer).population, visit.planned, measure)
         if loss is not None:
-            visit.up[_LOSS], visit.up[_LIPSCHITZ] = {"": loss}, {"": self._find_lipschitz(trainer)}
+            visit.up[_LOSS] = {"": loss}
         return {}
 
     def weight(self, update: ClientUpdate) -> float:
@@ -112,15 +108,13 @@ class QFFL(ChannelRule):
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
         """Adds an update to the mean; the weights depend on the client's loss and the distance of its model."""
-        loss, lipschitz = up[_LOSS][""], up[_LIPSCHITZ][""]
-        if lipschitz <= 0:
-            raise BadUpdate(f"q-FedAvg requires `lipschitz` > 0, but got {lipschitz}")
+        loss = up[_LOSS][""]
         distance = sum(
             float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())
             for name in trained_entries(self._info, update.state)
         )
         try:
-            is_finite = self._weight(1, loss) + self._slope(loss) * lipschitz * distance < float("inf")
+            is_finite = self._weight(1, loss) + self._slope(loss) * self._constant * distance < float("inf")
         except OverflowError:
             is_finite = False
         if not is_finite:
@@ -128,14 +122,13 @@ class QFFL(ChannelRule):
         super().add(part, update, {**up, _DISTANCE: {"": distance}})
 
     def finish(self, state: State, part: Part) -> State:
-        reports = [(report.num_samples, report.numbers) for report in part.reports.values()]
-        losses = [numbers[_LOSS][""] for _, numbers in reports]
-        # With q < 1 the slope is steep for a loss near 0, and would stop the whole step.
+        losses = [report.numbers[_LOSS][""] for report in part.reports.values()]
+        # With q < 1 a loss near 0 has a steep slope, and would stop the whole step.
         least = statistics.median_low(losses) / 128 if self.q < 1 else 0.0
         scale = 0.0
-        for count, numbers in reports:
-            loss, slope = numbers[_LOSS][""], self._slope(max(numbers[_LOSS][""], least))
-            scale += self._weight(count, loss) + count * slope * numbers[_LIPSCHITZ][""] * numbers[_DISTANCE][""]
+        for (count, numbers, _), loss in zip(part.reports.values(), losses, strict=True):
+            slope = self._slope(max(loss, least))
+            scale += self._weight(count, loss) + count * slope * self._constant * numbers[_DISTANCE][""]
         share = part.running.total / scale
         for name in trained_entries(self._info, state):
             old = self._state[name]
@@ -158,4 +151,9 @@ class QFFL(ChannelRule):
                 f" have several ({sorted(rates)}): set `lipschitz`."
             )
         (rate,) = rates
-        return 1 / rate if rate else float("inf")
+        if not rate:
+            raise MisconfigurationException(
+                "q-FedAvg estimates the gradients' Lipschitz constant as the inverse learning rate at the start of a"
+                " round, but the learning rate is 0 (a warm-up?): set `lipschitz`."
+            )
+        return 1 / rate

@@ -8,11 +8,14 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedNova
+from lightning_fed.algorithms.channels import ChannelCallback
 from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
+from lightning_fed.server.schedule import Availability
 from lightning_fed.server.server import Server
+from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.test_scaffold import overflowing
 from tests.chains import chain_of
@@ -279,6 +282,47 @@ def test_lengths_of_small_clients_are_good():
     """500 times fewer examples give 500 times fewer steps: the work per example is equal."""
     server, _ = moved_by([1.0, 500.0, 500.0, 600.0], sizes=[1, 500, 500, 600])
     assert server.report.failed == {}
+
+
+class Shortened(FederatedCallback):
+    """The client `ann` reports other lengths than its optimizer made."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def on_server_send(self, trainer, module, client, broadcast):
+        (own,) = (callback for callback in trainer.callbacks if isinstance(callback, ChannelCallback))
+        if own in trainer.callbacks[trainer.callbacks.index(self) :]:  # the lie must follow the report
+            trainer.callbacks.remove(self)
+            trainer.callbacks.append(self)
+
+    def on_client_end(self, trainer, module, client, update):
+        if client == "ann":
+            update.extras |= {name: value * self.factor for name, value in update.extras.items()}
+
+
+PLANS = {
+    "steps": ({"local_steps": 5}, rate(momentum=0.9)),
+    "epochs": ({"local_epochs": 2}, rate()),
+    "stragglers": ({"local_epochs": 6, "availability": Availability(stragglers=0.6), "seed": 2}, rate()),
+    "part of an epoch": ({"availability": Availability(stragglers=0.6), "seed": 2}, rate()),
+    "equal weights": ({"local_epochs": 2, "steps": [UniformWeights()]}, rate()),
+}
+
+
+@pytest.mark.parametrize("factor", [1 / 30, 1.0, 30.0])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_plan_bounds_the_lengths(plan, factor, federated_trainer):
+    """A length of a 30th would give a client the weight of 30; honest clients differ by 60 times in work."""
+    options, optimizer = PLANS[plan]
+    sizes = {"ann": 48, "bob": 64, "cid": 48, "dan": 300, "eve": 5}
+    callback = Shortened(factor)
+    trainer = federated_trainer(max_rounds=1, method="fednova", callbacks=[callback], **options)
+    data = FederatedDataModule(models.as_datasets(models.vectors(sizes)), batch_size=8)
+    trainer.fit(models.Module(models.mlp(), optimizer), datamodule=data)
+    failed = trainer.federation.server.report.failed
+    assert failed.keys() == (set() if factor == 1.0 else {"ann"})
+    assert all("far from the round's median" in reason for reason in failed.values())
 
 
 def test_the_order_of_clients_does_not_matter():
