@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fed.console import round_number
 from lightning_fed.errors import BadUpdate, BadUpdates, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.model.entries import distance, find_fault, find_implausible, find_non_finite, norm
+from lightning_fed.model.entries import distance, find_fault, find_implausible, norm
 from lightning_fed.numerics.row_sums import find_bad_rows
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.interface import RoundReport as RoundReport
@@ -104,7 +104,7 @@ class Server(ServerInterface):
         client = update.client
         expected, sent = self._expected.pop(client), self._sent.pop(client)
         fault = find_bad_count(update.num_samples) or find_fault(update.state, expected, finite=False)
-        fault = fault or find_non_finite(update.extras)
+        fault = fault or find_implausible(update.extras)
         if fault is not None:
             return self.refuse(client, fault)
         self.report.received[client] = update.num_samples

@@ -166,7 +166,7 @@ def round_of(losses, q=2.0):
 HONEST = [1.0, 0.5, 2.0]
 
 
-@pytest.mark.parametrize("loss", [1e6, 1e30])
+@pytest.mark.parametrize("loss", [1e6, 1e9])
 def test_a_loss_far_from_the_median_excludes_the_client(loss):
     """A huge loss would dominate the average."""
     server, value = round_of([*HONEST, loss])
@@ -176,9 +176,9 @@ def test_a_loss_far_from_the_median_excludes_the_client(loss):
 
 
 def test_a_loss_that_overflows_excludes_the_client_alone():
-    """`1e300 ** 2.0` raises `OverflowError` in Python, which must not count as a server error."""
-    extras = {"qffl:loss": torch.tensor(1e300, dtype=torch.float64)}
-    server = Server(chain_of(QFFL(2.0)))
+    """`1e9 ** 40.0` raises `OverflowError` in Python, which must not count as a server error."""
+    extras = {"qffl:loss": torch.tensor(1e9, dtype=torch.float64)}
+    server = Server(chain_of(QFFL(40.0)))
     server.start_round(RoundInfo(0, "ab", frozenset("w")), {"w": torch.zeros(1)})
     server.sent("a", server.prepare("a"))
     update = ClientUpdate("a", 10, {"w": torch.ones(1)}, extras)

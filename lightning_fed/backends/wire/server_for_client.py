@@ -40,7 +40,7 @@ from lightning_fed.model.entries import (
     live_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import client_statistics, load_own_model, measured_layers
+from lightning_fed.rounds.batch_norm import client_statistics, freeze_batch_norm, load_own_model, measured_layers
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Ask, ask_server
@@ -91,8 +91,7 @@ class RemoteServer(ServerInterface):
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
             raise ClientFault("its request differs from the first request: its data must have a constant order")
-        state = self._broadcast.state
-        fault = find_implausible(state) or find_non_finite(self._broadcast.extras)
+        fault = find_implausible(self._broadcast.state | self._broadcast.extras)
         if fault is not None:
             raise ClientFault(f"the server's message is invalid: {fault}")
         self._broadcast.rows = dict(request.rows)
@@ -180,10 +179,13 @@ class RemoteServerSide(RemoteSide):
                 f"({', '.join(frozen) or 'none on this client'}): server and client need the same model with the same "
                 "weights"
             )
+        if fit.is_batch_norm_fixed:
+            freeze_batch_norm(fit.module)  # as in a round
+        untrained = untrained_entries(fit.module)
         if train_request.held:
-            self._fill_in(fit, entries)
+            # Other entries hold results of training: a server could guess a count of batches, digest by digest.
+            self._fill_in(fit, {name: value for name, value in entries.items() if name in untrained})
         if self._kind == VISIT:
-            untrained = untrained_entries(fit.module)
             self._judge_entries([name for name in self._broadcast.state if name not in untrained])
         if train_request.keeps:
             version = {VERSION: self._broadcast.extras[VERSION]} if VERSION in self._broadcast.extras else {}
@@ -211,12 +213,12 @@ class RemoteServerSide(RemoteSide):
     def _fill_in(self, fit: FederatedFit, entries: State) -> None:
         """Adds entries omitted from the server's message; raises ``ClientFault`` if these differ from the server's."""
         broadcast, kept = self._broadcast, self._held.read()
-        shared = [name for name in entries if fit.policies[name] == "shared"]
+        shared = [name for name, policy in fit.policies.items() if policy == "shared"]
         restored = [
             step.restore(kept, broadcast.extras) for step in fit.server.chain.steps if isinstance(step, Downlink)
         ]
         known = ChainMap(*restored, kept, entries)
-        held = {name: known[name] for name in shared if name not in broadcast.state}
+        held = {name: known[name] for name in shared if name not in broadcast.state and name in known}
         if digest(held) != self._train_request.held:
             raise ClientFault(NOT_HELD)
         held = on_device(copy_state(held), fit.module.device)  # copies, because training changes the values

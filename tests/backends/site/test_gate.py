@@ -17,7 +17,8 @@ from lightning_fed.backends.flower.transport import from_records
 from lightning_fed.backends.site import gate, signatures
 from lightning_fed.backends.site.gate import NOT_ANSWERED
 from lightning_fed.backends.site.signatures import digest_order, sign
-from lightning_fed.backends.wire.packets import Packet, PacketError, write_packet
+from lightning_fed.backends.wire.packets import NOT_HELD, Packet, PacketError, write_packet
+from lightning_fed.messages import digest
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import UniformWeights
 from tests import models
@@ -132,6 +133,64 @@ def test_orders_count_whatever_becomes_of_them(order, tmp_path, caplog):
     assert "allows 1 rounds per day" in caplog.text
     events = [(line["event"], line["rule"].get("refused")) for line in lines_of(tmp_path)]
     assert events == [("order", None), ("answer", None), ("answer", "rounds_per_day")]
+
+
+def test_a_missing_entry_is_no_question_about_the_data(tmp_path):
+    """A server leaves a counter of batches out of the message and sends the digest of a guess."""
+    orders = []
+
+    def listen(node, message, content):
+        if message.metadata.message_type == "train":
+            orders.append(from_records(message.content))
+        return [content]
+
+    def module():
+        return models.Module(models.norm_mlp(), models.momentum)
+
+    data = models.vectors(SIZES)
+    on_flower(tmp_path / "run", module, data, lambda: Federation(batch_norm="average"), 1, change=listen)
+    runner = client_app(
+        Federation(batch_norm="average"), module, clients_of(data), OPTIONS, store=tmp_path / "store"
+    ).runner
+    said = {}
+    name = next(name for name in module().state_dict() if name.endswith("num_batches_tracked"))
+    counts = [torch.tensor(count) for count in range(6)]
+    for count in (None, *counts):
+        text = json.loads(orders[0].text)
+        rows, offset, data = text["tensors"]["state"], 0, b""
+        for row in rows:
+            size = torch.empty(row[2], dtype=getattr(torch, row[1])).nbytes
+            if count is None or row[0] != name:
+                data += bytes(orders[0].data[offset : offset + size])
+            offset += size
+        if count is not None:
+            text["tensors"]["state"] = [row for row in rows if row[0] != name]
+            text["header"]["held"] = digest({name: count})
+        reply = runner.answer("train", Packet(json.dumps(text), data + bytes(orders[0].data[offset:])), {})
+        said[count] = json.loads(reply.text)["header"].get("reason")
+    assert said.pop(None) is None
+    assert set(said.values()) == {NOT_HELD}
+
+
+def test_extras_near_the_largest_number_are_not_trained(tmp_path, caplog):
+    """A control variate near the largest number overflows for some inputs only, as a weight does."""
+    orders = []
+
+    def listen(node, message, content):
+        if message.metadata.message_type == "train":
+            orders.append(from_records(message.content))
+        return [content]
+
+    on_flower(tmp_path / "run", linear, models.vectors(SIZES), lambda: Federation("scaffold"), 2, change=listen)
+    order, count = orders[-1], sum(value.nbytes for value in linear().state_dict().values())
+    text = json.loads(order.text)
+    text["header"]["kept"] = -1  # this site has no state from an earlier round
+    largest = Packet(json.dumps(text), bytes(order.data[:count]) + struct.pack("21f", *[LARGEST] * 21))
+    app = client_app(Federation("scaffold"), linear, clients_of(data_with(1.0)), OPTIONS, store=tmp_path / "11")
+    Counted.steps = 0
+    reply = app.runner.answer("train", largest, {})
+    assert "root mean square" in json.loads(reply.text)["header"]["reason"]
+    assert Counted.steps == 0
 
 
 @pytest.mark.parametrize("federation", [Federation, in_sum])
