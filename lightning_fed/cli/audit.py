@@ -9,20 +9,32 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from lightning_fed.backends.site.record import CLOCK, HEAD_FILE, START, Line, Record, RecordError, read_record
+from lightning_fed.backends.site.record import (
+    CLOCK,
+    HEAD_FILE,
+    ROTATION,
+    START,
+    Line,
+    Record,
+    RecordError,
+    read_record,
+)
 from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
     """Runs the command. Exits with status 1 if the record was changed."""
     options = _parser().parse_args(args)
-    if options.set_clock:
-        _set_clock(options.record, options.head_file or options.record.parent / HEAD_FILE)
     shown: deque[Line] = deque(maxlen=options.last)
     number, head, is_there = 0, START, options.head in (None, START)
-    fault = ""
+    fault, head_file = "", options.head_file or options.record.parent / HEAD_FILE
     try:
+        if options.set_clock:
+            _append(options.record, head_file, {"event": CLOCK})
+        if options.rotate:
+            _rotate(options.record, head_file)
         for line in read_record(options.record):
             shown.append(line)
             number, head, is_there = line.number, line.digest, is_there or line.digest == options.head
@@ -42,10 +54,22 @@ def run(args: Sequence[str]) -> None:
         )
 
 
-def _set_clock(path: Path, head: Path) -> None:
-    record = Record(path, head)  # the daily limits restart at the new line
+def _append(path: Path, head: Path, content: dict[str, Any]) -> None:
+    record = Record(path, head)  # the daily limits start anew at the new line
     with record.open():
-        record.append({"event": CLOCK, "time": datetime.now(UTC).isoformat()})
+        record.append({**content, "time": datetime.now(UTC).isoformat()})
+
+
+def _rotate(path: Path, head: Path) -> None:
+    last = max(read_record(path), key=lambda line: line.number, default=Line(0, START, {}))
+    if head.exists():  # a record of an earlier release has no head
+        with Record(path, head).open():
+            pass
+    archive = path.with_name(f"{path.name}.{last.number}")
+    path.rename(archive)
+    head.unlink(missing_ok=True)
+    _append(path, head, {"event": ROTATION, "line": last.number, "digest": last.digest})
+    sys.stdout.write(f"The old record is {archive}: store the file elsewhere.\n")
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
@@ -63,6 +87,8 @@ def describe_line(line: Line, is_full: bool = False) -> str:
         return f"{line.number} {line.digest} {json.dumps(content, sort_keys=True)}"
     if content["event"] == CLOCK:
         return f"{line.number:6d} {content['time'][:19]} the operator set the record's clock"
+    if content["event"] == ROTATION:
+        return f"{line.number:6d} {content['time'][:19]} the operator archived the record up to line {content['line']}"
     refused = content["rule"].get("refused")
     is_fault = content["rule"].get("answers") == "fault"
     begun = "begun" if content["event"] == "order" else "sent"
@@ -98,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--last", type=int, default=20, metavar="N", help="number of lines to show (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rotate", action="store_true", help="archive the record, and begin a new one with the head of the old record"
     )
     parser.add_argument("--full", action="store_true", help="show complete lines as JSON")
     return parser

@@ -17,12 +17,13 @@ from lightning_fed.backends.site.policy import (
     PolicyError,
     Refusal,
     SitePolicy,
+    add_head,
     find_kind,
     hide_counts,
     read_order,
     read_policy,
 )
-from lightning_fed.backends.site.record import CLOCK, DAY, HEAD_FILE, Record, RecordError
+from lightning_fed.backends.site.record import DAY, HEAD_FILE, Record, RecordError
 from lightning_fed.backends.site.signatures import digest_order, split_signature
 from lightning_fed.backends.wire.packets import NOT_HELD, NOT_HERE, Fault, Packet, PacketError, write_fault
 from lightning_fed.console import round_number
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 POLICY_FILE = "site_policy.toml"
 """Default file name of the policy, in the client state folder."""
 
-_MOST_REFUSALS = 200  # log lines per rule and day, so that a server without permission cannot fill the disk
+_MOST_LINES = 200  # a day, for refusals by one rule and for lists of clients: a server must not fill the disk
 
 NOT_ANSWERED = "the site does not answer this order; the site's log states the reason"
 """Text of every refusal and fault under a policy. A text with details could leak data."""
@@ -133,8 +134,10 @@ class SiteGate:
                 assert not isinstance(reply, Refusal)
                 if reply is not None and find_kind(reply.text) == "fault":
                     reply = _without_reason(policy, order, reply)
-                if (reply is not None or order.answer != "clients") and not _is_flood(record, rule):
+                if (reply is not None or order.answer != "clients") and not _is_flood(record, order, rule):
                     self._append(record, policy, order, reply, rule, names)
+                if reply is not None:
+                    reply = Packet(add_head(reply.text, record.last), reply.data)
         except (PolicyError, RecordError, OSError) as error:
             _log.error("No answer is sent: %s.", error)
             reply = write_fault(Fault(order.client or "", NOT_ANSWERED))
@@ -153,6 +156,8 @@ class SiteGate:
         rule = policy.judge_order(order, self._half)
         if order.answer == "clients":
             return rule, []
+        if order.head is not None and not record.has_line(*order.head):
+            raise Refusal("record", f"the record lacks line {order.head[0]}, which the server has received")
         if (
             reply is None
             and order.signature
@@ -160,7 +165,7 @@ class SiteGate:
         ):
             raise Refusal("servers", "the order is a copy of an earlier order")
         now = _now(record)
-        lines = [line.content for line in record.recent if line.time > now - DAY and line.content["event"] != CLOCK]
+        lines = [line.content for line in record.recent if line.time > now - DAY and "client" in line.content]
         size = 0 if reply is None else _size(reply)
         if reply is None:  # an order counts towards the limits even if the visit fails
             same = [content for content in lines if _is_order(content) and _subject(content) == _subject(vars(order))]
@@ -232,12 +237,16 @@ def _now(record: Record) -> float:
     return max(time.time(), record.last.time)
 
 
-def _is_flood(record: Record, rule: dict[str, Any]) -> bool:
-    refused = rule.get("refused")
-    if refused is None:
+def _is_flood(record: Record, order: Order, rule: dict[str, Any]) -> bool:
+    kind = rule.get("refused", order.answer)
+    if "refused" not in rule and kind != "clients":  # other answers have daily limits
         return False
-    lines = [line for line in record.recent if line.content.get("rule", {}).get("refused") == refused]
-    return len(lines) >= _MOST_REFUSALS
+    same = [
+        line
+        for line in record.recent
+        if line.content.get("rule", {}).get("refused", line.content.get("answer")) == kind
+    ]
+    return len(same) >= _MOST_LINES
 
 
 def _is_order(content: dict[str, Any]) -> bool:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_fed.backends.site.owned_files import check_owner, check_parents
+from lightning_fed.backends.site.record import Line
 from lightning_fed.backends.site.signatures import is_signed, read_public_key, split_signature
-from lightning_fed.backends.wire.packets import find_bad_place
+from lightning_fed.backends.wire.packets import find_bad_place, is_head
 from lightning_fed.backends.wire.secure_sum_packets import Stage
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client
@@ -32,7 +33,7 @@ _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
     "request": ({"client", "same"}, {"rows": None, "extras": "extras"}),  # "same" means: as for the row names
     "sum": ({"client", "stage"}, {"rows": None}),
     "update": (
-        {"client", "num_samples", "metrics", "steps", "after", "keeps", "unsent"},
+        {"client", "num_samples", "metrics", "steps", "after", "keeps", "unsent", "head"},
         {"state": "entries", "extras": "extras"},
     ),
 }
@@ -86,10 +87,11 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """A message from the server to check; ``answer`` is the requested answer kind, see :data:`ANSWERS`.
+    """A server's message to check; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
 
-    ``text`` excludes the signature. ``client`` is ``None`` for the query for all names. ``stage`` is the stage of a
-    secure sum. ``sum_size`` is ``None`` if the number of clients is unknown.
+    ``text`` is without the signature, ``client`` is ``None`` for the query for all names, ``stage`` belongs to a secure
+    sum, ``sum_size`` is ``None`` for an unknown number of clients, and ``head`` is the record's last line known to the
+    server.
     """
 
     answer: str
@@ -101,6 +103,7 @@ class Order:
     round: int | None = None
     stage: str = ""
     sum_size: int | None = None
+    head: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -366,6 +369,14 @@ def _simple_name(name: str) -> str:
     return rest.partition("|")[2] if kind in ("logged", "value", "metric", "stays") else name
 
 
+def add_head(text: str, line: Line) -> str:
+    """Adds the record's last line to an update, as a second place for the head; other answers are unchanged."""
+    packet = json.loads(text)
+    if packet["kind"] == "update":
+        packet["header"]["head"] = [line.number, line.digest]
+    return json.dumps(packet)
+
+
 def find_kind(text: str) -> str:
     """Returns the packet kind of an answer's text."""
     return str(json.loads(text)["kind"])
@@ -389,9 +400,9 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
             size = len(set(header["peers"]))
         elif stage == "unmask":
             size = sum(map(bool, header["survivors"]))
-        client, run, round = place["client"], header["run"], place["round"]
-        if find_bad_place(run, client, round) is not None or stage not in ("", *get_args(Stage)):
-            return None  # the visit would fail too, so the record needs no line
-        return Order(ANSWERS[kind], text, data, signature, client, run, round, stage, size)
+        client, run, round, head = place["client"], header["run"], place["round"], header.get("head")
+        if find_bad_place(run, client, round) is not None or stage not in ("", *get_args(Stage)) or not is_head(head):
+            return None  # the visit would not begin either, so the record needs no line
+        return Order(ANSWERS[kind], text, data, signature, client, run, round, stage, size, head)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

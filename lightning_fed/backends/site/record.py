@@ -2,8 +2,9 @@
 
 A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The
 chain reveals changed, removed, added, moved and truncated lines. A second file contains the head: number and digest of
-the last line. A missing record, or a record that contradicts the head, is an error. A user with write access can forge
-both files; a copy of an earlier head on another machine reveals such a forgery.
+the last line. The server receives the head with each update and returns the head with the next order. A missing record,
+or a record in conflict with the head, is an error. The first line of a rotated record has the number and digest of the
+archived record's last line, and numbering continues.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
         content = json.loads(text)
         if content.get("torn") != (None if torn is None else hashlib.sha256(torn).hexdigest()):
             raise RecordError(f"line {number if torn is not None else number + 1} was altered")
+        number = content["line"] if content.get("event") == ROTATION and not number else number
         torn, head, number = None, digest.decode(), number + 1
         yield Line(number, head, content)
     if torn is not None:
@@ -112,6 +114,10 @@ CLOCK = "clock"
 """Event of a line written by the operator to set the record's time."""
 
 
+ROTATION = "rotation"
+"""Event of a first line written by the operator, after the record was archived."""
+
+
 class Record:
     """An append-only record, shared by one or more processes.
 
@@ -124,6 +130,7 @@ class Record:
         self.recent: deque[Line] = deque()
         self._file, self._position = (-1, -1), 0
         self._descriptor, self._torn = -1, b""
+        self._digests: dict[int, str] = {}  # of all lines, by number
         self.last = Line(0, START, {})
 
     @contextmanager
@@ -161,6 +168,10 @@ class Record:
             partial.write_text(json.dumps({"line": self.last.number, "digest": self.last.digest}))
         return self.last
 
+    def has_line(self, number: int, digest: str) -> bool:
+        """True if the line is in the record, or belongs to an archived record."""
+        return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
+
     def _read_head(self) -> tuple[int, str]:
         try:
             head = json.loads(self._head.read_text())
@@ -178,6 +189,7 @@ class Record:
         if self._file != (status.st_dev, status.st_ino):
             self._file, self._position, self.last = (status.st_dev, status.st_ino), 0, Line(0, START, {})
             self.recent.clear()
+            self._digests.clear()
         if status.st_size < self._position:
             raise RecordError("the record is shorter than before")
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
@@ -189,6 +201,7 @@ class Record:
         for line in read_lines(io.BytesIO(whole), self.last.digest, self.last.number):
             digest = line.digest if line.number == count else digest
             self.last = line
+            self._digests[line.number] = line.digest
             if line.content.get("event") == CLOCK:
                 self.recent.clear()
             self.recent.append(line)

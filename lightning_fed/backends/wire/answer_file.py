@@ -21,8 +21,8 @@ class AnswerFile:
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)
-        # After a restart of the server, `needed` may differ for the same order.
-        order = hashlib.sha256(repr(replace(train_request, needed=0)).encode())
+        # `needed` and `head` of the same order can change after a restart of the server.
+        order = hashlib.sha256(repr(replace(train_request, needed=0, head=None)).encode())
         order.update(data)
         self._key = order.hexdigest().encode()
 

@@ -358,10 +358,13 @@ class RemoteClientSide(RemoteSide):
         answer = read_answer(reply, client, model)
         if isinstance(answer, Fault) and answer.reason == NOT_HERE:  # the transport then searches for another node
             self._transport.forget(client)
+        if isinstance(answer, tuple) and answer[1].head is not None:
+            self._client_store.heads[client] = answer[1].head
         return answer
 
     def _train_request_for(self, visit: Visit, asked: str = "") -> TrainRequest:
-        return TrainRequest(visit=visit, kept=self._client_store.kept(visit.client), asked=asked, **self._train_request)
+        kept, head = self._client_store.kept(visit.client), self._client_store.heads.get(visit.client)
+        return TrainRequest(visit=visit, kept=kept, asked=asked, head=head, **self._train_request)
 
 
 def _is_lacking(reply: Packet | str) -> bool:

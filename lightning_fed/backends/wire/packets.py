@@ -20,7 +20,7 @@ from lightning_fed.errors import describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
 from lightning_fed.server.schedule import Visit
 
-VERSION = 6
+VERSION = 7
 """Version of the message format. A message with another version is an error."""
 
 _MANY = 2**53  # largest integer that a float represents exactly
@@ -73,22 +73,22 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Request to train, sent with the broadcast: the visit and its initial state.
+    """Request to train, sent with the broadcast: the visit and the start state.
 
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
-        kept: Index of the round in which the client last stored state and sent a valid update; -1 without such a round.
-        needed: Earliest round from which the server may resume. From older rounds, the client needs only the latest
-            state.
-        seed: Seed of the federation, used to build the model.
-        frozen: Hash of entries that are never sent; server and client must have equal values.
-        hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and the loss scale.
-        asked: Hash of the client's request; empty without a request.
-        held: Hash of the entries omitted from the message because the client stores them; empty if none are omitted.
+        kept: Index of the round with the client's last good update and stored state; -1 without such a round.
+        needed: Earliest round from which the server may resume. Of older states, the client only needs the newest.
+        seed: Seed of the federation, for the construction of the model.
+        frozen: Digest of entries that are never sent; server and client must have equal values.
+        hyperparameters: Optimizer options for the round, and start of per-step schedulers and loss scale.
+        asked: Digest of the client's request; empty without a request.
+        held: Digest of the entries missing in the message, because the client stores them; empty without such entries.
         keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        question: Query of a callback outside a round; ``None`` in a round.
+        head: Number and digest of the last line in the site's record that the server knows; ``None`` before an answer.
+        question: Query from a callback, outside of a round; ``None`` in a round.
     """
 
     run: str
@@ -102,22 +102,24 @@ class TrainRequest:
     held: str = ""
     keeps: bool = False
     peers: Sequence[Client] | None = None
+    head: Sequence[Any] | None = None
     question: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Report of a client, sent with the update.
+    """A client's report, sent with the update.
 
-    ``after`` contains the step count of each per-step scheduler (``"steps"``) and the loss scale (``"scaler"``).
-    ``keeps`` states whether the client stored state for the next visit. ``unsent`` is the number of unchanged entries
-    omitted from the update.
+    ``after`` has the step count of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``). ``keeps``
+    is true if the client stored state for the next visit. ``unsent`` counts unchanged entries missing in the update.
+    ``head`` is the number and digest of the last line in the site's record; ``None`` without a site policy.
     """
 
     steps: int = 0
     after: dict[str, Any] | None = None
     keeps: bool = False
     unsent: int = 0
+    head: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,19 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
     return None if type(round) is int and 0 <= round < _MANY else f"the round {round!r:.100} is invalid"
 
 
+def is_head(head: object) -> bool:
+    """True for the number and digest of a record's line, or for ``None``.
+
+    Example:
+        >>> is_head([3, 64 * "a"]), is_head(None), is_head([0, ""])
+        (True, True, False)
+    """
+    if not (isinstance(head, list) and len(head) == 2):
+        return head is None
+    number, digest = head
+    return type(number) is int and 0 < number < _MANY and bool(re.fullmatch("[0-9a-f]{64}", str(digest)))
+
+
 def _is_name(name: object) -> bool:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return False
@@ -276,7 +291,7 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
 
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("frozen", "asked", "held"), str),
-    **{"keeps": bool, "hyperparameters": dict, "peers": list | None, "question": dict | None},
+    **{"keeps": bool, "hyperparameters": dict, "peers": list | None, "question": dict | None, "head": list | None},
 }  # fields of a train request
 
 
@@ -371,7 +386,9 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
                 f"it reports invalid counts: {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries"
             )
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
-        return update, Answer(steps, header["after"], header["keeps"] is True, unsent)
+        if not is_head(header["head"]):
+            raise PacketError(f"the head of its record is {header['head']!r:.100}")
+        return update, Answer(steps, header["after"], header["keeps"] is True, unsent, header["head"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise (error if isinstance(error, PacketError) else PacketError(f"its header is invalid: {error!r}")) from error
 

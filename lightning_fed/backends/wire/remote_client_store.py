@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_fed.client.client_store import ClientStore
-from lightning_fed.messages import Client, State
+from lightning_fed.messages import Client, State, plain_keys
 
 
 class RemoteClientStore(ClientStore):
@@ -23,6 +23,7 @@ class RemoteClientStore(ClientStore):
         self._rounds: dict[Client, int] = {}
         self._round, self._of_round = -1, dict[Client, int]()
         self._checkpoints = 0, 0
+        self.heads: dict[Client, Sequence[Any]] = {}  # last known line of each site's record
         self.restore(0, {})
 
     def kept(self, client: Client) -> int:
@@ -50,7 +51,8 @@ class RemoteClientStore(ClientStore):
         if round > self._checkpoints[1]:
             self._checkpoints = self._checkpoints[1], round
         rounds = self._rounds | (self._of_round if self._round < round else {})
-        return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values())}
+        heads = {"heads": plain_keys(self.heads), "lines": list(self.heads.values())}
+        return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values()), **heads}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
         """Restores the rounds from a checkpoint; raises ``ValueError`` for a checkpoint from a single-process fit."""
@@ -63,6 +65,7 @@ class RemoteClientStore(ClientStore):
             raise ValueError(f"Expected a hexadecimal name of the fit in the checkpoint, but got {self.run!r}.")
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}
+        self.heads = dict(zip(state.get("heads", ()), state.get("lines", ()), strict=True))
         self._checkpoints = round, round
 
     @property

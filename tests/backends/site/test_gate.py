@@ -16,6 +16,7 @@ from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import from_records
 from lightning_fed.backends.site import gate, signatures
 from lightning_fed.backends.site.gate import NOT_ANSWERED
+from lightning_fed.backends.site.record import HEAD_FILE
 from lightning_fed.backends.site.signatures import digest_order, sign
 from lightning_fed.backends.wire.packets import NOT_HELD, Packet, PacketError, write_packet
 from lightning_fed.messages import digest
@@ -271,11 +272,15 @@ def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, capl
 
 
 def test_a_server_without_permission_does_not_fill_the_disk(order, tmp_path, monkeypatch):
-    monkeypatch.setattr(gate, "_MOST_REFUSALS", 5)
+    monkeypatch.setattr(gate, "_MOST_LINES", 5)
     write_policy(tmp_path, servers=[])
     ask(tmp_path, 1.0, [order] * 20)
     assert [line["rule"] for line in lines_of(tmp_path)] == [{"refused": "servers"}] * 5
     write_policy(tmp_path)
+    runner = start(tmp_path)
+    for _ in range(20):
+        assert json.loads(runner.answer("query", HELLO, {}).text)["kind"] == "hello"
+    assert [line["answer"] for line in lines_of(tmp_path)[5:]] == ["clients"] * 5
     (reply,) = ask(tmp_path, 1.0, [order])  # a server with permission is answered
     assert json.loads(reply.text)["kind"] == "update"
 
@@ -283,6 +288,35 @@ def test_a_server_without_permission_does_not_fill_the_disk(order, tmp_path, mon
 # --- Missing policy ---------------------------------------------------------------------------------------------------
 
 HELLO = write_packet("hello", {})
+
+
+def test_the_server_keeps_the_head_of_the_record(tmp_path, caplog):
+    """A user who cuts the record and rewrites the head file cannot change the line that the server has received."""
+    heads = []
+
+    def listen(node, message, content):
+        if node == 11 and message.metadata.message_type == "train":
+            texts = [from_records(part).text for part in (message.content, content)]
+            heads.append([json.loads(text)["header"].get("head") for text in texts])
+            if len(heads) == 4:  # both clients of the node, in two rounds
+                lines = path.read_bytes().splitlines(True)[:2]
+                path.write_bytes(b"".join(lines))
+                digest = lines[-1][:64].decode()
+                (tmp_path / "11" / HEAD_FILE).write_text(json.dumps({"line": 2, "digest": digest}))
+                grids[0].apps[11].runner = client_app(
+                    Federation(), linear, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "11"
+                ).runner
+        return [content]
+
+    grids, path = [], tmp_path / "11" / "site_record.jsonl"
+    write_policy(tmp_path / "11", rounds_per_day=100)
+    on_flower(tmp_path, linear, models.vectors(SIZES), Federation, 3, change=listen, grids=grids)
+    assert [received is None for received, _ in heads] == [True, True, False, False, False, False]
+    assert [received for received, _ in heads[2:4]] == [sent for _, sent in heads[:2]]
+    assert caplog.text.count("lacks line 7, which the server has received") == 1
+    assert caplog.text.count("lacks line 9, which the server has received") == 1
+    assert [line["rule"].get("refused") for line in lines_of(tmp_path / "11")[-2:]] == ["record"] * 2
+    assert [sent for _, sent in heads[4:]] == [None, None]  # faults
 
 
 def start(folder, **options):

@@ -210,14 +210,46 @@ def test_a_record_that_is_shorter_than_its_head_closes_the_site(spoil, reason, i
     assert reason in caplog.text or "the record is shorter than before" in caplog.text
 
 
-def test_a_rotated_record_begins_anew(tmp_path):
+def test_a_rotated_record_continues_the_old_one(tmp_path, capsys):
     runner, path = site(tmp_path)
-    runner.answer("query", HELLO, {})
-    (tmp_path / "old").mkdir()
-    for file in (path, tmp_path / HEAD_FILE):
-        file.rename(tmp_path / "old" / file.name)
+    for _ in range(3):
+        runner.answer("query", HELLO, {})
+    (*_, last) = read_record(path)
+    main(["audit", str(path), "--rotate"])
+    assert "the operator archived the record up to line 3" in capsys.readouterr().out
+    assert [line.digest for line in read_record(tmp_path / "site_record.jsonl.3")][-1] == last.digest
+    for answering in (runner, site(tmp_path)[0]):  # the same process, and a new process
+        answering.answer("query", HELLO, {})
+    lines = list(read_record(path))
+    assert [line.number for line in lines] == [4, 5, 6]
+    assert lines[0].content["digest"] == last.digest
+    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:1]))
+    with pytest.raises(PacketError, match=NOT_ANSWERED):
+        site(tmp_path)[0].answer("query", HELLO, {})
+
+
+def test_a_record_of_an_earlier_release_is_rotated(tmp_path):
+    """Earlier releases wrote no head: until the rotation nothing leaves."""
+    runner, path = site(tmp_path)
+    for _ in range(2):
+        runner.answer("query", HELLO, {})
+    (tmp_path / HEAD_FILE).unlink()
+    with pytest.raises(PacketError, match=NOT_ANSWERED):
+        site(tmp_path)[0].answer("query", HELLO, {})
+    main(["audit", str(path), "--rotate"])
     site(tmp_path)[0].answer("query", HELLO, {})
-    assert len(list(read_record(path))) == 1
+    assert [line.number for line in read_record(path)] == [3, 4]
+
+
+def test_a_record_unlike_its_head_is_not_rotated(tmp_path, capsys):
+    runner, path = site(tmp_path)
+    for _ in range(3):
+        runner.answer("query", HELLO, {})
+    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:2]))
+    with pytest.raises(SystemExit):
+        main(["audit", str(path), "--rotate"])
+    assert "line 3 is missing" in capsys.readouterr().err
+    assert path.exists()
 
 
 def test_a_clock_that_was_ahead_is_set_by_the_operator(tmp_path, monkeypatch, capsys):

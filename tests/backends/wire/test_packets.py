@@ -262,6 +262,7 @@ def test_the_store_forgets_what_came_to_nothing():
     run = client_store.run
     client_store.record_update("a", 0)
     client_store.record_update("b", 0)
+    client_store.heads["a"] = [4, "0" * 64]
     client_store.checkpoint(1)
     client_store.record_update("a", 1)
     client_store.put("b", 1, {})  # values put by callbacks on the server belong to the client
@@ -276,11 +277,14 @@ def test_the_store_forgets_what_came_to_nothing():
     assert client_store.needed == 1
     client_store.restore(1, inside)
     assert (client_store.run, client_store.kept("a"), client_store.kept("b")) == (run, 0, 0)
+    client_store.heads.clear()
     client_store.restore(2, after)
     assert client_store.kept("a") == 1
+    assert client_store.heads == {"a": [4, "0" * 64]}
     client_store.restore(0, {})
     assert client_store.run != run
     assert client_store.kept("a") == -1
+    assert not client_store.heads
     with pytest.raises(ValueError, match="client states from one process"):
         client_store.restore(1, {"folder": "x", "run": 0})
 
