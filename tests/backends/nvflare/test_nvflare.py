@@ -1,5 +1,7 @@
 """NVFLARE's simulator and POC mode: weights equal one process, even after a killed server or site."""
 
+import importlib
+import re
 import sys
 
 import pytest
@@ -15,7 +17,7 @@ from lightning_fed.recipe import FederatedCLI
 from tests import models
 from tests.backends.flower.halves import Loses, in_process
 from tests.backends.nvflare.federations import FEDERATIONS, SIZES, module
-from tests.backends.nvflare.processes import ROOT, Poc, simulate
+from tests.backends.nvflare.processes import JOB, ROOT, Poc, simulate
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -25,8 +27,9 @@ def weights_of(folder):
     return torch.load(folder / "server" / "last.ckpt", weights_only=False)["state_dict"]
 
 
-def reference(trainer, case, callbacks=()):
-    return state_of(in_process(trainer, module, models.vectors(SIZES), FEDERATIONS[case](), callbacks=callbacks)[0])
+def reference(trainer, case, callbacks=(), rounds=3):
+    data = models.vectors(SIZES)
+    return state_of(in_process(trainer, module, data, FEDERATIONS[case](), rounds, callbacks=callbacks)[0])
 
 
 @pytest.mark.slow
@@ -107,11 +110,20 @@ def test_a_link_that_is_cut_while_a_site_trains(federated_trainer, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_answer_that_cannot_be_decoded_excludes_its_site(federated_trainer, tmp_path, monkeypatch):
-    """NVFLARE decodes before the controller and would end the job for all sites."""
-    monkeypatch.setenv("FEDJOB_HOSTILE", "site-2")
-    simulate(tmp_path, "fedavg", min_clients=1, rest=20)
-    assert_same(weights_of(tmp_path), reference(federated_trainer, "fedavg", [Loses("site-2", rounds=(1,))]))
+def test_hostile_answers_exclude_their_site(federated_trainer, tmp_path, monkeypatch):
+    """Flower's table of answers and NVFLARE's own, in one job: NVFLARE would end the job after an undecodable one."""
+    for name, value in {"FEDJOB_HOSTILE": "site-2", "FEDJOB_FOLDER": str(tmp_path), "FEDJOB_DEADLINE": "{}"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(JOB / "app" / "custom")
+    hostile = importlib.import_module("fedjob.halves").HOSTILE
+    assert len(hostile) > 30
+    said = simulate(tmp_path, "fedavg", seconds=600, min_clients=1, rest=20)
+    reasons = dict(re.findall(r"Round (\d+): client 'site-2' is left out: (.*)", said))
+    for number, (name, (_, reason)) in enumerate(hostile.items(), 1):
+        assert reason in reasons.get(str(number), ""), name
+    assert len(reasons) == len(hostile)
+    loses = Loses("site-2", rounds=range(len(hostile)))
+    assert_same(weights_of(tmp_path), reference(federated_trainer, "fedavg", [loses], len(hostile) + 1))
 
 
 @pytest.mark.parametrize("content", [{}, {"text": 3, "data": b""}, {"text": "{}", "data": [1]}])
