@@ -37,7 +37,7 @@ from lightning_fed.fit.checkpoint_checks import (
     describe_clients,
     warn_of_batch_norm_option,
 )
-from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.fit.fit_summary import describe_end, describe_start, files_of, last_checkpoint
 from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.fit.round_log import RoundLog
@@ -52,7 +52,6 @@ from lightning_fed.rounds.batch_norm import adapt, statistics_of_monitored, warn
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import Answers, ClientModels
 from lightning_fed.rounds.loop import RoundLoop
-from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
 from lightning_fed.rounds.visit_flow import ClientVisit
 from lightning_fed.rule import Aggregator
@@ -191,12 +190,11 @@ class Federation(TrainerCallback):
         self._reset()
 
     def _reset(self, remote: RemoteSide | None = None) -> None:
-        has_server, measure = (True, None) if remote is None else (remote.has_server, remote.measure)
-        parts = self.options, self.server, self.schedule, self.store, has_server, measure
-        self._fit = FederatedFit(*parts, self._preset_decision)
+        parts = self.options, self.server, self.schedule, self.store
+        self._fit = FederatedFit(*parts, remote, self._preset_decision)
         self.server.held = HeldEntries()
-        self._models = ClientModels(self._fit, remote)
-        self._loop = RoundLoop(self._fit, self._models, remote)
+        self._models = ClientModels(self._fit)
+        self._loop = RoundLoop(self._fit, self._models)
 
     def replace(self, **changes: Any) -> Federation:
         """Creates a new federation with the same arguments, except for the changes."""
@@ -229,7 +227,7 @@ class Federation(TrainerCallback):
     def preset_decision(self, decision: str) -> None:
         """Sets the decision of ``batch_norm="auto"`` for the next fit, for example from another fit."""
         self._preset_decision = decision if self.options.batch_norm == "auto" else ""
-        self._reset(self._loop.remote)
+        self._reset(self._fit.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
         """Whether clients need separate BatchNorm statistics: ``"auto"`` with secure sum, central privacy or FedSS."""
@@ -408,12 +406,12 @@ class Federation(TrainerCallback):
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             self._fit.trainer = trainer
-            if self._loop.remote is not None:
-                self._fit.set_population(self._loop.remote.population)
+            if self._fit.remote is not None:
+                self._fit.set_population(self._fit.remote.population)
             return
         self._loop.detach()
-        fit, failed_rounds, held = self._fit, self._loop.failed_rounds, self.server.held
-        self._reset(self._loop.remote)
+        fit, held = self._fit, self.server.held
+        self._reset(self._fit.remote)
         self._fit.trainer = trainer
         if trainer.current_epoch and previous not in (None, trainer) and not self._fit.is_remote:
             raise MisconfigurationException(
@@ -423,7 +421,7 @@ class Federation(TrainerCallback):
             )
         if fit.rounds and previous is trainer and trainer.current_epoch:  # with a larger `max_epochs`
             self._fit.continue_from(fit)
-            self._loop.failed_rounds, self.server.held = failed_rounds, held
+            self.server.held = held
             self.store.restore(fit.rounds, self.store.checkpoint(fit.rounds))
         else:
             self.server.chain.load_state_dict(copy.deepcopy(self._fresh_chain))
@@ -489,7 +487,7 @@ class Federation(TrainerCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restores the last complete global model in the module, also if the fit ends inside a round."""
         self._loop.end_training(pl_module)
-        self._loop.failed_rounds.end_fit()
+        self._fit.failed_rounds.end_fit()
         self._loop.measure_statistics(self.store.clients())
         totals, files = self.round_log.totals, files_of(trainer)  # in all processes
         if totals["rounds"] and trainer.is_global_zero:
@@ -551,7 +549,6 @@ class Federation(TrainerCallback):
             "method": self.method.name,
             "steps": self._describe_steps(),
             "clients": self._clients,
-            "failed_rounds": self._loop.failed_rounds.state_dict(),
             "chain": self.server.state_before if is_in_round else self.server.chain.state_dict(),
             "store": self.store.checkpoint(self.rounds),
             "held": self.server.held.state_dict(None if module is None else live_entries(module)),
@@ -573,7 +570,6 @@ class Federation(TrainerCallback):
         then, now = state_dict["seed"], self.schedule.seed
         if then != now:
             _log.warning("The checkpoint used seed %d to draw rounds; further rounds use seed %d.", then, now)
-        self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
         self.server.chain.load_state_dict(state_dict["chain"])
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
         self.server.held.load_state_dict(state_dict.get("held", {}))

@@ -1,10 +1,11 @@
-"""A fit: options, components and state for all rounds."""
+"""A fit: options, parts and state for all rounds, and the interface to another machine's half of the federation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,50 +15,102 @@ from lightning_fed.data.population import Population
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.federated_callback import federated_callbacks
 from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unset_buffers
+from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import RoundSynchronisation
 from lightning_fed.lightning.internals import ignored_warning
 from lightning_fed.lightning.trainer_progress import RoundProgress
-from lightning_fed.messages import Broadcast, Client, State, plain_keys
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, plain_keys
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule, Visit
-
-RemoteMeasurement: TypeAlias = Callable[
-    [ServerInterface, Sequence[Visit], Callable[[Visit], Broadcast]], list[tuple[Client, State]]
-]
-"""See :meth:`RemoteSide.measure <lightning_fed.rounds.remote.RemoteSide.measure>`."""
 
 # State stored in checkpoints without conversion.
 _SAVED = ("rounds", "number", "initial_statistics", "decision", "num_measured", "model_round", "norm_layers")
 
 
-class FederatedFit:
-    """A fit: options, components and state for all rounds.
+class RemoteSide(ABC):
+    """The other half of a federation: a server's clients, or a client's server.
 
     Attributes:
-        has_server: Whether the server side is in this process.
-        measure_remotely: Function that measures BatchNorm inputs on remote clients; ``None`` if clients are in this
-            process.
+        has_server: Whether the server half is in this process, with the callbacks' server hooks.
+        population: The clients known to this process.
+    """
+
+    has_server: bool
+    population: Population
+
+    def connect(self, server: ServerInterface) -> ServerInterface:
+        """Returns the server for the round's messages: ``server``, or a connection to a remote one."""
+        return server
+
+    def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
+        """The round's clients in this process; ``drawn`` draws all clients from the schedule."""
+        return drawn()
+
+    @abstractmethod
+    def visits_here(self, cohort: Cohort) -> Cohort:
+        """The visits with training in this process."""
+
+    @abstractmethod
+    def start(self, fit: FederatedFit) -> None:
+        """Called before the round opens, with the Trainer's optimizers."""
+
+    @abstractmethod
+    def exchange(self, round: Any) -> None:
+        """Called in the open :class:`~lightning_fed.rounds.round.Round`, after the last visit in this process."""
+
+    def measure(
+        self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
+    ) -> list[tuple[Client, State]]:
+        """Measures BatchNorm inputs on the clients; ``send`` prepares and counts the message with the model.
+
+        Clients that cannot measure are excluded. On a client's machine the result is empty.
+        """
+        return []
+
+    def ask(
+        self,
+        fit: FederatedFit,
+        question: Mapping[str, Any],
+        visits: Sequence[Visit],
+        send: Callable[[Visit], Broadcast],
+    ) -> Iterator[tuple[Client, ClientUpdate | str]]:
+        """Asks clients outside a round, and yields answers, or reasons for missing answers.
+
+        The fit's module holds the entries that are not transmitted. ``question`` consists of primitives and plain
+        containers. A client's machine yields nothing.
+        """
+        return iter(())
+
+
+class FederatedFit:
+    """A fit: options, parts and state for all rounds.
+
+    Attributes:
+        remote: The other half of the federation on other machines; ``None`` for both halves in this process.
+        has_server: Whether the server half is in this process.
         trainer: The Trainer; set by ``setup``.
         policies: Policy by entry name; empty before :meth:`decide_policies`.
-        unset: Names of shared buffers that had NaN or infinite values at the start, and are frozen; ``None`` before the
+        unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
             fit.
         cohort: The clients in the current or last round.
-        rounds: Number of completed rounds.
+        rounds: Number of finished rounds.
         number: Number of earlier fits of this Trainer; each fit starts with new optimizers.
         clock: Time limit for visits.
+        failed_rounds: Count of rounds without a new model due to failed clients.
         synchronisation: Synchronisation of several processes in a round.
+        changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         initial_statistics: BatchNorm statistics for a client's first visit; empty unless the server pools statistics
-            and clients measure separate statistics during visits.
+            and clients measure separate statistics in visits.
         batch_norm: The option ``batch_norm``; ``"auto"`` is replaced if only one treatment is possible.
-        decision: Decision of ``"auto"``: ``"own"`` (separate) or ``"pooled"`` statistics; empty before the decision.
-        num_measured: Number of rounds in which clients reported statistics.
-        reports: Latest BatchNorm report by client, from rounds with too few reports for a decision.
+        decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
+        num_measured: Number of rounds with reported statistics.
+        reports: Newest BatchNorm report by client, from rounds with too few reports for the decision.
         model_round: Index of the last round with a new global model; -1 for no round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: The client whose BatchNorm statistics are in the module outside visits; ``None`` for no client.
+        served_client: The client whose BatchNorm statistics are in the module, outside visits; ``None`` for no client.
     """
 
     trainer: L.Trainer
@@ -69,22 +122,22 @@ class FederatedFit:
         server: ServerInterface,
         schedule: Schedule,
         store: ClientStore,
-        has_server: bool = True,
-        measure_remotely: RemoteMeasurement | None = None,
+        remote: RemoteSide | None = None,
         decision: str = "",
     ) -> None:
         # Constant during the fit.
         self.options, self.server, self.schedule, self.store = options, server, schedule, store
-        self.has_server, self.measure_remotely = has_server, measure_remotely
+        self.remote, self.has_server = remote, remote is None or remote.has_server
         self.clock = VisitClock(options.faults.visit_timeout)
         # Set by the round loop.
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None
         self.rounds = self.number = 0
         self.round_log, self.progress = RoundLog(), RoundProgress()
+        self.failed_rounds = FailedRounds(options.faults.max_failed_rounds)
         self.synchronisation = RoundSynchronisation()
         self._population: Population | None = None
-        self._ignored = ExitStack()
+        self.changes = ExitStack()
         self._warnings: set[str] = set()
         # Set by the measurement of BatchNorm statistics.
         self.initial_statistics: State = {}
@@ -103,7 +156,7 @@ class FederatedFit:
     @property
     def is_remote(self) -> bool:
         """Whether the other side of the federation is on other machines."""
-        return self.measure_remotely is not None
+        return self.remote is not None
 
     @property
     def has_one_client(self) -> bool:
@@ -223,13 +276,13 @@ class FederatedFit:
 
     def ignore_warning(self, message: str, module: str = "") -> None:
         """Suppresses an expected warning of Lightning until :meth:`close`."""
-        self._ignored.enter_context(ignored_warning(message, module))
+        self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        """Restores warning filters, and stops the clock and worker processes, at the end of the fit."""
+        """Reverts :attr:`changes`, and stops clock and worker processes, at the end of the fit."""
         self.clock.stop()
         self.synchronisation.release()
-        self._ignored.close()
+        self.changes.close()
         if self._population is not None:
             self._population.close()  # a run of the garbage collector takes seconds
 
@@ -238,6 +291,7 @@ class FederatedFit:
         return {
             **{name: getattr(self, name) for name in _SAVED},
             "totals": self.round_log.state_dict(),
+            "failed_rounds": self.failed_rounds.state_dict(),
             "batch_norm": repr(self.options.batch_norm),
             "reports": dict(zip(plain_keys(self.reports), self.reports.values(), strict=True)),
             "unset": None if self.unset is None else sorted(self.unset),
@@ -250,12 +304,13 @@ class FederatedFit:
         if self.options.batch_norm != "auto":  # an evaluation may use another option than the checkpoint
             self.decision = ""
         self.round_log.load_state_dict(state["totals"])
+        self.failed_rounds.load_state_dict(state["failed_rounds"])
         self.reports = state["reports"]
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
         """Takes over the state of the Trainer's previous fit."""
-        self.round_log = fit.round_log
+        self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
         self.load_state_dict(fit.state_dict())
         self.number += 1
         self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer batches after an interrupted validation

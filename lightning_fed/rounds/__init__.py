@@ -11,7 +11,6 @@ from lightning_fed.rounds.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.rounds.batch_norm import warn_of_report as warn_of_report
 from lightning_fed.rounds.client_errors import client_fault as client_fault
 from lightning_fed.rounds.client_models import Answers as Answers
-from lightning_fed.rounds.remote import RemoteSide as RemoteSide
 from lightning_fed.rounds.round import Round as Round
 from lightning_fed.rounds.visit_driver import VisitDriver as VisitDriver
 from lightning_fed.rounds.visit_driver import VisitPlan as VisitPlan

@@ -163,7 +163,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         return broadcast
 
     visits = [visit for visit in fit.cohort.visits if visit.client in server.report.received]
-    if fit.measure_remotely is None:
+    if fit.remote is None:
         measured = measure_statistics(
             fit.trainer,
             module,
@@ -177,9 +177,9 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         local.load_global(state)
         notify_model_loaded(fit.trainer, module, None)
     else:
-        measured = fit.measure_remotely(server, visits, send)
+        measured = fit.remote.measure(server, visits, send)
     shift, fault = pool_reports(fit, local, measured, list(layers))
-    if fault is None and fit.has_measured_statistics and fit.measure_remotely is None:
+    if fault is None and fit.has_measured_statistics and not fit.is_remote:
         reports = dict(measured)
         for client in (visit.client for visit in visits):
             served_state = server.rule.model_of(client)

@@ -23,7 +23,6 @@ from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rounds.batch_norm import load_own_model, warn_of_report
-from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
@@ -57,8 +56,8 @@ class ClientModels:
     ``is_lost`` is true if the personal entries are lost, so no client can answer.
     """
 
-    def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
-        self._fit, self._remote = fit, remote
+    def __init__(self, fit: FederatedFit) -> None:
+        self._fit = fit
         self.is_lost = False
         self._has_logged_strangers = False
 
@@ -142,10 +141,10 @@ class ClientModels:
                 return broadcast
 
             with self._counting() as answers, seeded_generators():
-                if self._remote is not None:
+                if fit.remote is not None:
                     question = {**question, "callback": type(callback).__name__, "own": own}
                     question |= {"statistics_round": fit.statistics_round, "decision": fit.decision}
-                    for client, answer in self._remote.ask(fit, question, visits, send):
+                    for client, answer in fit.remote.ask(fit, question, visits, send):
                         if isinstance(answer, str):
                             answers.failed[client] = answer
                         else:
@@ -170,7 +169,7 @@ class ClientModels:
                     finally:
                         local.load_global(state)
                         notify_model_loaded(trainer, module, None)
-        if self._remote is None:
+        if fit.remote is None:
             answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
             self._store_measurements(local, measured, state)
         for client, reason in answers.failed.items():

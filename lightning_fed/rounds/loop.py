@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
-from torch import nn
 
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import (
@@ -24,7 +23,6 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
-from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import (
@@ -56,7 +54,6 @@ from lightning_fed.rounds.batch_hooks import BatchHooks
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle, shorten_log
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.client_models import ClientModels
-from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
 from lightning_fed.rounds.visit_driver import VisitPlan
@@ -69,34 +66,22 @@ class RoundLoop:
     """Runs the rounds inside a Trainer's fit: provides a loader for each round, and closes the round.
 
     Attributes:
-        remote: Interface to the other half of the federation, if on another machine; otherwise ``None``.
         hooks: Batch hook overrides, with the current round.
-        failed_rounds: Count of rounds without a new model due to failed clients.
+        is_attached: True during a fit, while methods in the user's objects are replaced.
         is_planned: True once the first round has been planned.
         is_ready: True after ``setup`` and ``on_fit_start``.
     """
 
-    def __init__(self, fit: FederatedFit, models: ClientModels, remote: RemoteSide | None = None) -> None:
-        self.fit, self.remote = fit, remote
-        self._models = models
-        self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
-        self.is_planned = self.is_ready = self._is_started = False
+    def __init__(self, fit: FederatedFit, models: ClientModels) -> None:
+        self.fit, self._models = fit, models
+        self.is_attached = self.is_planned = self.is_ready = self._is_started = False
         self._plan = VisitPlan()
         self.hooks = BatchHooks(fit, self._close_round)
         self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
-        self._has_advised = False
-        self._overridden: list[OverriddenMethod | HandedDataModule] = []
-        self._reload_interval: int | None = None  # the user's
+        self._reload_interval = 0  # the user's
         self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
-        self._frozen: list[nn.Parameter] = []
-        self._generators = ExitStack()  # states before the fit
-
-    @property
-    def is_attached(self) -> bool:
-        """True during a fit, while methods in the user's objects are replaced."""
-        return bool(self._overridden)
 
     @property
     def trains_at_once(self) -> bool:
@@ -111,6 +96,7 @@ class RoundLoop:
         Refuses invalid Trainer settings, inaccessible data, and a ``partition`` of data already split into clients.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
+        revert = fit.changes.callback
         check_trainer(trainer)
         strategy = sharing_strategy(trainer)
         if strategy is not None:
@@ -118,9 +104,9 @@ class RoundLoop:
         train, val = handed_data(trainer)
         if train is not None:
             handed = datamodule_of_handed(train, val, partition, self.known_clients)
-            self._overridden = [HandedDataModule(trainer, handed)]
+            revert(HandedDataModule(trainer, handed).restore)
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
-        if self.remote is None and has_clients == (partition is not None):
+        if fit.remote is None and has_clients == (partition is not None):
             raise MisconfigurationException(
                 "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
                 f" brings them, but got {'both' if partition is not None else 'neither'}."
@@ -128,6 +114,7 @@ class RoundLoop:
         loader_owner = find_loader_owner(trainer, module)
         if any(isinstance(callback, WEIGHT_AVERAGING) for callback in callbacks_of(trainer)):
             self._averages = RoundAverages(fit)
+            revert(self._averages.restore)
         if not is_one_client(partition):  # a failed visit is padded with `None` batches, and the log gives the reason
             fit.ignore_warning("train_dataloader yielded None")
         # Lightning 2.6 with torch 2.13 warns about Lightning's code, and again after each change of the filters.
@@ -135,17 +122,22 @@ class RoundLoop:
             r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."
         )
         self._reload_interval = exchange_reload_interval(trainer, 1)
+        revert(exchange_reload_interval, trainer, self._reload_interval)
         if trainer.overfit_batches:  # type: ignore[attr-defined]
+            revert(setattr, trainer, "limit_train_batches", trainer.overfit_batches)  # type: ignore[attr-defined]
             trainer.limit_train_batches = 1.0  # every client's batches are limited, not the round's
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
-        self._overridden += [self._train_dataloader, self._save_checkpoint, *self.hooks.attach(module)]
+        methods = [self._train_dataloader, self._save_checkpoint, *self.hooks.attach(module)]
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-        self._overridden += [self.hooks.delay(callback) for callback in savers]
+        methods += [self.hooks.delay(callback) for callback in savers]
         for owner in (datamodule_of(trainer), module):
             for hook in TRANSFER_HOOKS:
                 if owner is not None and is_overridden(hook, owner):
-                    self._overridden.append(_without_none(owner, hook))
+                    methods.append(_without_none(owner, hook))
+        for method in methods:
+            revert(method.restore)
+        self.is_attached = True
 
     def start_fit(self) -> None:
         """Prepares the module for the rounds, once; refuses ``visits="fused"`` if something prevents fused visits."""
@@ -166,15 +158,15 @@ class RoundLoop:
             self._averages.check_entries()
         self.hooks.batch_loop = self._fuse(self.hooks.has_batch_start)
         if self.hooks.batch_loop is not None:
-            self._overridden.append(shorten_log(fit.trainer))
+            fit.changes.callback(shorten_log(fit.trainer).restore)
         if fit.options.optimizer_state == "keep":
             check_optimizers(fit.trainer.optimizers)
         fit.store_initial_statistics()
-        self._frozen = freeze_parameters(fit.module, fit.policies)
+        self._freeze_parameters()
         self._plan_visits()
 
     def _check_entries(self) -> None:
-        is_plain = self.remote is None and is_one_client(self._partition)  # as in a fit without a federation
+        is_plain = self.fit.remote is None and is_one_client(self._partition)  # as in a fit without a federation
         check_entries(self.fit.module, () if is_plain else self.fit.trainer.optimizers)
 
     def _plan_visits(self) -> None:
@@ -195,8 +187,12 @@ class RoundLoop:
         self._check_entries()
         has_new = fit.decide_policies(fit.trainer, fit.module)
         if has_new:
-            self._frozen += freeze_parameters(fit.module, fit.policies)
+            self._freeze_parameters()
         return has_new
+
+    def _freeze_parameters(self) -> None:
+        for parameter in freeze_parameters(self.fit.module, self.fit.policies):
+            self.fit.changes.callback(parameter.requires_grad_, True)
 
     def _fuse(self, has_batch_start: bool) -> BatchLoop | None:
         """Returns the loop for fused visits; ``None`` if visits cannot be fused, with the reason in the log."""
@@ -221,39 +217,25 @@ class RoundLoop:
                 "The Trainer does not train on the clients' loaders: pass a datamodule to `fit`, such as"
                 " `lightning_fed.data.LoaderDataModule(train, val)`."
             )
-        if self.remote is None or not self.remote.has_server:  # a server of remote clients trains nothing here
-            self._generators.enter_context(in_one_thread())
-        self._generators.enter_context(seeded_generators())
+        if not (self.fit.is_remote and self.fit.has_server):  # a server of remote clients trains nothing here
+            self.fit.changes.enter_context(in_one_thread())
+        self.fit.changes.enter_context(seeded_generators())
 
     def end_training(self, module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, with the layers' original training modes."""
         if self.hooks.open_round is not None:
             self.hooks.open_round.abandon()
-        if self._overridden and self.fit.is_batch_norm_fixed:  # not without `setup`
+        if self.is_attached and self.fit.is_batch_norm_fixed:  # not without `setup`
             thaw_batch_norm(module)
 
     def detach(self) -> None:
         """Reverts all changes by :meth:`attach` and the rounds."""
-        for method in self._overridden:
-            method.restore()
-        if self._averages is not None:
-            self._averages.restore()
-            self._averages = None
-        if self._reload_interval is not None:
-            exchange_reload_interval(self.fit.trainer, self._reload_interval)
-            if self.fit.trainer.overfit_batches:  # type: ignore[attr-defined]
-                self.fit.trainer.limit_train_batches = self.fit.trainer.overfit_batches  # type: ignore[attr-defined]
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        self._overridden, self._reload_interval, self._frozen = [], None, []
-        self._plan, self.hooks.batch_loop = VisitPlan(), None
-        self.is_ready = self._is_started = False
         self.fit.close()
-        self._generators.close()
+        self._averages, self.is_attached = None, False
 
     def find_population(self) -> Population:
         """All clients; loads the data if the clients are unknown."""
-        if not self.fit.is_population_known and self._overridden:
+        if not self.fit.is_population_known and self.is_attached:
             self._look_at_data()
         return self.fit.population
 
@@ -264,15 +246,15 @@ class RoundLoop:
     def _look_at_data(self) -> None:
         """Asks for the clients' data, as Lightning asks for a training loader."""
         fit = self.fit
-        if self.remote is not None:
-            fit.set_population(self.remote.population)
+        if fit.remote is not None:
+            fit.set_population(fit.remote.population)
         elif self._partition is None:
             fit.set_population(datamodule_of(fit.trainer).population())
         else:
             loader = self._train_dataloader.original()
             if not fit.is_population_known:
                 # Lightning's check includes the interval.
-                interval = exchange_reload_interval(fit.trainer, self._reload_interval or 0)
+                interval = exchange_reload_interval(fit.trainer, self._reload_interval)
                 advise_workers(fit.trainer, loader)
                 exchange_reload_interval(fit.trainer, interval)
             if fit.trainer.overfit_batches:  # type: ignore[attr-defined]
@@ -282,7 +264,7 @@ class RoundLoop:
     def start_epoch(self) -> None:
         """Restores the user's reload and validation intervals, after Lightning has received the round's loader."""
         trainer = self.fit.trainer
-        exchange_reload_interval(trainer, self._reload_interval or 0)
+        exchange_reload_interval(trainer, self._reload_interval)
         exchange_validation_time(trainer, self._validation_time)
         loader = trainer.train_dataloader
         if isinstance(loader, RoundLoader) and loader.is_endless:
@@ -300,7 +282,7 @@ class RoundLoop:
             self.start_fit()
             if self._find_new_entries():
                 self._plan_visits()
-        fit, round, interval = self.fit, self.fit.trainer.current_epoch, self._reload_interval or 0
+        fit, round, interval = self.fit, self.fit.trainer.current_epoch, self._reload_interval
         is_due = bool(interval) and round - self._last_look >= interval
         if self.is_planned and is_due:
             self._look_at_data()
@@ -309,7 +291,7 @@ class RoundLoop:
             self._last_look = round
         self._validation_time = exchange_validation_time(fit.trainer, None) if self.is_planned else None
         self.is_planned = True
-        remote = self.remote
+        remote = fit.remote
         cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))
         served = fit.served(cohort)
         if remote is not None:
@@ -334,8 +316,8 @@ class RoundLoop:
         """Opens the round if Lightning trains on the loader; other code may ask a loader for batches."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
-            if not self._has_advised and self.fit.trainer.num_training_batches < interval:
-                self._has_advised = True  # Lightning repeats the advice for rounds of other lengths
+            if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
+                # Lightning repeats the advice for rounds of other lengths.
                 self.fit.ignore_warning("The number of training batches")
             if self.fit.rounds > self.fit.trainer.current_epoch:  # resumed from a checkpoint before validation
                 raise MisconfigurationException(
@@ -349,8 +331,8 @@ class RoundLoop:
                     " clients train at once, but a hook has added some since: add the tensors earlier, or use"
                     " visits='auto'."
                 )
-            if self.remote is not None:
-                self.remote.start(self.fit)
+            if self.fit.remote is not None:
+                self.fit.remote.start(self.fit)
             self.hooks.round = Round(self.fit, loader, cohort, self._plan)
             self.hooks.round.open()
 
@@ -358,8 +340,8 @@ class RoundLoop:
         """Ends the round; returns whether the server has a new model."""
         fit, server, loader = self.fit, self.fit.server, round.loader
         round.join()
-        if self.remote is not None:
-            self.remote.exchange(round)
+        if fit.remote is not None:
+            fit.remote.exchange(round)
         move_log_position(fit.trainer, -min(self._padded_steps(loader), log_position(fit.trainer)))
         has_aggregate = round.close()
         fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
@@ -370,7 +352,7 @@ class RoundLoop:
             self.measure_statistics(server.report.received)
         round.end()  # hooks may raise: after the count, for checkpoints
         if fit.has_server:
-            self.failed_rounds.end_round(
+            fit.failed_rounds.end_round(
                 server.report,
                 has_aggregate,
                 server.min_clients,

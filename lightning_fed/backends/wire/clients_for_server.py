@@ -42,14 +42,13 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.errors import BadUpdate, describe, without_frames
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import add_optimizer_steps, is_overridden
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.model.entries import find_non_finite, live_entries
 from lightning_fed.privacy.secure_sum import RingSum
 from lightning_fed.rounds.batch_norm import warn_of_report
-from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Answer as UpdateAnswer
 from lightning_fed.rounds.visit_flow import Ask, Flow, Step, run_to_step

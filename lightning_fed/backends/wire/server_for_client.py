@@ -29,7 +29,7 @@ from lightning_fed.data.population import PlannedVisit, Population, seed_everyth
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
 from lightning_fed.federated_callback import AskableCallback, federated_callbacks, notify_model_loaded
-from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
 from lightning_fed.lightning.isolated_pass import forward_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
@@ -40,8 +40,7 @@ from lightning_fed.model.entries import (
     live_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import client_statistics, freeze_batch_norm, load_own_model, measured_layers
-from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.rounds.batch_norm import client_statistics, load_own_model, measured_layers
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Ask, ask_server
 from lightning_fed.rule import RoundInfo
