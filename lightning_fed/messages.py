@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -25,6 +26,8 @@ Client: TypeAlias = str | int
 
 State: TypeAlias = dict[str, Tensor]
 """Flat model state: tensor by entry name."""
+
+MOST_SAMPLES = 10**12  # larger reported numbers of examples are rejected
 
 
 def plain_keys(clients: Iterable[Client]) -> list[Client]:
@@ -174,3 +177,11 @@ class ClientUpdate:
     def nbytes(self) -> int:
         """Number of bytes in all sent tensors."""
         return tensor_bytes(self.sent) + tensor_bytes(self.extras)
+
+
+def find_bad_count(num_samples: object) -> str | None:
+    """Describes an invalid number of examples, or returns ``None``."""
+    is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
+    if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
+        return None
+    return f"it reports {num_samples!r:.100} examples"

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.model.entries import is_running_statistic
 
 
 @dataclass
@@ -37,6 +38,13 @@ class RoundInfo:
     def __getstate__(self) -> dict[str, Any]:
         """Excludes the clients, possibly millions, because every process knows the clients."""
         return {**vars(self), "clients": (), "refused": {}}
+
+
+def trained_entries(info: RoundInfo, state: State) -> list[str]:
+    """Names of trained entries. Only these entries contribute to the update norm."""
+    if info.trainable is not None:
+        return [name for name in state if name in info.trainable]
+    return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
 
 
 @dataclass(frozen=True)

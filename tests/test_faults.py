@@ -36,8 +36,7 @@ from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import VisitTimeout
 from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.rule import RoundInfo
-from lightning_fed.server.interface import RoundReport
-from lightning_fed.server.server import Server
+from lightning_fed.server.server import RoundReport, Server
 from lightning_fed.steps.chain import Chain
 from tests.breadth import quick
 

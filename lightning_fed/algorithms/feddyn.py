@@ -16,7 +16,7 @@ from lightning_fed.argument_checks import check_positive
 from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import as_real, at_least_float32
-from lightning_fed.steps.bounds import trained_entries
+from lightning_fed.rule import trained_entries
 
 
 @register
@@ -48,7 +48,7 @@ class FedDyn(ChannelRule):
         ValueError: If ``alpha`` is not positive and finite.
 
     Example:
-        >>> from lightning_fed.rule import RoundInfo
+        >>> from lightning_fed.rule import RoundInfo, trained_entries
         >>> feddyn = FedDyn(alpha=0.1)
         >>> feddyn.start(RoundInfo(0, clients="abcd"), {"w": torch.tensor(1.0)})
         >>> for client, value in (("a", 0.0), ("b", 4.0)):

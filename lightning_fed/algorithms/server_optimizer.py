@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_fed.messages import State
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator
-from lightning_fed.steps.bounds import refuse_rule, trained_entries
+from lightning_fed.rule import Aggregator, trained_entries
+from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep
 
 _ELEMENTS = 1 << 18  # elements per block, to limit each temporary copy to 2 MB

@@ -56,9 +56,8 @@ from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler
 from lightning_fed.rounds.visit_flow import ClientVisit
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.held_entries import HeldEntries
-from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Availability, Cohort, Schedule, default_seed
-from lightning_fed.server.server import Server
+from lightning_fed.server.server import Server, ServerInterface
 from lightning_fed.steps.chain import Chain
 from lightning_fed.steps.update_step import UpdateStep
 

@@ -13,15 +13,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.class_numbers import ClassNumbers
-from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.population import (
+    KnownClasses,
     LazyClients,
     PlannedVisit,
     Population,
     VisitBatch,
+    check_class_numbers,
     client_keys,
+    interleave,
     seed_everything,
+    sequential_groups,
 )
 from lightning_fed.data.sampler_stream import SamplerStream
 from lightning_fed.errors import OptionError
@@ -176,13 +178,13 @@ class ClientSource(Dataset[Any]):
         self,
         datasets: Mapping[Client, Dataset[Any]],
         collate: Callable[[list[Any]], Any] | None = None,
-        class_numbers: ClassNumbers | None = None,
+        class_numbers: KnownClasses | None = None,
     ) -> None:
         self.clients = client_keys(datasets)
         self.datasets = datasets
         self.collate = collate or default_collate
         self._recent: dict[Client, Dataset[Any]] = {}
-        self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
+        self._class_numbers = {} if class_numbers is None else class_numbers
 
     def num_samples(self, client: Client) -> int:
         return len(self._dataset(client))  # type: ignore[arg-type]
@@ -211,7 +213,7 @@ class ClientSource(Dataset[Any]):
             while len(self._recent) >= 2:
                 self._recent.pop(next(iter(self._recent)))
             self._recent[client] = self.datasets[client]
-            self._class_numbers.check(client, self._recent[client])
+            check_class_numbers(self._class_numbers, client, self._recent[client])
         return self._recent[client]
 
 

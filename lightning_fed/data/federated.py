@@ -24,7 +24,6 @@ from torch.utils.data import (
     Subset,
 )
 
-from lightning_fed.data.class_numbers import ClassNumbers
 from lightning_fed.data.dataset_clients import (
     ClientSource,
     DatasetClients,
@@ -43,7 +42,7 @@ from lightning_fed.data.loader_parts import (
 )
 from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import LazyClients, Population, client_keys
+from lightning_fed.data.population import KnownClasses, LazyClients, Population, check_class_numbers, client_keys
 from lightning_fed.data.sampler_stream import SamplerStream
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
@@ -69,7 +68,7 @@ class EvaluationData(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.known_clients = known_clients
-        self.class_numbers = ClassNumbers()
+        self.class_numbers: KnownClasses = {}
         self.val = val
         self.test = test
         for hook, data in (("val_dataloader", val), ("test_dataloader", test)):
@@ -128,7 +127,7 @@ class EvaluationData(L.LightningDataModule):
 
     def _check_numbers(self, client: Client | None, data: Any, stage: str) -> None:
         for part in split_loaders(data):
-            self.class_numbers.check(client, part, stage)
+            check_class_numbers(self.class_numbers, client, part, stage)
 
     def _loaders(self, data: Mapping[Any, Any]) -> Mapping[Any, Iterable[Any]]:
         def loader(part: Any) -> Any:
@@ -165,7 +164,7 @@ class LoaderDataModule(EvaluationData):
     ) -> None:
         super().__init__(val, known_clients=known_clients)
         self.train = train
-        self.class_numbers.check(None, train)
+        check_class_numbers(self.class_numbers, None, train)
         self._check_classes()
 
     def train_dataloader(self) -> Any:
@@ -392,11 +391,11 @@ class _SequenceLookup:
         return self._values[int(client)]
 
 
-def _check_kinds(clients: Any, numbers: ClassNumbers) -> None:
+def _check_kinds(clients: Any, numbers: KnownClasses) -> None:
     values = inside(clients) if isinstance(clients, dict | list | tuple) else ()
     for client, value in zip(clients if isinstance(clients, dict) else itertools.count(), values, strict=False):
         check_client_loader(value)
-        numbers.check(client, value)
+        check_class_numbers(numbers, client, value)
     kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}
     if len(set(kinds.values())) > 1 or any(isinstance(value, IterableDataset) for value in values):
         raise TypeError(

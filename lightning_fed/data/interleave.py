@@ -1,37 +1,19 @@
-"""Batches of several clients at once: interleaved, with separate random generators, or stacked."""
+"""Batches of several clients at once, with separate random generators, and stacked."""
 
 from __future__ import annotations
 
 import pickle
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_fed.data.population import restore_torch_generators, seed_everything, torch_generator_states
-
-Item = TypeVar("Item")
-
-
-def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """Yields one item from each stream in turn, until all streams have ended."""
-    active = list(streams)
-    while active:
-        for stream in list(active):
-            try:
-                yield next(stream)
-            except StopIteration:
-                active.remove(stream)
-
-
-def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Returns one group per visit, as ranges of positions."""
-    return [range(position, position + 1) for position in range(len(visits))]
 
 
 class ClientGenerators:

@@ -14,11 +14,20 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, WeightedRandomSampler
 
-from lightning_fed.data.class_numbers import ClassNumbers
-from lightning_fed.data.interleave import batch_tensors, interleave, sequential_groups
+from lightning_fed.data.interleave import batch_tensors
 from lightning_fed.data.loader_parts import own_generators, samplers_of, seeded_own_generators, set_epoch
 from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
-from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
+from lightning_fed.data.population import (
+    KnownClasses,
+    PlannedVisit,
+    Population,
+    VisitBatch,
+    batch_length,
+    check_class_numbers,
+    client_keys,
+    interleave,
+    sequential_groups,
+)
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import loader_to_overfit
 from lightning_fed.messages import Client
@@ -39,11 +48,11 @@ class LoaderClients(Population):
     """
 
     def __init__(
-        self, loaders: Mapping[Client, Iterable[Any]], is_plain: bool = False, class_numbers: ClassNumbers | None = None
+        self, loaders: Mapping[Client, Iterable[Any]], is_plain: bool = False, class_numbers: KnownClasses | None = None
     ) -> None:
         super().__init__(client_keys(loaders))
         self.loaders, self.is_plain = loaders, is_plain
-        self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
+        self._class_numbers = {} if class_numbers is None else class_numbers
         self._counted: dict[Client, int] = {}  # number of examples in one pass over a client's batches
         self._opened: dict[int, Any] = {}  # loaders with persistent workers, by ``id``
         self._in_order: dict[Client, Any] = {}  # loaders whose shuffling was removed
@@ -80,7 +89,7 @@ class LoaderClients(Population):
     def _loader(self, client: Client) -> Any:
         loader: Any = self.loaders[client]
         check_client_loader(loader)
-        self._class_numbers.check(client, loader)
+        check_class_numbers(self._class_numbers, client, loader)
         if isinstance(loader, Mapping | list | tuple) and has_loader(loader):
             loader = CombinedLoader(loader, "max_size_cycle")  # like Lightning
         if self.overfit_batches:

@@ -9,18 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_fed.data.poisson import PoissonSampling
 from lightning_fed.errors import OptionError, without_frames
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import Visit
+
+Item = TypeVar("Item")
 
 LONGEST_NAME = 1000
 """Characters in a client's name: logs, files and checkpoints hold many of them."""
@@ -180,6 +182,22 @@ class Population(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional
         """Ends worker processes. Workers restart when needed."""
+
+
+def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
+    """Yields one item of every stream in turn until all have ended."""
+    active = list(streams)
+    while active:
+        for stream in list(active):
+            try:
+                yield next(stream)
+            except StopIteration:
+                active.remove(stream)
+
+
+def sequential_groups(visits: Sequence[Any]) -> list[range]:
+    """Returns one group per visit, as ranges of positions."""
+    return [range(position, position + 1) for position in range(len(visits))]
 
 
 def seed_everything(seed: int) -> None:
@@ -364,3 +382,43 @@ def _lengths(batch: Any) -> Iterator[int]:
         elements = (getattr(batch, field.name) for field in fields(batch))
     for element in elements:
         yield from _lengths(element)
+
+
+KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
+"""Number by class name, and class name by number, each with the place of the first occurrence."""
+
+
+def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
+    """Adds a client's classes (all clients' for ``None``) by ``class_to_idx``, the attribute of image folders.
+
+    Refuses a class with two numbers, and a number with two classes: an image folder numbers only existing classes, so
+    on sites with different folders a number may mean different classes.
+    """
+    place = f"the {stage} data" if client is None else f"client {client!r}"
+    if client is not None and stage != "training":
+        place = f"the {stage} data of {place}"
+    for name, number in (item for classes in _named_classes(data) for item in classes.items()):
+        first_number, owner = known.setdefault(name, (number, place))
+        first_name, namer = known.setdefault(number, (name, place))
+        if first_number != number:
+            fault = f"class {name!r} has {first_number} at {owner} and {number} at {place}"
+        elif first_name != name:
+            fault = f"{number} is {first_name!r} at {namer} and {name!r} at {place}"
+        else:
+            continue
+        raise ValueError(
+            f"Expected one number for each class, but {fault}: use the same `class_to_idx` in every data set,"
+            " for example with empty folders for missing classes and `allow_empty=True`, or by a"
+            " `target_transform`, and delete an outdated attribute."
+        )
+
+
+def _named_classes(data: Any) -> Iterator[Mapping[str, int]]:
+    classes = getattr(data, "class_to_idx", None)
+    if isinstance(classes, Mapping):
+        yield classes
+    elif isinstance(data, ConcatDataset):
+        for part in data.datasets:
+            yield from _named_classes(part)
+    elif isinstance(data, Subset | DataLoader):
+        yield from _named_classes(data.dataset)

@@ -10,15 +10,21 @@ from typing import Any, NamedTuple
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.console import round_number
-from lightning_fed.data.interleave import ClientGenerators, StackedBatch, sequential_groups, stack_batches
-from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch, stack_batches
+from lightning_fed.data.population import (
+    PlannedVisit,
+    Population,
+    VisitBatch,
+    batch_length,
+    seed_everything,
+    sequential_groups,
+)
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.errors import VisitTimeout, describe
-from lightning_fed.messages import Client
+from lightning_fed.messages import Client, find_bad_count
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.schedule import Cohort, Visit
-from lightning_fed.steps.weights import find_bad_count
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_fed.console import round_number
 from lightning_fed.messages import Client
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.server.interface import RoundReport
+from lightning_fed.server.server import RoundReport
 
 
 class FailedRounds:

@@ -23,8 +23,8 @@ from lightning_fed.lightning.internals import ignored_warning
 from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, plain_keys
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
-from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule, Visit
+from lightning_fed.server.server import ServerInterface
 
 # State stored in checkpoints without conversion.
 _SAVED = ("rounds", "number", "initial_statistics", "decision", "num_measured", "model_round", "norm_layers")

@@ -15,8 +15,8 @@ from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import State
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
+from lightning_fed.server.server import ServerInterface
 
 
 class RoundSynchronisation:

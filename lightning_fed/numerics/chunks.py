@@ -2,25 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 # Elements per float64 conversion: 32 MiB.
 CHUNK_ELEMENTS = 1 << 22
-
-_CACHED_ELEMENTS = 1 << 15
-
-
-def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
-    """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
-
-    Processing chunks avoids large intermediate tensors, because memory traffic costs more than arithmetic. Chunks of a
-    contiguous tensor share the tensor's memory.
-    """
-    flat = value.reshape(-1)
-    if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
-        return (flat,)
-    return torch.split(flat, _CACHED_ELEMENTS)
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fed.numerics.chunks import cache_chunks
 from lightning_fed.numerics.precision import at_least_float32, to_float64
 
 # Elements in intermediate results: 64 MiB in float32.
 _MOST_ELEMENTS = 1 << 24
 
+_CACHED_ELEMENTS = 1 << 15  # of one chunk
 _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -72,6 +72,18 @@ def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
         for batch in _batches((value if value.dtype in _NORMED else value.float(),) for value in tensors)
         for length in torch._foreach_norm([value for (value,) in batch])  # noqa: SLF001
     ]
+
+
+def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
+    """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
+
+    Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
+    Chunks of a contiguous tensor share the tensor's memory.
+    """
+    flat = value.reshape(-1)
+    if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
+        return (flat,)
+    return torch.split(flat, _CACHED_ELEMENTS)
 
 
 def _are_on_the_cpu(tensors: Sequence[Tensor]) -> bool:

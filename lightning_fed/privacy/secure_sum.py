@@ -19,7 +19,7 @@ from lightning_fed.argument_checks import check_number, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import MOST_SAMPLES, Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.privacy.central import (
@@ -31,8 +31,8 @@ from lightning_fed.privacy.central import (
 )
 from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, in_ring, ring_form
 from lightning_fed.rule import Aggregator
+from lightning_fed.steps.chain import counted_samples
 from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
-from lightning_fed.steps.weights import MOST_SAMPLES, counted_samples
 
 WEIGHT = "secure_sum/weight"
 

@@ -38,8 +38,8 @@ from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm, entry_policies, find_implausible, is_running_statistic
 from lightning_fed.rule import Aggregator
-from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
+from lightning_fed.server.server import ServerInterface
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
         warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
         fit.record_warning("batch_norm")
     measures = fit.reports_statistics or fit.has_measured_statistics
-    if measures and forward_step(fit.module) is None and layers_in_training(fit.module):
+    if measures and layers_in_training(fit.module) and forward_step(fit.module) is None:
         _log.warning(
             "batch_norm=%r cannot measure BatchNorm's running statistics, so that %s:"
             " with manual optimization `training_step` would train the model, and %s has no"
@@ -152,7 +152,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)
-    if not fit.reports_statistics or forward_step(module) is None or not layers:
+    if not fit.reports_statistics or not layers or forward_step(module) is None:
         return {}, None
     state = local.global_state()
 

@@ -12,17 +12,10 @@ from collections.abc import Mapping, Sequence
 from lightning_fed.argument_checks import check_positive
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State
-from lightning_fed.model.entries import distance, is_running_statistic
+from lightning_fed.model.entries import distance
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo, trained_entries
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
-
-
-def trained_entries(info: RoundInfo, state: State) -> list[str]:
-    """Names of trained entries. Only these entries contribute to the update norm."""
-    if info.trainable is not None:
-        return [name for name in state if name in info.trainable]
-    return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
 
 
 class MaxNorm(UpdateStep):

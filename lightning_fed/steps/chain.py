@@ -16,7 +16,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.update_step import CollectingStep, Held, UpdateStep
-from lightning_fed.steps.weights import counted_samples
+from lightning_fed.steps.weights import WeightStep
 
 _log = logging.getLogger(__name__)
 
@@ -237,6 +237,13 @@ class Chain:
         if inspect is not None and self._num_whole == 0:
             inspect(update, sent)
         self.rule.receive(update)
+
+
+def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
+    """Number of examples to count after all weight steps in a chain."""
+    for step in reversed(steps):
+        num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
+    return num_samples
 
 
 def _describe_step(step: UpdateStep) -> str:

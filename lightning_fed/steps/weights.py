@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.steps.update_step import UpdateStep
-
-# Larger reported numbers of examples are rejected.
-MOST_SAMPLES = 10**12
 
 
 class WeightStep(UpdateStep, ABC):
@@ -45,18 +40,3 @@ class MaxSamples(WeightStep):
 
     def weight(self, num_samples: int) -> int:
         return min(num_samples, self.most)
-
-
-def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Number of examples to count after all weight steps in a chain."""
-    for step in reversed(steps):
-        num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
-    return num_samples
-
-
-def find_bad_count(num_samples: object) -> str | None:
-    """Describes an invalid number of examples, or returns ``None``."""
-    is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
-    if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
-        return None
-    return f"it reports {num_samples!r:.100} examples"

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_fed.fit.failed_rounds import FailedRounds
-from lightning_fed.server.interface import RoundReport
+from lightning_fed.server.server import RoundReport
 
 CAUSE = "it has no examples"
 

@@ -25,8 +25,8 @@ from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
-from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Schedule
+from lightning_fed.server.server import ServerInterface
 
 
 class ClientParallelStrategy(DDPStrategy, ClientSharing):

@@ -28,8 +28,8 @@ from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.process_group import ProcessGroup
-from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
+from lightning_fed.server.server import RoundReport, ServerInterface
 
 _ROUNDING = 1e-4  # largest relative difference between the norms of equal models
 

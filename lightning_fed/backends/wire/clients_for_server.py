@@ -52,8 +52,8 @@ from lightning_fed.rounds.batch_norm import warn_of_report
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Answer as UpdateAnswer
 from lightning_fed.rounds.visit_flow import Ask, Flow, Step, run_to_step
-from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
+from lightning_fed.server.server import ServerInterface
 
 _log = logging.getLogger(__name__)
 

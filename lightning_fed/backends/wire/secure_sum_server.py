@@ -25,7 +25,7 @@ from lightning_fed.console import round_number
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
 from lightning_fed.privacy.secure_sum import RingSum
-from lightning_fed.server.interface import ServerInterface
+from lightning_fed.server.server import ServerInterface
 
 _log = logging.getLogger(__name__)
 

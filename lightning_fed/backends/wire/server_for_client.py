@@ -44,8 +44,8 @@ from lightning_fed.rounds.batch_norm import client_statistics, load_own_model, m
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Ask, ask_server
 from lightning_fed.rule import RoundInfo
-from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
+from lightning_fed.server.server import RoundReport, ServerInterface
 
 _log = logging.getLogger(__name__)
 
@@ -178,8 +178,6 @@ class RemoteServerSide(RemoteSide):
                 f"({', '.join(frozen) or 'none on this client'}): server and client need the same model with the same "
                 "weights"
             )
-        if fit.is_batch_norm_fixed:
-            freeze_batch_norm(fit.module)  # as in a round
         untrained = untrained_entries(fit.module)
         if train_request.held:
             # Other entries hold results of training: a server could guess a count of batches, digest by digest.

@@ -15,8 +15,7 @@ from lightning_fed.callbacks.evaluation.data_pass import is_close
 from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.callbacks.evaluation.results import is_score
 from lightning_fed.errors import BadUpdate
-from lightning_fed.messages import Client
-from lightning_fed.steps.weights import find_bad_count
+from lightning_fed.messages import Client, find_bad_count
 
 _FEWEST = 3  # minimum number of clients to compare: with two, neither is an outlier
 _MOST_CHANGE = 2  # maximum ratio of two numbers of examples from one client
