@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -60,6 +60,8 @@ _log = logging.getLogger(__name__)
 _MOST_STEPS, _MANUAL_STEPS = 1_000_000, 100
 _MOST_TIMES = 100  # factor for the median step count: limit for a client's step count
 _LOSS_SCALES = 2.0**-30, 2.0**40
+
+_Reply: TypeAlias = Request | tuple[ClientUpdate, Answer] | Fault
 
 
 class RemotePopulation(Population):
@@ -131,25 +133,26 @@ class RemoteClientSide(RemoteSide):
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
         self._train_request = self._common(frozen) | {"hyperparameters": start}
         secure_sum = self._start_sum(fit)
-        requests = self._requests(fit, round.state)
         visits = {
-            visit.client: _RemoteVisit(visit, position, requests.get(visit.client))
+            visit.client: _RemoteVisit(visit, position)
             for position, visit in enumerate(self._cohort.visits)
             if visit.client not in server.report.failed
         }
-        flows = {client: self._run_visit(round, remote) for client, remote in visits.items()}
+        requests = self._requests(fit, [remote.visit for remote in visits.values()], round.state)
+        flows = {client: self._run_visit(round, remote, requests.get(client)) for client, remote in visits.items()}
 
         def messages() -> Iterator[tuple[Visit, Broadcast, str]]:
             for client, remote in visits.items():
                 try:
-                    run_to_step(fit, flows[client])
+                    if run_to_step(fit, flows[client]) is None:
+                        continue
                 except Exception as error:
-                    if remote.request is None:
+                    if not remote.asked:
                         raise
                     # The request contains rows outside the model.
                     server.refuse(client, f"its request cannot be answered: {describe(error)}", without_frames(error))
                     continue
-                yield remote.visit, remote.broadcast, "" if remote.request is None else digest_request(remote.request)
+                yield remote.visit, remote.broadcast, remote.asked
 
         for client, reply in self._ask(server, VISIT, messages()):
             run_to_step(fit, flows.pop(client), reply)
@@ -158,10 +161,20 @@ class RemoteClientSide(RemoteSide):
         if secure_sum is not None:
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
-    def _run_visit(self, round: Round, remote: _RemoteVisit) -> Flow:
-        """Server side of a visit, with the events of :meth:`ClientVisit.run`: broadcast, training, answer."""
+    def _run_visit(self, round: Round, remote: _RemoteVisit, request: _Reply | None) -> Flow:
+        """The server's half of a visit, with the events of :meth:`ClientVisit.run`: request, training, answer."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
-        remote.broadcast = yield Ask(remote.request or Request(client))
+        if request is not None:
+            if not isinstance(request, Request):
+                _exclude(server, client, request, "it sent no request")
+                return
+            request.extras = on_device(request.extras, fit.module.device)
+            fault = find_non_finite(request.extras)
+            if fault is not None:
+                server.refuse(client, fault)
+                return
+            remote.asked = digest_request(request)
+        remote.broadcast = yield Ask(request or Request(client))
         answer = self._open((yield Step()), client, round.state)
         if not isinstance(answer, tuple):
             _exclude(server, client, answer, "it sent a request instead of an update")
@@ -325,27 +338,14 @@ class RemoteClientSide(RemoteSide):
         for client, reply in waiting:
             yield client, answers.get(client, reply)
 
-    def _requests(self, fit: FederatedFit, model: State) -> dict[Client, Request]:
-        requests: dict[Client, Request] = {}
+    def _requests(self, fit: FederatedFit, visits: Sequence[Visit], model: State) -> dict[Client, _Reply]:
+        """The clients' replies with a request, if a callback has requests."""
         callbacks = federated_callbacks(fit.trainer)
         if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):
-            return requests
-        number = fit.server.report.round
-        packets = (
-            (visit.client, write_train_request(REQUEST, self._train_request_for(visit)))
-            for visit in self._cohort.visits
-        )
-        for client, reply in self._transport.ask(REQUEST, packets, number):
-            answer = self._open(reply, client, model)
-            if not isinstance(answer, Request):
-                _exclude(fit.server, client, answer, "it sent no request")
-                continue
-            answer.extras = on_device(answer.extras, fit.module.device)
-            requests[client] = answer
-            fault = find_non_finite(answer.extras)
-            if fault is not None:
-                fit.server.refuse(client, fault)
-        return requests
+            return {}
+        packets = ((visit.client, write_train_request(REQUEST, self._train_request_for(visit))) for visit in visits)
+        replies = self._transport.ask(REQUEST, packets, fit.server.report.round)
+        return {client: self._open(reply, client, model) for client, reply in replies}
 
     def _read_answer(self, reply: Packet | str, client: Client, model: State) -> ClientUpdate | str:
         answer = self._open(reply, client, model)
@@ -353,7 +353,7 @@ class RemoteClientSide(RemoteSide):
             return answer[0]
         return answer.reason if isinstance(answer, Fault) else "it sent an answer of another kind"
 
-    def _open(self, reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
+    def _open(self, reply: Packet | str, client: Client, model: State) -> _Reply:
         answer = read_answer(reply, client, model)
         if isinstance(answer, Fault) and answer.reason == NOT_HERE:  # the transport then searches for another node
             self._transport.forget(client)
@@ -429,11 +429,11 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
 @dataclass
 class _RemoteVisit:
-    """A visit on another machine: index in the round, client's request, server's message, and reported steps."""
+    """A visit on another machine: index in the round, digest of a request, server's message, and reported steps."""
 
     visit: Visit
     position: int
-    request: Request | None
+    asked: str = ""
     broadcast: Broadcast = field(init=False)
     steps: _Steps | None = None
 
@@ -442,9 +442,7 @@ class _Unreadable(Fault):
     """Fault in place of an unreadable reply."""
 
 
-def _exclude(
-    server: ServerInterface, client: Client, answer: Request | tuple[ClientUpdate, Answer] | Fault, otherwise: str
-) -> None:
+def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise: str) -> None:
     """Excludes a client without a valid answer: as refused after an invalid answer, as failed without an answer."""
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)
@@ -452,7 +450,7 @@ def _exclude(
         server.refuse(client, answer.reason if isinstance(answer, Fault) else otherwise)
 
 
-def read_answer(reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
+def read_answer(reply: Packet | str, client: Client, model: State) -> _Reply:
     """Reads any reply. An unreadable reply is the client's fault."""
     if isinstance(reply, str):
         return Fault(client, reply)
