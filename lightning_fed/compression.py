@@ -278,12 +278,10 @@ class Downlink(UpdateStep):
             newest = {key: code for key, code in self._codes[-1].items() if key.partition(":")[2] not in changed}
             self._codes = [*self._codes[:-1], newest]
 
-    def on_send(self, broadcast: Broadcast) -> None:
+    def on_send(self, client: Client, broadcast: Broadcast) -> None:
         broadcast.extras[VERSION] = torch.tensor(self._version)
-
-    def on_sent(self, client: Client, broadcast: Broadcast) -> None:
         behind = self._version - self._client_versions.get(client, -1)
-        if VERSION not in broadcast.extras or not 0 < behind <= len(self._codes):
+        if not 0 < behind <= len(self._codes):
             return
         codes = self._codes[-behind:]
         unsent = frozenset.intersection(*(frozenset(key.partition(":")[2] for key in code) for code in codes))

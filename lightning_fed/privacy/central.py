@@ -244,7 +244,7 @@ class CentralDP(UpdateStep):
     def callbacks(self) -> Sequence[Any]:
         return [PrivacyBudget(self)]
 
-    def on_send(self, broadcast: Broadcast) -> None:
+    def on_send(self, client: Client, broadcast: Broadcast) -> None:
         broadcast.extras[CLIP] = torch.tensor(self.clip, dtype=torch.float64)
 
     @torch.no_grad()

@@ -129,7 +129,7 @@ class SecureSum(UpdateStep):
     def form(self, state: State) -> State:
         return state | ring_form({name: state[name] for name in self._names(state)})
 
-    def on_send(self, broadcast: Broadcast) -> None:
+    def on_send(self, client: Client, broadcast: Broadcast) -> None:
         assert self.ring is not None
         broadcast.extras |= self.ring.extras()
 

@@ -198,7 +198,6 @@ class Server(ServerInterface):
         request = Request(client) if request is None else request
         self.report.up_bytes += request.nbytes
         broadcast = self.rule.broadcast(request)
-        self.chain.on_send(broadcast)
         if request.rows:
             self._slice(broadcast, request)
         self._rows[client] = dict(broadcast.rows)
@@ -207,10 +206,14 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message to a client. In a whole model, entries that the client already has do not count."""
+        """Counts a message to a client. In a whole model, entries that the client already has do not count.
+
+        The steps add extras to the message for a visit.
+        """
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
-        self.chain.on_sent(client, broadcast)
+        if client in self._expected:
+            self.chain.on_send(client, broadcast)
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:

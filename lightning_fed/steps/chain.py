@@ -126,14 +126,9 @@ class Chain:
 
     # Server
 
-    def on_send(self, broadcast: Broadcast) -> None:
+    def on_send(self, client: Client, broadcast: Broadcast) -> None:
         for step in self.steps:
-            step.on_send(broadcast)
-
-    def on_sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Marks broadcast entries that the client already holds."""
-        for step in self.steps:
-            step.on_sent(client, broadcast)
+            step.on_send(client, broadcast)
 
     def receive(
         self,

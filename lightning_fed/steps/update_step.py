@@ -77,11 +77,11 @@ class UpdateStep:
         """Names, shapes and dtypes of the encoded update, for an update like ``state``; values do not matter."""
         return state
 
-    def on_send(self, broadcast: Broadcast) -> None:
-        """Server side, inner to outer: adds extras to the broadcast to a client."""
+    def on_send(self, client: Client, broadcast: Broadcast) -> None:
+        """Server side, inner to outer, after all callbacks: adds extras to the broadcast to a client.
 
-    def on_sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, after all callbacks: marks entries already held by the client as ``unsent``."""
+        The step may mark entries already held by the client as ``unsent``.
+        """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Client side, before sending: clips, encodes or masks the update.

@@ -203,7 +203,7 @@ def test_the_vector_of_all_entries_equals_single_entries():
     chain, total = chain_of(0.7), dict.fromkeys(start, 0.0)
     chain.start(RoundInfo(0), start)
     sent = Broadcast(0, dict(start))
-    chain.on_send(sent)
+    chain.on_send("a", sent)
     for client in ("a", "b", "c"):
         trained = draw()
         update = chain.on_client(ClientUpdate(client, 7, dict(trained)), sent, {})
@@ -245,7 +245,7 @@ def test_the_clip_follows_the_lengths():
         assert chain.steps[0].clip == pytest.approx(clip)
         assert new["w"].isfinite().all()
     broadcast = chain.rule.broadcast(Request("a"))
-    chain.on_send(broadcast)
+    chain.on_send("a", broadcast)
     assert broadcast.extras[CLIP].item() == pytest.approx(clip)
     with pytest.raises(ValueError, match="a noise multiplier below 1, twice the noise of the adaptive"):
         chain_of(1.0, Budget(1.0, 1e-3, 100, 10), adaptive=True)
@@ -573,7 +573,7 @@ def test_a_client_that_does_not_clip_is_left_out():
     chain = Chain(FedAvg(), [*chain_of(0.5).steps, Scaling(["a"], scale=3.0)])
     chain.start(RoundInfo(0, clients=["a", "b"]), START)
     sent = Broadcast(0, dict(START))
-    chain.on_send(sent)
+    chain.on_send("a", sent)
     for client in ("a", "b"):
         update = chain.on_client(update_of(steps(1)[0], client), sent, {})
         if client == "b":

@@ -201,7 +201,7 @@ def test_a_sum_of_too_few(count, threshold, least):
 
 def sent_by(chain, client, step, num_samples=8):
     broadcast = Broadcast(0, dict(START))
-    chain.on_send(broadcast)
+    chain.on_send("a", broadcast)
     state = {"w": (START["w"].double() + step.view(4, 3)).float(), "n": torch.tensor(9)}
     return chain.on_client(ClientUpdate(client, num_samples, state), broadcast, {})
 
