@@ -137,7 +137,7 @@ class OwnClassConfusion(PeriodicPictures):
             return
         self._last_epoch, self.latest = round, {}
         federation = find_federation(trainer)
-        with federation.own_models(trainer, pl_module) as load:
+        with federation.own_models(pl_module) as load:
             for client in self._chosen(trainer):
                 try:
                     load(client)

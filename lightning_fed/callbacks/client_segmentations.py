@@ -135,7 +135,7 @@ class ClientSegmentations(L.Callback):
         folder, round = self._folder(trainer), self._round(trainer)
         self.rows = [row for row in self.rows if row[0] != round]  # set by an earlier validation with the same model
         folder.mkdir(parents=True, exist_ok=True)
-        with torch.inference_mode(False), find_federation(trainer).own_models(trainer, pl_module) as load:
+        with torch.inference_mode(False), find_federation(trainer).own_models(pl_module) as load:
             for client, loader in loaders.items():
                 try:
                     load(client)

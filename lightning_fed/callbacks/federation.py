@@ -50,7 +50,7 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
 from lightning_fed.rounds.batch_norm import adapt, statistics_of_monitored, warn_of_monitors
 from lightning_fed.rounds.client_errors import describe_visit
-from lightning_fed.rounds.client_models import Answers, ClientModels
+from lightning_fed.rounds.client_models import Answers, ask, client_state, local_model, own_models
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
 from lightning_fed.rounds.visit_flow import ClientVisit
@@ -71,64 +71,63 @@ user's to set."""
 class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
-    In each epoch the clients of the round train one after another on the same module, each starting from the server's
-    message, and the server aggregates at the end. ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint``
-    and epoch-interval schedulers count rounds.
+    Inside an epoch the round's clients train one after another on the same module, each from the server's message, and
+    the server aggregates at the end. ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and
+    epoch-interval schedulers count rounds.
 
     Args:
         method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
-            :class:`~lightning_fed.Method`, or an aggregation rule. The object is copied. Arguments set by the method
-            cannot be passed again.
+            :class:`~lightning_fed.Method`, or the server's rule; copied. Arguments set by the method cannot be set
+            again.
         partition: Split of the training data into clients; ``None`` with a
             :class:`~lightning_fed.data.FederatedDataModule`.
-        clients_per_round: Number of clients in a round (int), or fraction of all clients (float in (0, 1]).
-        local_epochs: Number of passes over a client's data in a visit.
-        local_steps: Number of batches in a visit; replaces ``local_epochs``.
-        personal: Entries that stay on each client: name patterns (``"head.*"``) and module types.
-        frozen: Entries that are neither trained nor sent: patterns and types as for ``personal``. Parameters without
-            gradient need not be listed.
+        clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
+        local_epochs: Passes over a client's data in a visit.
+        local_steps: Batches in a visit; replaces ``local_epochs``.
+        personal: Entries that each client keeps for itself: name patterns (``"head.*"``) and module types.
+        frozen: Entries that are neither trained nor transmitted: patterns and types as for ``personal``. Parameters
+            without gradient need not be named.
         batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
-            statistics with the new global model, and one decision is made: pooled statistics for similar clients, or
-            separate statistics per client for different clients (a shift above
-            :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`). ``"recalibrate"``: always pooled.
-            :class:`~lightning_fed.LocalStatistics`: always separate. ``"average"``: averaged like all entries.
-            ``"personal"``: stored on each client together with the layers' weights (FedBN).
+            statistics with the new global model, and decide once between pooled statistics for similar clients and own
+            statistics for different clients (a shift above :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`).
+            ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always own. ``"average"``:
+            averaged like all entries. ``"personal"``: kept by each client with the layers' weights (FedBN).
             :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial statistics, also
             in training.
-        optimizer_state: Optimizer state at the start of a visit: new (``"reset"``), or from the client's last visit
-            (``"keep"``).
-        availability: Simulation of stragglers, and of clients that never report (:class:`~lightning_fed.Availability`).
-        faults: Limits on client failures (:class:`~lightning_fed.Faults`).
-        store: Storage for client state between visits: a folder (for many clients), a
+        optimizer_state: Optimizer state in a visit: fresh (``"reset"``), or the client's (``"keep"``).
+        availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
+        faults: Limits to failures of clients (:class:`~lightning_fed.Faults`).
+        store: Storage for clients' state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        visits: Loop over the batches of visits, with equal results: a loop without unused hooks (``"fused"``),
+        visits: Loop for the visits' batches, with equal results: one loop without unused hooks (``"fused"``),
             Lightning's loop (``"lightning"``), fused if possible (``"auto"``), or several clients at once
             (:class:`~lightning_fed.Vectorized`).
-        steps: Update steps between a client's training and the new global model, innermost first, applied after the
-            method's steps (:mod:`lightning_fed.steps`). The objects are copied.
-        seed: Seed for the partition and the schedule; ``None`` for the seed of ``lightning.seed_everything``, or 0.
+        steps: Update steps between a client's training and the new global model, the innermost first, after the
+            method's steps (:mod:`lightning_fed.steps`); copied.
+        seed: Seed for the partition and the schedule; ``None`` takes the seed of ``lightning.seed_everything`` or 0.
 
     Attributes:
         arguments: The constructor's arguments, by name.
-        options: Options of a fit: the arguments combined with the method's settings.
-        method: The federation's copy of the method. The method's callbacks are added to the Trainer, unless the Trainer
-            has a callback of the same class.
-        server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
+        options: Options for a fit: the arguments combined with the method's settings.
+        method: The federation's copy of the method. A Trainer gets callbacks from the method unless a callback has the
+            same class.
+        has_lost_entries: Whether the clients' personal entries for the evaluated checkpoint are lost.
+        server: The server. Results are in ``server.rule`` and ``steps``, not in the objects given.
 
     Raises:
-        ValueError: If an argument is outside its range or also set by the method, or a selector matches nothing.
-        TypeError: If ``method`` is not a name, method or rule, or cannot be copied; or ``partition`` is not a
-            partition.
-        MisconfigurationException: In ``setup``, if a Trainer setting is not supported in a round; in ``fit``, if
-            ``visits="fused"`` and fused visits are not possible.
+        ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
+        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
+            a partition.
+        MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round; in ``fit``, if
+            ``visits="fused"`` and something prevents fused visits.
 
     Note:
-        Attributes outside ``state_dict`` keep their values from one visit to the next, in the module, callbacks,
-        optimizers and schedulers; the log lists changed attributes that can affect later visits. Every visit starts
-        with the round's initial values of buffers with ``persistent=False``.
+        Attributes outside ``state_dict`` carry over from one visit to the next, in the module, callbacks, optimizers
+        and schedulers; the log names changed attributes that can affect later visits. Every visit starts with the
+        round's initial values for buffers with ``persistent=False``.
 
-        Checkpoints contain the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
-        BatchNorm the decision, the reports before a decision, and the statistics used for each monitored value.
+        Checkpoints hold the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
+        BatchNorm the decision, the reports before a decision, and the statistics behind each monitored value.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -182,7 +181,7 @@ class Federation(TrainerCallback):
         work = options.local_epochs, options.local_steps
         self.schedule = Schedule(self.seed, clients_per_round, *work, self.options.availability)
         self.store = build_store(store)
-        self._is_fit = True
+        self._is_fit, self.has_lost_entries = True, False
         self._preset_decision = ""
         self._clients = ""
         self._trainer: L.Trainer | None = None
@@ -192,8 +191,7 @@ class Federation(TrainerCallback):
         parts = self.options, self.server, self.schedule, self.store
         self._fit = FederatedFit(*parts, remote, self._preset_decision)
         self.server.held = HeldEntries()
-        self._models = ClientModels(self._fit)
-        self._loop = RoundLoop(self._fit, self._models)
+        self._loop = RoundLoop(self._fit)
 
     def replace(self, **changes: Any) -> Federation:
         """Creates a new federation with the same arguments, except for the changes."""
@@ -318,7 +316,7 @@ class Federation(TrainerCallback):
         during a round, and ``ValueError`` for an unknown client.
         """
         module = None if self._trainer is None else self._trainer.lightning_module
-        return self._models.state(module, client, self._loop.hooks.open_round is not None)
+        return client_state(self._fit, module, client, self._loop.hooks.open_round is not None)
 
     def client_model(self, client: Client) -> L.LightningModule:
         """Copies the module as a client's model, with the client's personal entries and BatchNorm statistics.
@@ -337,28 +335,26 @@ class Federation(TrainerCallback):
 
     def ask(
         self,
-        trainer: L.Trainer,
         module: L.LightningModule,
         callback: AskableCallback,
         clients: Iterable[Client],
         question: Mapping[str, Any],
         own: bool = False,
     ) -> Answers:
-        """Sends clients a question outside a round: each client receives a model and returns an answer.
+        """Asks clients a question outside a round: each client receives a model, and sends an answer.
 
         In this process, or in several processes with shared clients, ``callback`` answers
-        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback of
-        the same class answers.
+        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback
+        with the same class answers.
 
         Args:
-            trainer: The Trainer.
-            module: The module with the model to send (the global model or another model); unchanged afterwards.
+            module: The module with the global model, or with another model to ask about; unchanged afterwards.
             callback: The callback.
             clients: The clients.
             question: The question: primitives and plain containers.
-            own: Whether each client answers with its personal model instead of the global model.
+            own: Whether each client answers with the client's own model instead of the global model.
         """
-        return self._models.ask(trainer, module, callback, clients, question, own)
+        return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
         """Context with the model for validation in the module: the averaged model, if the fit averages weights."""
@@ -369,22 +365,15 @@ class Federation(TrainerCallback):
         """Whether the other side of the federation is on other machines."""
         return self._fit.is_remote
 
-    @property
-    def has_lost_entries(self) -> bool:
-        """Whether the clients' personal entries for the evaluated checkpoint are lost."""
-        return self._models.is_lost
-
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """Gives access to each client's model; valid only while the module is the global model."""
         if self._trainer is not None:
             self._fit.decide_policies(self._trainer, pl_module)  # `on_fit_start` runs before the decision
-        return self._models.local(pl_module)
+        return local_model(self._fit, pl_module)
 
-    def own_models(
-        self, trainer: L.Trainer, pl_module: L.LightningModule
-    ) -> AbstractContextManager[Callable[[Client], None]]:
+    def own_models(self, pl_module: L.LightningModule) -> AbstractContextManager[Callable[[Client], None]]:
         """Context with a function that loads a client's model; restores the global model afterwards."""
-        return self._models.own_models(trainer, pl_module)
+        return own_models(self._fit, pl_module)
 
     @property
     def state_key(self) -> str:
@@ -393,7 +382,7 @@ class Federation(TrainerCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, installs the loader for rounds, and adds the method's callbacks."""
-        self._is_fit, self._models.is_lost = stage == "fit", False
+        self._is_fit, self.has_lost_entries = stage == "fit", False
         protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)
         step_callbacks = [callback for step in self.server.chain.steps for callback in step.callbacks()]
@@ -570,7 +559,13 @@ class Federation(TrainerCallback):
         if then != now:
             _log.warning("The checkpoint used seed %d to draw rounds; further rounds use seed %d.", then, now)
         self.server.chain.load_state_dict(state_dict["chain"])
-        self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
+        try:
+            self.store.restore(self.rounds, state_dict["store"])
+        except ValueError as error:
+            if self._is_fit:
+                raise
+            self.has_lost_entries = True
+            _log.warning("The clients are not evaluated one by one. %s", error)
         self.server.held.load_state_dict(state_dict.get("held", {}))
 
     def find_population(self) -> Population:

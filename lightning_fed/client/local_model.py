@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
-from lightning_fed.client.unsaved_tensors import UnsavedTensors
+from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State, digest, without_prefix
 from lightning_fed.model.entries import (
     Policy,
+    Slot,
     copy_state,
     entry_names,
     find_fault,
@@ -25,6 +27,7 @@ from lightning_fed.model.entries import (
     tensor_slots,
 )
 from lightning_fed.model.resize import resize_module, set_tensor_data
+from lightning_fed.numerics.foreach import norms
 from lightning_fed.numerics.precision import as_real
 
 OWN_MODEL = "model:"
@@ -35,6 +38,7 @@ STATISTICS = "batch_norm:"
 
 _MEMORY = "memory:"
 _TRAVELS = ("shared", "sliced")
+_KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class LocalModel:
@@ -88,13 +92,10 @@ class LocalModel:
         )
         self.sliced = {name: tensor for tensor, name in names.items() if policies[name] == "sliced"}
         self._slots = {name: slots[tensor] for tensor, name in names.items() if name not in self.sliced}
-        self._unsaved = UnsavedTensors(module, names)
+        self._unsaved = UnsavedTensors(module, [slots[tensor] for tensor in slots if tensor not in names])
         self.dropped = set[str]()
         self.has_statistics = False
-        # Client state read at the request, stored until the load, to read the store once.
-        self._recalled: dict[Client, State] = {}
         self._model_keys: list[tuple[Mapping[str, Tensor], Tensor]] = []
-        self._optimizer_state: dict[Client, State] = {}
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
         """Copies the shared entries, except sliced entries, because visits never write into sliced entries.
@@ -138,17 +139,15 @@ class LocalModel:
         state: Mapping[str, Tensor],
         trains: bool = True,
         statistics: Mapping[str, Tensor] | None = None,
+        stored: State | None = None,
     ) -> None:
-        """Loads a client's model: shared entries from ``state``, personal entries from the client's store.
+        """Loads a client's model: shared entries from ``state``, personal entries from the client's store (``stored``).
 
-        With ``trains`` the model is for training or measurement, and sliced entries are copies. Otherwise the model is
+        With ``trains`` the model is for training or measurement, with copies of sliced entries. Otherwise the model is
         for evaluation: the stored BatchNorm statistics (or ``statistics``), and entries of a separate model in the
         client's memory (``OWN_MODEL``), replace the shared entries.
         """
-        client_state = self._recalled.pop(client, None)
-        if client_state is None:
-            client_state = self.store.get(client) or {}
-        self._optimizer_state = {client: _part(client_state, OPTIMIZER)} if trains else {}
+        client_state = self.recall(client) if stored is None else stored
         prefixes = OPTIMIZER, STATISTICS, _MEMORY
         personal = {name: value for name, value in client_state.items() if not name.startswith(prefixes)}
         copies = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
@@ -176,10 +175,8 @@ class LocalModel:
         self._load(state)
 
     def recall(self, client: Client) -> State:
-        """Reads a client's state before the request; returns the memory, which is empty before the first visit."""
-        client_state = self.store.get(client) or {}
-        self._recalled = {client: client_state}
-        return without_prefix(client_state, _MEMORY)
+        """Reads a client's stored state: personal entries, optimizer state, memory. Empty before the first visit."""
+        return self.store.get(client) or {}
 
     def store_client(
         self,
@@ -190,7 +187,6 @@ class LocalModel:
     ) -> None:
         """Stores a client's personal entries, optimizer state and memory, if any, until the next visit."""
         self._find_entries()
-        self._recalled, self._optimizer_state = {}, {}
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
         if client_state:
@@ -213,9 +209,7 @@ class LocalModel:
         self, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> None:
         """Stores a client's BatchNorm statistics, measured with the model in ``state``."""
-        client_state = {
-            name: value for name, value in (self.store.get(client) or {}).items() if not name.startswith(STATISTICS)
-        }
+        client_state = {name: value for name, value in self.recall(client).items() if not name.startswith(STATISTICS)}
         client_state[STATISTICS] = self.model_key(state)
         client_state |= {
             f"{STATISTICS}{name}": value.to(self.entries[name].dtype) for name, value in statistics.items()
@@ -232,13 +226,9 @@ class LocalModel:
         fault = find_fault(personal, {name: self.server_entries[name] for name in personal}, finite=False)
         if fault is not None or find_implausible(personal) is None:
             return fault
-        start = {**self.server_entries, **self._initial, **(self.store.get(client) or {})}
+        start = {**self.server_entries, **self._initial, **self.recall(client)}
         was_plausible = [name for name in personal if find_implausible({name: start[name]}) is None]
         return find_implausible({name: personal[name] for name in was_plausible})
-
-    def take_optimizer_state(self, client: Client) -> State:
-        """Returns the loaded client's stored optimizer state, in the format of :func:`pack_optimizers`."""
-        return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
         """Builds the client's update; refuses writes into tensors outside ``state_dict``."""
@@ -279,8 +269,9 @@ class LocalModel:
             self.entries[name] = as_real(current.detach())
 
 
-def _part(client_state: State, prefix: str) -> State:
-    return {name: value for name, value in client_state.items() if name.startswith(prefix)}
+def memory_of(stored: State) -> State:
+    """The memory for callbacks and steps in a client's stored state."""
+    return without_prefix(stored, _MEMORY)
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
@@ -288,3 +279,104 @@ def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)
+
+
+class UnsavedTensors:
+    """Tensors without an entry, reset for every client: no information passes from one visit to the next.
+
+    Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
+    only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
+    a visit are removed after the visit, and restored after the round if all clients have added equal tensors.
+    """
+
+    def __init__(self, module: nn.Module, slots: Iterable[Slot]) -> None:
+        self._owner = type(module).__name__
+        self._parameters = [slot for slot in slots if isinstance(slot.tensor, nn.Parameter)]
+        self._norms = self._current_norms()
+        self._buffers = [(slot, slot.tensor.clone()) for slot in slots if not isinstance(slot.tensor, nn.Parameter)]
+        self._members = {layer: _members(layer) for layer in module.modules()}
+        self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
+
+    def changed(self) -> set[str]:
+        """Names of changed non-persistent buffers; refuses a changed parameter or persistent buffer."""
+        changed = {
+            path: attribute in vars(layer)["_non_persistent_buffers_set"]
+            for (path, layer, attribute, _), before in self._buffers
+            if _is_other(getattr(layer, attribute, None), before)
+        }
+        lengths = zip(self._parameters, self._norms, self._current_norms(), strict=True)
+        changed |= {slot.path: False for slot, before, after in lengths if before != after and before == before}
+        for path, is_declared in changed.items():
+            if not is_declared:
+                raise OptionError(
+                    f"Expected `{self._owner}.state_dict()` to contain every tensor that changes in training, but"
+                    f" {path!r} has changed and shares no memory with an entry: include the tensor in `state_dict`."
+                )
+        return set(changed)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Removes the last visit's additions, and restores the buffers; refuses different additions under one name."""
+        differing = []
+        for layer, before in self._members.items():
+            for name, value in _members(layer).items():
+                if value is None or before.get(name) is not None:
+                    continue
+                is_persistent = name not in vars(layer)["_non_persistent_buffers_set"]
+                if name in before:
+                    setattr(layer, name, None)
+                else:
+                    delattr(layer, name)
+                first, _ = self._additions.setdefault((layer, name), (value, is_persistent))
+                if not _are_alike(first, value):
+                    self._additions[layer, name] = None, False
+                    if is_persistent:
+                        differing.append(f"{type(layer).__name__}.{name}")
+        if differing:
+            raise OptionError(
+                f"Expected all clients to start from the same model, but training adds {differing[0]!r} with other"
+                " values for another client: create the tensor or layer before `fit`, for example by a dry run (one"
+                " batch through the module)."
+            )
+        for (_, layer, attribute, tensor), start in self._buffers:
+            if getattr(layer, attribute, None) is not tensor:
+                setattr(layer, attribute, tensor)
+            tensor.copy_(start)
+
+    def return_additions(self) -> None:
+        """Restores the tensors and layers added in visits, after the round."""
+        additions, self._additions = self._additions, {}
+        for (layer, name), (value, is_persistent) in additions.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                layer.register_buffer(name, value, is_persistent)
+            elif value is not None:
+                setattr(layer, name, value)
+
+    def _current_norms(self) -> list[float]:
+        return [float(length) for length in norms(slot.tensor.detach() for slot in self._parameters)]
+
+
+def _members(layer: nn.Module) -> dict[str, Any]:
+    return {name: value for kind in _KINDS for name, value in vars(layer).get(kind, {}).items()}
+
+
+def _is_other(value: object, before: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.shape != before.shape or value.dtype != before.dtype:
+        return False  # a cache whose size changed
+    return value.layout == torch.strided and not _is_equal(value, before)
+
+
+def _is_equal(left: Tensor, right: Tensor) -> bool:
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _are_alike(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if isinstance(first, nn.Module) and isinstance(second, nn.Module):
+        first_state, second_state = first.state_dict(), second.state_dict()
+        names = first_state.keys() | second_state.keys()
+        return all(_are_alike(first_state.get(name), second_state.get(name)) for name in names)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and _is_equal(first, second)
+    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,21 +20,6 @@ OPTIMIZER = "optimizer:"
 _HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # set by schedulers and users
 _GROUP = "group"
 _DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
-
-
-class StepScheduler(Protocol):
-    """Interface of learning-rate schedulers."""
-
-    optimizer: Optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the scheduler's state."""
-
-    def step(self, *args: Any) -> None:
-        """Performs a step."""
 
 
 class LocalOptimizers:
@@ -61,7 +46,7 @@ class LocalOptimizers:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        step_schedulers: Sequence[StepScheduler] = (),
+        step_schedulers: Sequence[Any] = (),
         scaler: Any = None,
         mode: Literal["reset", "keep"] = "reset",
         epoch_schedulers: Sequence[Any] = (),
@@ -72,32 +57,13 @@ class LocalOptimizers:
         self.epoch_schedulers = [scheduler for scheduler in epoch_schedulers if id(scheduler.optimizer) in stepped]
         self.scaler = scaler
         self.mode = mode
-        self._start = self._capture()
+        self._start = self.capture()
         self.finals: dict[int, dict[str, Any]] = {}
 
     @property
     def start(self) -> dict[str, Any]:
         """Hyper-parameters, per-step schedulers and loss scale at every visit's start."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
-
-    def record_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
-        """Records the final state (as in ``finals``) of a visit in another process or on another machine."""
-        if self.has_lasting_state:
-            self.finals[position] = {**self._start, **final_state}
-
-    def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
-        """Computes the final state (as in ``finals``) of a visit on another machine, from scheduler step counts.
-
-        The per-step schedulers repeat the steps of the visit, in turn.
-        """
-        self._load(self._start)
-        for number in range(max(steps, default=0)):
-            for scheduler, count in zip(self.step_schedulers, steps, strict=True):
-                if number < count:
-                    scheduler.step()
-        state = self._capture(buffers=False)
-        self._load(self._start)
-        return state
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
         """Step count of every per-step scheduler in a visit; ``None`` if a scheduler does not count steps."""
@@ -122,19 +88,15 @@ class LocalOptimizers:
         if packed:
             unpack_optimizers(self.optimizers, packed)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Copies all state during a visit, for :meth:`resume`."""
-        return self._capture()
-
     def resume(self, snapshot: Mapping[str, Any]) -> None:
-        """Restores a :meth:`snapshot`, except learning rates set by epoch schedulers afterwards (at a last batch)."""
+        """Restores a result of :meth:`capture`, except learning rates set by epoch schedulers since (at a last batch)."""
         self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
         """Records the state of schedulers, and returns the packed optimizer state in ``"keep"`` mode."""
         if self.has_lasting_state:
-            self.finals[position] = self._capture(buffers=False)
+            self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self, counting: Collection[int]) -> None:
@@ -194,7 +156,8 @@ class LocalOptimizers:
             for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True)
         ]
 
-    def _capture(self, buffers: bool = True) -> dict[str, Any]:
+    def capture(self, buffers: bool = True) -> dict[str, Any]:
+        """Copies the current state of all parts; ``buffers``: with the optimizers' buffers."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy_state(scheduler.state_dict()) for scheduler in self.step_schedulers],

@@ -401,9 +401,9 @@ def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, s
         first_number, owner = known.setdefault(name, (number, place))
         first_name, namer = known.setdefault(number, (name, place))
         if first_number != number:
-            fault = f"class {name!r} has {first_number} at {owner} and {number} at {place}"
+            fault = f"class {name!r} has number {first_number} at {owner} and {number} at {place}"
         elif first_name != name:
-            fault = f"{number} is {first_name!r} at {namer} and {name!r} at {place}"
+            fault = f"number {number} means {first_name!r} at {namer} and {name!r} at {place}"
         else:
             continue
         raise ValueError(

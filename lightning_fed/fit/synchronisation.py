@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import lightning as L
 
-from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.visit_costs import VisitCosts
-from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import State
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.server.schedule import Cohort, Schedule
-from lightning_fed.server.server import ServerInterface
+from lightning_fed.server.schedule import Cohort
 
 
 class RoundSynchronisation:
@@ -71,15 +69,8 @@ class ClientSharing(ABC):
         """Returns the callbacks that a Trainer with several processes needs."""
 
     @abstractmethod
-    def synchronise(
-        self,
-        trainer: L.Trainer,
-        server: ServerInterface,
-        store: ClientStore,
-        schedule: Schedule,
-        progress: RoundProgress,
-    ) -> RoundSynchronisation:
-        """Creates the synchronisation for a fit's rounds; refuses a fit without support for several processes."""
+    def synchronise(self, fit: Any) -> RoundSynchronisation:
+        """Builds the synchronisation of a ``FederatedFit``; refuses a fit without support for several processes."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:

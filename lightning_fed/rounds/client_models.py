@@ -50,219 +50,206 @@ class Answers:
         )
 
 
-class ClientModels:
-    """Each client's own model: the global model with the client's personal entries.
+def local_model(fit: FederatedFit, module: L.LightningModule) -> LocalModel:
+    """The module as each client's model in turn; only valid while the module is the global model."""
+    return LocalModel(module, fit.policies, fit.store, fit.server.rule.resizes)
 
-    ``is_lost`` is true if the personal entries are lost, so no client can answer.
-    """
 
-    def __init__(self, fit: FederatedFit) -> None:
-        self._fit = fit
-        self.is_lost = False
-        self._has_logged_strangers = False
+@contextmanager
+def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
+    """See :meth:`Federation.own_models`."""
+    local = local_model(fit, module)
+    state = local.global_state()
 
-    def restore(self, rounds: int, state: dict[str, Any], must: bool) -> None:
-        """Restores the clients' personal entries after a number of rounds, from the store's ``checkpoint``.
+    def load(client: Client) -> None:
+        _load(fit, local, client, state)
+        notify_model_loaded(fit.trainer, module, client)
 
-        With ``must``, lost entries raise ``ValueError``; otherwise lost entries set ``is_lost``.
-        """
-        try:
-            self._fit.store.restore(rounds, state)
-        except ValueError as error:
-            if must:
-                raise
-            self.is_lost = True
-            _log.warning("The clients are not evaluated one by one. %s", error)
+    try:
+        yield load
+    finally:
+        local.load_global(state)
+        notify_model_loaded(fit.trainer, module, None)
 
-    def local(self, module: L.LightningModule) -> LocalModel:
-        """The module as each client's model in turn; only valid while the module is the global model."""
-        fit = self._fit
-        return LocalModel(module, fit.policies, fit.store, fit.server.rule.resizes)
 
-    @contextmanager
-    def own_models(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
-        """See :meth:`Federation.own_models`."""
-        local = self.local(module)
+def client_state(
+    fit: FederatedFit, module: L.LightningModule | None, client: Client, is_in_round: bool
+) -> dict[str, Any]:
+    """See :meth:`Federation.client_state`. If ``module`` is ``None``, the clients are unknown too."""
+    # Validation without a fit does not load the clients.
+    if module is not None and not fit.is_population_known and fit.policies:
+        is_known = not local_model(fit, module).personal or fit.store.get(client) is not None
+    else:
+        is_known = client in fit.population.clients
+    if not is_known:
+        raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
+    if is_in_round:
+        raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
+    assert module is not None
+    local = local_model(fit, module)
+    state = local.global_state()
+    try:
+        _load(fit, local, client, state)
+        own: dict[str, Any] = copy_state(module.state_dict())
+        return own
+    finally:
+        local.load_global(state)
+
+
+def ask(
+    fit: FederatedFit,
+    module: L.LightningModule,
+    callback: AskableCallback,
+    clients: Iterable[Client],
+    question: Mapping[str, Any],
+    own: bool,
+) -> Answers:
+    """See :meth:`Federation.ask`."""
+    trainer, clients = fit.trainer, list(clients)
+    round = trainer.current_epoch
+    with torch.inference_mode(False):  # tensors made in that mode cannot be trained
+        local = local_model(fit, module)
+        _log_strangers(fit, clients, bool(local.personal))
+        measured: dict[Client, State] = {}
         state = local.global_state()
+        seed = fit.schedule.end_seed(round)
+        visits = [Visit(client, round, derive_seed(seed, client_key(client))) for client in clients]
 
-        def load(client: Client) -> None:
-            self._load(local, client, state)
-            notify_model_loaded(trainer, module, client)
+        def send(visit: Visit) -> Broadcast:
+            broadcast = Broadcast(round, _shared(fit, visit.client, state) if own else state)
+            fit.server.sent(visit.client, broadcast)
+            return broadcast
 
-        try:
-            yield load
-        finally:
-            local.load_global(state)
-            notify_model_loaded(trainer, module, None)
+        with _counting(fit) as answers, seeded_generators():
+            if fit.remote is not None:
+                question = {**question, "callback": type(callback).__name__, "own": own}
+                question |= {"statistics_round": fit.statistics_round, "decision": fit.decision}
+                for client, answer in fit.remote.ask(fit, question, visits, send):
+                    if isinstance(answer, str):
+                        answers.failed[client] = answer
+                    else:
+                        answers.updates[client] = answer
+                        answers.up_bytes += answer.nbytes
+            else:
 
-    def state(self, module: L.LightningModule | None, client: Client, is_in_round: bool) -> dict[str, Any]:
-        """See :meth:`Federation.client_state`. If ``module`` is ``None``, the clients are unknown too."""
-        # Validation without a fit does not load the clients.
-        if module is not None and not self._fit.is_population_known and self._fit.policies:
-            is_known = not self.local(module).personal or self._fit.store.get(client) is not None
-        else:
-            is_known = client in self._fit.population.clients
-        if not is_known:
-            raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
-        if is_in_round:
-            raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
-        assert module is not None
-        local = self.local(module)
-        state = local.global_state()
-        try:
-            self._load(local, client, state)
-            own: dict[str, Any] = copy_state(module.state_dict())
-            return own
-        finally:
-            local.load_global(state)
+                def answer_here(visit: Visit) -> ClientUpdate:
+                    sent = send(visit).state
+                    if own:
+                        statistics = load_own_model(fit, local, visit.client, sent, fit.statistics_round)
+                        measured.update({} if statistics is None else {visit.client: statistics})
+                    else:
+                        local.load_global(sent)
+                    notify_model_loaded(trainer, module, visit.client if own else None)
+                    seed_everything(visit.seed)
+                    with fit.clock.visit():
+                        return callback.on_client_question(trainer, module, visit.client, question)
 
-    def ask(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        callback: AskableCallback,
-        clients: Iterable[Client],
-        question: Mapping[str, Any],
-        own: bool,
-    ) -> Answers:
-        """See :meth:`Federation.ask`."""
-        fit, clients, round = self._fit, list(clients), trainer.current_epoch
-        with torch.inference_mode(False):  # tensors made in that mode cannot be trained
-            local = self.local(module)
-            self._log_strangers(clients, bool(local.personal))
-            measured: dict[Client, State] = {}
-            state = local.global_state()
-            seed = fit.schedule.end_seed(round)
-            visits = [Visit(client, round, derive_seed(seed, client_key(client))) for client in clients]
-
-            def send(visit: Visit) -> Broadcast:
-                broadcast = Broadcast(round, self._shared(visit.client, state) if own else state)
-                fit.server.sent(visit.client, broadcast)
-                return broadcast
-
-            with self._counting() as answers, seeded_generators():
-                if fit.remote is not None:
-                    question = {**question, "callback": type(callback).__name__, "own": own}
-                    question |= {"statistics_round": fit.statistics_round, "decision": fit.decision}
-                    for client, answer in fit.remote.ask(fit, question, visits, send):
-                        if isinstance(answer, str):
-                            answers.failed[client] = answer
-                        else:
-                            answers.updates[client] = answer
-                            answers.up_bytes += answer.nbytes
-                else:
-
-                    def answer_here(visit: Visit) -> ClientUpdate:
-                        sent = send(visit).state
-                        if own:
-                            statistics = load_own_model(fit, local, visit.client, sent, fit.statistics_round)
-                            measured.update({} if statistics is None else {visit.client: statistics})
-                        else:
-                            local.load_global(sent)
-                        notify_model_loaded(trainer, module, visit.client if own else None)
-                        seed_everything(visit.seed)
-                        with fit.clock.visit():
-                            return callback.on_client_question(trainer, module, visit.client, question)
-
-                    try:
-                        self._ask_here(visits, answer_here, answers)
-                    finally:
-                        local.load_global(state)
-                        notify_model_loaded(trainer, module, None)
-        if fit.remote is None:
-            answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
-            self._store_measurements(local, measured, state)
-        for client, reason in answers.failed.items():
-            _log.warning("Client %r does not answer: %s.", client, reason)
-        return answers
-
-    def measure(self, trainer: L.Trainer, module: L.LightningModule, clients: Iterable[Client]) -> None:
-        """Measures and stores the clients' separate BatchNorm statistics, for clients with data in this process.
-
-        Clients with statistics for the current weights do not measure again. The module holds the global model before
-        and afterwards.
-        """
-        fit, ranks = self._fit, process_group_of(trainer)
-        if fit.statistics_round is None or fit.is_remote:
-            return
-        local = self.local(module)
-        state, measured = local.global_state(), dict[Client, State]()
-        ordered = sorted(clients, key=lambda client: (isinstance(client, str), client))
-        try:
-            with torch.inference_mode(False), ranks.independent():
-                for client in itertools.islice(ordered, ranks.rank, None, ranks.size):
-                    try:
-                        served_state = self._shared(client, state)
-                        statistics = load_own_model(fit, local, client, served_state, fit.statistics_round)
-                    except ClientFault as fault:
-                        warn_of_report(client, fault)
-                        continue
-                    measured.update({} if statistics is None else {client: statistics})
-        finally:
-            local.load_global(state)
-            notify_model_loaded(trainer, module, None)
-        self._store_measurements(local, measured, state)
-
-    def _load(self, local: LocalModel, client: Client, state: State) -> None:
-        # With several processes, a single process stores no measurement.
-        fit = self._fit
-        statistics = load_own_model(fit, local, client, self._shared(client, state), fit.statistics_round)
-        if statistics is not None and process_group_of(fit.trainer).size == 1:
-            self._store_measurements(local, {client: statistics}, state)
-
-    def _store_measurements(self, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
-        for part in process_group_of(self._fit.trainer).gather(measured):
-            for client, statistics in part.items():
-                local.store_statistics(client, self._fit.rounds - 1, statistics, self._shared(client, state))
-
-    def _ask_here(self, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers) -> None:
-        """Collects answers from the clients assigned to this process. Client faults and timeouts count as failures."""
-        ranks = process_group_of(self._fit.trainer)
-        with ranks.independent():
-            for visit in itertools.islice(visits, ranks.rank, None, ranks.size):
                 try:
-                    update = answer(visit)
-                except (ClientFault, VisitTimeout) as fault:
-                    answers.failed[visit.client] = str(fault)
-                except Exception as error:
-                    error.add_note(f"After round {round_number(visit.round)}, when client {visit.client!r} was asked.")
-                    raise
-                else:
-                    answers.updates[visit.client] = update
-                    answers.up_bytes += update.nbytes
+                    _ask_here(fit, visits, answer_here, answers)
+                finally:
+                    local.load_global(state)
+                    notify_model_loaded(trainer, module, None)
+    if fit.remote is None:
+        answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
+        _store_measurements(fit, local, measured, state)
+    for client, reason in answers.failed.items():
+        _log.warning("Client %r does not answer: %s.", client, reason)
+    return answers
 
-    @contextmanager
-    def _counting(self) -> Iterator[Answers]:
-        # A byte count separate from the last round's.
-        answers, server = Answers(), self._fit.server
-        report, server.report = server.report, replace(server.report, up_bytes=0, down_bytes=0)
-        try:
-            yield answers
-        finally:
-            answers.down_bytes, server.report = server.report.down_bytes, report
 
-    def _shared(self, client: Client, state: State) -> State:
-        # With most rules, the global model.
-        served_state = self._fit.server.rule.model_of(client)
-        return state if served_state is None else served_state
+def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None:
+    """Measures and stores the clients' separate BatchNorm statistics, for clients with data in this process.
 
-    def _log_strangers(self, clients: Sequence[Client], has_personal: bool) -> None:
-        """Logs, once, the clients outside the training population: new clients, or misspelt names."""
-        if not self._fit.is_population_known or self._has_logged_strangers:
-            return
-        self._has_logged_strangers = True
-        known = self._fit.population.clients
-        keys = known if isinstance(known, range) else set(known)
-        strangers = [client for client in clients if client not in keys]
-        if strangers:
-            _log.log(
-                logging.WARNING if has_personal else logging.INFO,
-                "%d clients are evaluated that do not train (%s), with %s. Those that train are %s.",
-                len(strangers),
-                _first(strangers),
-                "the initial values of the personal entries" if has_personal else "the global model",
-                _first(known),
-            )
+    Clients with statistics for the current weights do not measure again. The module holds the global model before
+    and afterwards.
+    """
+    module, ranks = fit.module, process_group_of(fit.trainer)
+    if fit.statistics_round is None or fit.is_remote:
+        return
+    local = local_model(fit, module)
+    state, measured = local.global_state(), dict[Client, State]()
+    ordered = sorted(clients, key=lambda client: (isinstance(client, str), client))
+    try:
+        with torch.inference_mode(False), ranks.independent():
+            for client in itertools.islice(ordered, ranks.rank, None, ranks.size):
+                try:
+                    served_state = _shared(fit, client, state)
+                    statistics = load_own_model(fit, local, client, served_state, fit.statistics_round)
+                except ClientFault as fault:
+                    warn_of_report(client, fault)
+                    continue
+                measured.update({} if statistics is None else {client: statistics})
+    finally:
+        local.load_global(state)
+        notify_model_loaded(fit.trainer, module, None)
+    _store_measurements(fit, local, measured, state)
+
+
+def _load(fit: FederatedFit, local: LocalModel, client: Client, state: State) -> None:
+    # With several processes, a single process stores no measurement.
+    statistics = load_own_model(fit, local, client, _shared(fit, client, state), fit.statistics_round)
+    if statistics is not None and process_group_of(fit.trainer).size == 1:
+        _store_measurements(fit, local, {client: statistics}, state)
+
+
+def _store_measurements(fit: FederatedFit, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
+    for part in process_group_of(fit.trainer).gather(measured):
+        for client, statistics in part.items():
+            local.store_statistics(client, fit.rounds - 1, statistics, _shared(fit, client, state))
+
+
+def _ask_here(
+    fit: FederatedFit, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers
+) -> None:
+    """Collects answers from the clients assigned to this process. Client faults and timeouts count as failures."""
+    ranks = process_group_of(fit.trainer)
+    with ranks.independent():
+        for visit in itertools.islice(visits, ranks.rank, None, ranks.size):
+            try:
+                update = answer(visit)
+            except (ClientFault, VisitTimeout) as fault:
+                answers.failed[visit.client] = str(fault)
+            except Exception as error:
+                error.add_note(f"After round {round_number(visit.round)}, when client {visit.client!r} was asked.")
+                raise
+            else:
+                answers.updates[visit.client] = update
+                answers.up_bytes += update.nbytes
+
+
+@contextmanager
+def _counting(fit: FederatedFit) -> Iterator[Answers]:
+    # A byte count separate from the last round's.
+    answers, server = Answers(), fit.server
+    report, server.report = server.report, replace(server.report, up_bytes=0, down_bytes=0)
+    try:
+        yield answers
+    finally:
+        answers.down_bytes, server.report = server.report.down_bytes, report
+
+
+def _shared(fit: FederatedFit, client: Client, state: State) -> State:
+    # With most rules, the global model.
+    served_state = fit.server.rule.model_of(client)
+    return state if served_state is None else served_state
+
+
+def _log_strangers(fit: FederatedFit, clients: Sequence[Client], has_personal: bool) -> None:
+    """Logs, once, the clients outside the training population: new clients, or misspelt names."""
+    if not fit.is_population_known or not fit.record_warning("strangers"):
+        return
+    known = fit.population.clients
+    keys = known if isinstance(known, range) else set(known)
+    strangers = [client for client in clients if client not in keys]
+    if strangers:
+        _log.log(
+            logging.WARNING if has_personal else logging.INFO,
+            "%d clients are evaluated that do not train (%s), with %s. Those that train are %s.",
+            len(strangers),
+            _first(strangers),
+            "the initial values of the personal entries" if has_personal else "the global model",
+            _first(known),
+        )
 
 
 def _first(clients: Sequence[Client]) -> str:

@@ -53,7 +53,7 @@ from lightning_fed.model.entries import check_entries
 from lightning_fed.rounds.batch_hooks import BatchHooks
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle, shorten_log
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
-from lightning_fed.rounds.client_models import ClientModels
+from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
 from lightning_fed.rounds.visit_driver import VisitPlan
@@ -72,8 +72,8 @@ class RoundLoop:
         is_ready: True after ``setup`` and ``on_fit_start``.
     """
 
-    def __init__(self, fit: FederatedFit, models: ClientModels) -> None:
-        self.fit, self._models = fit, models
+    def __init__(self, fit: FederatedFit) -> None:
+        self.fit = fit
         self.is_attached = self.is_planned = self.is_ready = self._is_started = False
         self._plan = VisitPlan()
         self.hooks = BatchHooks(fit, self._close_round)
@@ -100,7 +100,7 @@ class RoundLoop:
         check_trainer(trainer)
         strategy = sharing_strategy(trainer)
         if strategy is not None:
-            fit.synchronisation = strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress)
+            fit.synchronisation = strategy.synchronise(fit)
         train, val = handed_data(trainer)
         if train is not None:
             handed = datamodule_of_handed(train, val, partition, self.known_clients)
@@ -371,7 +371,7 @@ class RoundLoop:
     def measure_statistics(self, clients: Collection[Client]) -> None:
         """Measures the clients' own BatchNorm statistics with the model used in validation."""
         with self.averages_in_place():
-            self._models.measure(self.fit.trainer, self.fit.module, clients)
+            measure_own_statistics(self.fit, clients)
 
     def end_epoch(self) -> None:
         """Abandons an open round, and makes Lightning ask for the next round's loader before the next epoch."""

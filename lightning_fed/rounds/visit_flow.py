@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_model import LocalModel, memory_of
 from lightning_fed.client.local_optimizers import OPTIMIZER, LocalOptimizers
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault, describe, without_frames
@@ -83,7 +83,8 @@ class ClientVisit:
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
-            self.memory = self._local.recall(client)
+            stored = self._local.recall(client)
+            self.memory = memory_of(stored)
             request = Request(client)
             for callback in self._callbacks:
                 callback.on_client_request(trainer, module, client, request)
@@ -94,8 +95,9 @@ class ClientVisit:
                 callback.on_client_receive(trainer, module, client, broadcast)
 
             # Load.
-            self._local.load_client(client, broadcast.state)
-            self._load_optimizers(request)
+            self._local.load_client(client, broadcast.state, stored=stored)
+            self._load_optimizers(request, stored)
+            del stored  # may be large
             for callback in self._callbacks:
                 callback.on_client_start(trainer, module, client, broadcast)
 
@@ -160,7 +162,7 @@ class ClientVisit:
     @contextmanager
     def second_model(self, state: State) -> Iterator[Callable[[], State]]:
         """Context in which the module is another model with new optimizers; yields a function to copy all entries."""
-        entries, snapshot = self._local.client_entries(), self._optimizers.snapshot()
+        entries, snapshot = self._local.client_entries(), self._optimizers.capture()
         self._local.load_client_entries(state)
         self._optimizers.start_visit()
         self._clear_gradients()
@@ -178,10 +180,10 @@ class ClientVisit:
                 f"A callback asks for rows of {unsliced}, which travel as a whole: name them in its `sliced_entries`."
             )
 
-    def _load_optimizers(self, request: Request) -> None:
+    def _load_optimizers(self, request: Request, stored: State) -> None:
         kept = {}
         if self._fit.options.optimizer_state == "keep":
-            kept = self._local.take_optimizer_state(request.client)
+            kept = {name: value for name, value in stored.items() if name.startswith(OPTIMIZER)}
         if kept.pop(_FIT_NUMBER, torch.tensor(0)) != self._fit.number:  # a fit begins with new optimizers
             kept = {}
         rows = [(self._local.sliced[name], rows) for name, rows in request.rows.items()]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion
 from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
-from lightning_fed.rounds.client_models import Answers, ClientModels
+from lightning_fed.rounds.client_models import Answers
 from tests import models
 from tests.backends.flower.halves import in_process, on_flower
 from tests.breadth import quick
@@ -170,14 +170,14 @@ def test_on_a_server_without_data_as_in_one_process(federated_trainer, tmp_path)
 
 
 def test_a_failed_evaluation_leaves_the_global_model(federated_trainer, monkeypatch):
-    def fails(models, trainer, *arguments):
-        if trainer.current_epoch == 1:
+    def fails(federation, module, *arguments):
+        if module.current_epoch == 1:
             raise RuntimeError("no evaluation")
         return Answers()
 
     seen, own = GlobalModels(), module()
     trainer = federated_trainer(max_rounds=3, callbacks=[seen, ema()])
-    monkeypatch.setattr(ClientModels, "ask", fails)
+    monkeypatch.setattr(Federation, "ask", fails)
     with pytest.raises(RuntimeError, match="no evaluation"):
         trainer.fit(own, datamodule=data())
     assert_close(state_of(own), seen.states[1])

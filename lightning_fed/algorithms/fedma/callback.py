@@ -27,7 +27,7 @@ from lightning_fed.algorithms.fedma.matching_pass import (
 from lightning_fed.callbacks.example_input import forward_inputs, training_batch
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.training_trace import find_class_task, forward_of_training, has_forward
-from lightning_fed.client.local_model import forget_memory
+from lightning_fed.client.local_model import forget_memory, memory_of
 from lightning_fed.errors import ClientFault
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import OverriddenMethod
@@ -285,7 +285,7 @@ class LayerwiseTraining(FederatedCallback):
         def load(visit: Visit) -> None:
             message = rule.broadcast(Request(visit.client))
             server.sent(visit.client, message)
-            state = self._client_model(federation, visit.client, message, local.recall(visit.client))
+            state = self._client_model(federation, visit.client, message, memory_of(local.recall(visit.client)))
             local.load_client(visit.client, state)
 
         visits = [visit for visit in federation.cohort.visits if visit.client in current.assignments]

@@ -19,14 +19,11 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_fed.argument_checks import check_option
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation, check_processes
-from lightning_fed.client.client_store import ClientStore
+from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import ClientSharing, RoundSynchronisation
 from lightning_fed.lightning.internals import callbacks_of
-from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
-from lightning_fed.server.schedule import Schedule
-from lightning_fed.server.server import ServerInterface
 
 
 class ClientParallelStrategy(DDPStrategy, ClientSharing):
@@ -102,18 +99,10 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         """Returns the callbacks needed by the strategy: the replacement for ``LightningModule.log``."""
         return [DistributedLog()]
 
-    def synchronise(
-        self,
-        trainer: L.Trainer,
-        server: ServerInterface,
-        store: ClientStore,
-        schedule: Schedule,
-        progress: RoundProgress,
-    ) -> RoundSynchronisation:
-        check_processes(trainer, store)
-        (log,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, DistributedLog))
-        processes = self.process_group
-        return ProcessSynchronisation(trainer, server, store, schedule, progress, processes, log, self.balance)
+    def synchronise(self, fit: FederatedFit) -> RoundSynchronisation:
+        check_processes(fit.trainer, fit.store)
+        (log,) = (callback for callback in callbacks_of(fit.trainer) if isinstance(callback, DistributedLog))
+        return ProcessSynchronisation(fit, self.process_group, log, self.balance)
 
     @property
     def world_size(self) -> int:

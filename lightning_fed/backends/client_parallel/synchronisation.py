@@ -21,15 +21,15 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import RoundSynchronisation
 from lightning_fed.lightning.internals import add_optimizer_steps, callbacks_of, is_overridden
 from lightning_fed.lightning.isolated_pass import find_metrics, unsynchronized
-from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.process_group import ProcessGroup
-from lightning_fed.server.schedule import Cohort, Schedule
-from lightning_fed.server.server import RoundReport, ServerInterface
+from lightning_fed.server.schedule import Cohort
+from lightning_fed.server.server import RoundReport
 
 _ROUNDING = 1e-4  # largest relative difference between the norms of equal models
 
@@ -69,19 +69,11 @@ class ProcessSynchronisation(RoundSynchronisation):
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
     def __init__(
-        self,
-        trainer: L.Trainer,
-        server: ServerInterface,
-        store: ClientStore,
-        schedule: Schedule,
-        progress: RoundProgress,
-        processes: ProcessGroup,
-        log: DistributedLog,
-        balance: Literal["batches", "time"],
+        self, fit: FederatedFit, processes: ProcessGroup, log: DistributedLog, balance: Literal["batches", "time"]
     ) -> None:
         self.visit_costs = VisitCosts()
-        self._trainer, self._server, self._store, self._schedule = trainer, server, store, schedule
-        self._progress, self._processes, self._log = progress, processes, log
+        self._fit, self._trainer, self._server, self._store = fit, fit.trainer, fit.server, fit.store
+        self._processes, self._log = processes, log
         self._goes_by_time = balance == "time"
         self._unsynchronized = ExitStack()
         self._visit_start = 0.0
@@ -115,7 +107,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         number = server.report.round
         self.end_batch()
         server.end_visits()
-        steps = self._progress.steps(trainer)
+        steps = self._fit.progress.steps(trainer)
         flows = [callback.share_round(trainer, module) for callback in federated_callbacks(trainer)]
         shares: list[_Share] = self._processes.gather(
             _Share(
@@ -151,7 +143,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         for index, flow in enumerate(flows):
             if flow is not None:
                 deliver_values(flow, [share.noted[index] for share in shares])
-        seed_everything(self._schedule.start_seed(number))  # restarts the exception chain at the round's error
+        seed_everything(self._fit.schedule.start_seed(number))  # restarts the exception chain at the round's error
         self._merge(state)
 
     def check_state(self, local: LocalModel) -> None:

@@ -209,7 +209,7 @@ class RemoteClientSide(RemoteSide):
                 continue
             of_schedulers = [min(steps, most) for steps in remote.steps.of_schedulers]
             try:
-                final = optimizers.advanced(of_schedulers)
+                final = _repeat_steps(optimizers, of_schedulers)
             except Exception as error:  # a schedule with fewer steps
                 _log.warning(
                     "Round %d: the schedulers do not resume from client %r, which reports %s steps: %s.",
@@ -218,7 +218,8 @@ class RemoteClientSide(RemoteSide):
                 continue
             if remote.steps.scaler:
                 final["scaler"] = remote.steps.scaler
-            optimizers.record_visit(remote.position, final)
+            if optimizers.has_lasting_state:
+                optimizers.finals[remote.position] = final
 
     def ask(
         self,
@@ -425,6 +426,18 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     if moved or not _LOSS_SCALES[0] <= fitted["scale"] <= _LOSS_SCALES[1]:
         raise BadUpdate(f"its loss scale is invalid: {fitted}")
     return _Steps(said.steps, steps, fitted)
+
+
+def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str, Any]:
+    """The final state after a visit: the per-step schedulers repeat the visit's steps, in turn, as in the visit."""
+    optimizers.start_visit()
+    for number in range(max(steps, default=0)):
+        for scheduler, count in zip(optimizers.step_schedulers, steps, strict=True):
+            if number < count:
+                scheduler.step()
+    final = optimizers.capture(buffers=False)
+    optimizers.start_visit()
+    return final
 
 
 @dataclass

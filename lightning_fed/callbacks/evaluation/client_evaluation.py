@@ -208,9 +208,7 @@ class ClientEvaluation(AskableCallback):
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
         try:
-            answers = federation.ask(
-                trainer, module, self, self._choose_clients(trainer, federation, stage), question, own
-            )
+            answers = federation.ask(module, self, self._choose_clients(trainer, federation, stage), question, own)
         finally:
             self._kept_loaders = {}
         self._trained |= federation.server.report.received
