@@ -89,7 +89,7 @@ class LocalOptimizers:
             unpack_optimizers(self.optimizers, packed)
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
-        """Restores a result of :meth:`capture`, except learning rates set by epoch schedulers since (at a last batch)."""
+        """Restores a result of :meth:`capture`, except learning rates set by epoch schedulers since then."""
         self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 

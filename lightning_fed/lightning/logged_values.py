@@ -132,7 +132,7 @@ class LoggedValues:
         """Adds a value, unless the value is only logged per step."""
         if call.on_epoch is False:
             return
-        name = f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
+        name = self.full_name(call)
         if isinstance(call.value, Metric):
             self.metrics[name] = call.value
             if call.value.higher_is_better is not None:
@@ -145,6 +145,10 @@ class LoggedValues:
             )
         logged = self.sums.setdefault(name, LoggedValue(call.reduction))
         logged.add(torch.as_tensor(call.value).detach().reshape(()), call.weight(self.batch))
+
+    def full_name(self, call: LogCall) -> str:
+        """The name, with the suffix unless the call excludes the loader's index."""
+        return f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
 
     def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:
         """Replaces the sums by the sums over several processes."""

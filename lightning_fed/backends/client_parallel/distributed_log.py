@@ -5,10 +5,10 @@ Lightning's reduction needs the same logged names in all processes, but a proces
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import lightning as L
 import torch
@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_fed.data.federated import ChainedLoaders
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import OverriddenMethod, callbacks_with_log, ignored_warning
-from lightning_fed.lightning.logged_values import LogCall, LoggedValue, intercepted
+from lightning_fed.lightning.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
 _IRRELEVANT_WARNINGS = (
@@ -29,26 +29,20 @@ _IRRELEVANT_WARNINGS = (
 
 @dataclass
 class _Entry:
-    """Accumulated values for one logged name.
+    """Options and last value for one logged name.
 
-    ``logged`` has no total if the name is logged only per step. ``metric`` is the path of a logged metric. ``position``
-    is the index in the round of the visit that logged last.
+    ``metric`` is the path of a logged metric; ``position`` is the index of the last step's visit in the round.
     """
 
     options: dict[str, Any]
-    logged: LoggedValue
     metric: str | None = None
     is_per_step: bool = False
     last: Any = None
     position: int = -1
 
-    def join(self, added: _Entry) -> None:
-        self.logged.join(added.logged)  # both numbers are on the CPU
-        if added.position > self.position:
-            self.last, self.position = added.last, added.position
 
-    def on_cpu(self) -> _Entry:
-        return replace(self, logged=self.logged.on_cpu(), last=None if self.last is None else float(self.last))
+LogPart: TypeAlias = tuple[Mapping[str, _Entry], Mapping[str, LoggedValue]]
+"""One process's entries and sums, by name."""
 
 
 class DistributedLog(L.Callback):
@@ -68,9 +62,8 @@ class DistributedLog(L.Callback):
 
     def _reset(self) -> None:
         self._is_on, self._is_training = False, False
-        self._batch: Any = None
         self._position = 0
-        self._suffix = ""
+        self._values = LoggedValues()
         self._entries: dict[str, _Entry] = {}
 
     # Lightning's hooks
@@ -89,7 +82,7 @@ class DistributedLog(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Stores the batch, because its size is the weight of logged values."""
-        self._batch = batch
+        self._values.batch = batch
 
     def on_validation_batch_start(
         self,
@@ -127,28 +120,31 @@ class DistributedLog(L.Callback):
 
     def start_round(self) -> None:
         """Starts to accumulate values; :meth:`take_entries` ends the accumulation."""
-        self._is_on, self._is_training, self._batch, self._suffix = True, True, None, ""
+        self._is_on, self._is_training = True, True
+        self._values.batch, self._values.suffix = None, ""
 
     def start_visit(self, position: int) -> None:
         """Assigns all values logged from now on to this visit."""
-        self._position, self._batch = position, None
+        self._position, self._values.batch = position, None
 
-    def take_entries(self) -> dict[str, _Entry]:
+    def take_entries(self) -> LogPart:
         """Returns the accumulated values on the CPU. Later values go directly to Lightning."""
-        entries, self._entries, self._is_on, self._batch = self._entries, {}, False, None
-        return {name: entry.on_cpu() for name, entry in entries.items()}
+        entries, values = self._entries, self._values
+        self._entries, self._values, self._is_on = {}, LoggedValues(), False
+        for entry in entries.values():
+            entry.last = None if entry.last is None else float(entry.last)
+        return entries, {name: logged.on_cpu() for name, logged in values.sums.items()}
 
-    def log_all(self, parts: Iterable[Mapping[str, _Entry]]) -> None:
+    def log_all(self, parts: Sequence[LogPart]) -> None:
         """Logs values aggregated over all processes; ``parts`` are in rank order."""
-        joint: dict[str, _Entry] = {}
-        for part in parts:
-            for name, entry in part.items():
-                if name in joint:
-                    joint[name].join(entry)
-                else:
-                    joint[name] = entry
+        joint, values = dict[str, _Entry](), LoggedValues()
+        values.pool(sums for _, sums in parts)
+        for name, entry in (item for entries, _ in parts for item in entries.items()):
+            first = joint.setdefault(name, entry)
+            if entry.position > first.position:
+                first.last, first.position = entry.last, entry.position
         for name, entry in joint.items():
-            self._log_joint(name, entry)
+            self._log_joint(name, entry, values.sums.get(name))
 
     def _log_evaluation(self, loaders: Any) -> None:
         parts, first = self._ranks.gather(self.take_entries()), loaders[0] if isinstance(loaders, list) else loaders
@@ -168,8 +164,7 @@ class DistributedLog(L.Callback):
         on_step = self._is_training if call.on_step is None else call.on_step
         on_epoch = not self._is_training if call.on_epoch is None else call.on_epoch
         options = {"prog_bar": call.prog_bar, "logger": call.logger}
-        full_name = f"{call.name}{self._suffix}" if call.add_dataloader_idx else call.name
-        entry = self._entries.setdefault(full_name, _Entry(options, LoggedValue(reduction)))
+        entry = self._entries.setdefault(self._values.full_name(call), _Entry(options))
         if on_step:
             entry.is_per_step = True
             name = f"{call.name}_step" if on_epoch else call.name
@@ -188,9 +183,9 @@ class DistributedLog(L.Callback):
             return
         entry.last, entry.position = torch.as_tensor(value).detach().reshape(()), self._position
         if on_epoch:
-            entry.logged.add(entry.last, call.weight(self._batch))
+            self._values.take(call)
 
-    def _log_joint(self, name: str, entry: _Entry) -> None:
+    def _log_joint(self, name: str, entry: _Entry, logged: LoggedValue | None) -> None:
         def log(name: str, value: Any, **options: Any) -> None:
             options = {"on_step": False, "on_epoch": True, "batch_size": 1, "add_dataloader_idx": False, **options}
             self._forward(name, value, **options)
@@ -199,9 +194,9 @@ class DistributedLog(L.Callback):
         value: Any = None
         if entry.metric is not None:
             value = self._module.get_submodule(entry.metric)
-        elif entry.logged.total is not None:
-            value = entry.logged.value
-        if value is None and self._is_training:  # per-step value, so that all processes can monitor the last step
+        elif logged is not None:
+            value = logged.value
+        if value is None and self._is_training:  # per-step value: lets all processes monitor the last step
             log(name, entry.last, on_step=True, on_epoch=False, **nowhere)
         elif value is not None and entry.is_per_step:  # Lightning has a name per step, per epoch, and for monitors
             log(f"{name}_epoch", value, metric_attribute=entry.metric, **entry.options)
@@ -213,8 +208,8 @@ class DistributedLog(L.Callback):
         self._hooks[0].original(*args, **kwargs)
 
     def _start_evaluation(self, batch: Any, dataloader_idx: int, loaders: int) -> None:
-        self._is_on, self._is_training, self._batch = True, False, batch
-        self._suffix = f"/dataloader_idx_{dataloader_idx}" if loaders > 1 else ""
+        self._is_on, self._is_training, self._values.batch = True, False, batch
+        self._values.suffix = f"/dataloader_idx_{dataloader_idx}" if loaders > 1 else ""
 
     def _restore(self) -> None:
         for hook in self._hooks:

@@ -49,7 +49,7 @@ class _Share:
     report: RoundReport
     visit_costs: dict[Client, float]
     finals: Any
-    logged: dict[str, Any]
+    logged: Any
     stored: Any
     noted: list[Any]
 
@@ -138,7 +138,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         for rank, share in enumerate(shares):
             if rank != self._processes.rank:
                 self._store.join(number, share.stored)
-        self._log.log_all(share.logged for share in shares)
+        self._log.log_all([share.logged for share in shares])
         optimizers.finals = {position: final for share in shares for position, final in share.finals.items()}
         for index, flow in enumerate(flows):
             if flow is not None:
