@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
     OverriddenMethod,
     callbacks_of,
+    is_compiled,
     is_overridden,
     lightning_attributes,
     tensor_version,
@@ -51,17 +53,14 @@ _OPTIMIZER = "return optimizers from `configure_optimizers`, so that `optimizer_
 _METRIC = "reset metrics that are used in training in `on_client_start` of a `FederatedCallback`"
 
 
+@dataclass
 class _Known:
     """Findings about a module from earlier rounds: changed attributes, logged attributes, and number of searches."""
 
-    def __init__(self) -> None:
-        self.suspects: dict[str, ref[Any]] = {}  # owners of attributes; a second fit has other optimizers
-        self.named: set[str] = set()
-        self.num_looks = 0
-        self.training_callbacks: list[ref[L.Callback]] = []  # callbacks that write to parameters, gradients or options
-
-    def is_training(self, callback: L.Callback) -> bool:
-        return any(each() is callback for each in self.training_callbacks)
+    suspects: dict[str, ref[Any]] = field(default_factory=dict)  # owners; a second fit has other optimizers
+    named: set[str] = field(default_factory=set)
+    num_looks: int = 0
+    training_callbacks: list[ref[L.Callback]] = field(default_factory=list)  # callbacks that change the training
 
 
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
@@ -98,6 +97,7 @@ class CarriedAttributes:
         self._module, self._trainer, self._is_shared, self._is_reset = module, trainer, is_shared, is_reset
         self._optimizers: list[Optimizer] = []  # in attributes
         self._known = _known.setdefault(module, _Known())
+        self._places: dict[str, tuple[Any, str]] = {}  # owner and attribute by name
         self._before: dict[str, Any] = {}
         self._at_second: dict[str, Any] = {}
         self._num_visits = 0
@@ -115,7 +115,8 @@ class CarriedAttributes:
         if self._is_reset:
             self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
         self._before = self._fingerprints()
-        self._override_metrics()
+        if not is_compiled(self._module):
+            self._override_metrics()
         self._override_callbacks()
         self._watch()
 
@@ -141,23 +142,19 @@ class CarriedAttributes:
         return self._differences(self._before, self._fingerprints())
 
     def _differences(self, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-        names = sorted(before.keys() | after.keys())
-        # NaN equals the same NaN inside a list
-        different = [name for name in names if [before.get(name, _MISSING)] != [after.get(name, _MISSING)]]
-        owners = self._owners()
         return [
             name
-            for name in different
-            if self._is_included(*_owner_of(owners, name), before.get(name, _MISSING))
-            and not _is_width(self._module, name)
+            for name in sorted(before.keys() | after.keys())
+            if [before.get(name, _MISSING)] != [after.get(name, _MISSING)]  # NaN equals the same NaN inside a list
+            and self._is_included(*self._places[name], before.get(name, _MISSING))
         ]
 
     def _is_included(self, owner: Any, attribute: str, before: Any) -> bool:
         if isinstance(owner, nn.Module | L.Callback) and before in ([], {}):
             return False
-        if isinstance(owner, L.Callback) and not self._known.is_training(owner):
+        if isinstance(owner, L.Callback) and not self._is_training(owner):
             return _holds_tensors(vars(owner).get(attribute))
-        return True
+        return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
         """Logs the reported attributes; refuses optimizers, schedulers and callbacks with state across clients."""
@@ -171,7 +168,7 @@ class CarriedAttributes:
         found = self._suspects() & self._read_first
         # A constant created in the first visit does not change again.
         again = found.intersection(self._differences(self._at_second or self._before, after))
-        refused = sorted(name for name in again if self._is_shared and self._is_training(name))
+        refused = sorted(name for name in again if self._is_shared and self._is_training(self._places[name][0]))
         if refused:
             raise MisconfigurationException(
                 "Expected every visit to start from the state at the round's start, but the visits of "
@@ -204,25 +201,25 @@ class CarriedAttributes:
             optimizer.state.clear()
 
     def _suspect(self, names: list[str]) -> None:
-        owners = self._owners()
-        self._known.suspects |= {name: ref(_owner_of(owners, name)[0]) for name in names}
+        self._known.suspects |= {name: ref(self._places[name][0]) for name in names}
 
     def _suspects(self) -> set[str]:
-        owners = self._owners()
-        return {name for name, owner in self._known.suspects.items() if owner() is _owner_of(owners, name)[0]}
+        suspects, places = self._known.suspects, self._places
+        return {name for name, owner in suspects.items() if name in places and owner() is places[name][0]}
 
-    def _is_training(self, name: str) -> bool:
-        owner = _owner_of(self._owners(), name)[0]
+    def _is_training(self, owner: Any) -> bool:
         if isinstance(owner, L.Callback):
-            return self._known.is_training(owner)
+            return any(callback() is owner for callback in self._known.training_callbacks)
         return not isinstance(owner, nn.Module)
 
     def _advise(self, names: list[str]) -> str:
-        owners, advice = self._owners(), list[str]()
+        advice = list[str]()
         for name in names:
-            owner, attribute = _owner_of(owners, name)
-            is_metric = name in self._read_metrics
-            advice.append(_METRIC if is_metric else next(_ADVICE[kind] for kind in _ADVICE if isinstance(owner, kind)))
+            if name in self._read_metrics:
+                advice.append(_METRIC)
+                continue
+            owner, attribute = self._places[name]
+            advice.append(next(_ADVICE[kind] for kind in _ADVICE if isinstance(owner, kind)))
             if isinstance(getattr(owner, attribute, None), Optimizer):
                 advice.append(_OPTIMIZER)
         return "; ".join(dict.fromkeys(advice))
@@ -238,13 +235,12 @@ class CarriedAttributes:
         self._watched_names.clear()
 
     def _watch(self) -> None:
-        owners = self._owners()
-        is_compiled = any(_is_compiled(owner) for owner in owners.values())
+        is_fixed = is_compiled(self._module)
         for name in self._suspects() - self._watched_names:
-            owner, attribute = _owner_of(owners, name)
+            owner, attribute = self._places[name]
             key = type(owner), attribute
-            # A compiled module reads attributes at compile time. Writing to a class attribute replaces a descriptor.
-            is_closed = isinstance(owner, nn.Module) and (is_compiled or name in self._known.named)
+            # A compiled module reads attributes at compile time. A write to a class attribute replaces a descriptor.
+            is_closed = isinstance(owner, nn.Module) and (is_fixed or name in self._known.named)
             is_possible = key in self._watched or _Watched.is_possible(*key)
             if is_closed or not is_possible or attribute not in getattr(owner, "__dict__", ()):
                 continue
@@ -259,16 +255,17 @@ class CarriedAttributes:
             if is_read:
                 self._read_first.add(name)
 
+    def _override(self, owner: Any, attribute: str, call: Callable[..., Any]) -> None:
+        method = OverriddenMethod(owner, attribute, call)
+        method.replacement = partial(call, method)
+        self._methods.append(method)
+
     def _override_metrics(self) -> None:
-        if any(_is_compiled(layer) for _, layer in _layers(self._module)):
-            return
         for name, metric in self._metrics():
             for attribute in ("forward", "compute", "reset"):
-                method = OverriddenMethod(metric, attribute, lambda: None)
-                method.replacement = partial(self._call_metric, method, name)
-                self._methods.append(method)
+                self._override(metric, attribute, partial(self._call_metric, name))
 
-    def _call_metric(self, method: OverriddenMethod, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_metric(self, name: str, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
         """Calls a metric's method, and records a read or reset. Calls inside ``forward`` are not recorded."""
         is_forward = method.name == "forward"
         if not self._num_forwards and id(method.owner) in self._updated:
@@ -300,13 +297,9 @@ class CarriedAttributes:
 
     def _override_callbacks(self) -> None:
         for callback in self._callbacks():
-            if self._known.is_training(callback):
-                continue
-            for hook in BATCH_HOOKS:
+            for hook in () if self._is_training(callback) else BATCH_HOOKS:
                 if is_overridden(hook, callback):
-                    method = OverriddenMethod(callback, hook, lambda: None)
-                    method.replacement = partial(self._call_hook, method)
-                    self._methods.append(method)
+                    self._override(callback, hook, self._call_hook)
 
     def _call_hook(self, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
         if self._num_visits > 2:
@@ -374,6 +367,7 @@ class CarriedAttributes:
             for name, value in {**_class_values(type(owner)), **vars(owner)}.items():
                 is_private = is_torch and name.startswith("_")
                 if not is_private and name not in excluded and not isinstance(value, OverriddenMethod):
+                    self._places[prefix + name] = owner, name
                     found[prefix + name] = fingerprint(value, memory, skipped)
         return found
 
@@ -427,11 +421,6 @@ class _Watched:
         del vars(owner)[self._attribute]
 
 
-def _owner_of(owners: dict[str, Any], name: str) -> tuple[Any, str]:
-    prefix = max((prefix for prefix in owners if name.startswith(prefix)), key=len)  # the module has an empty one
-    return owners[prefix], name.removeprefix(prefix)
-
-
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -457,16 +446,10 @@ def _has_norm(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _is_compiled(owner: Any) -> bool:
-    return vars(owner).get("_compiled_call_impl") is not None or "_orig_mod" in vars(owner).get("_modules", ())
-
-
-def _is_width(module: nn.Module, name: str) -> bool:
+def _is_width(layer: nn.Module, attribute: str) -> bool:
     # Messages contain the tensors, so changed widths are sent.
-    path, _, attribute = name.rpartition(".")
-    layer = dict(_layers(module)).get(path)
     try:
-        return layer is not None and attribute in layer_numbers(layer)
+        return attribute in layer_numbers(layer)
     except Exception:  # a pruned LSTM has no weights; a warning must not end a fit
         return False
 
