@@ -255,7 +255,7 @@ class Federation(TrainerCallback):
     @property
     def open_visit(self) -> ClientVisit | None:
         """Client side of the current visit; ``None`` between visits."""
-        return None if self._loop.hooks.open_round is None else self._loop.hooks.open_round.driver.current
+        return None if self._loop.open_round is None else self._loop.open_round.driver.current
 
     @property
     def current_visit(self) -> PlannedVisit | None:
@@ -271,9 +271,9 @@ class Federation(TrainerCallback):
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
         """The visits that train now, in stack order; empty while a client trains a second model without corrections."""
-        if self._loop.hooks.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
+        if self._loop.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
-        return self._loop.hooks.open_round.driver.group
+        return self._loop.open_round.driver.group
 
     @property
     def cohort(self) -> Cohort:
@@ -316,7 +316,7 @@ class Federation(TrainerCallback):
         during a round, and ``ValueError`` for an unknown client.
         """
         module = None if self._trainer is None else self._trainer.lightning_module
-        return client_state(self._fit, module, client, self._loop.hooks.open_round is not None)
+        return client_state(self._fit, module, client, self._loop.open_round is not None)
 
     def client_model(self, client: Client) -> L.LightningModule:
         """Copies the module as a client's model, with the client's personal entries and BatchNorm statistics.
@@ -449,7 +449,8 @@ class Federation(TrainerCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._loop.hooks.start_batch()
+        if self._loop.open_round is not None:
+            self._loop.open_round.driver.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Abandons an interrupted round, because a Trainer validates right after a stop request."""
@@ -528,7 +529,7 @@ class Federation(TrainerCallback):
         self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        is_in_round = self._loop.hooks.open_round is not None
+        is_in_round = self._loop.open_round is not None
         module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
         return {
             **self._fit.state_dict(),

@@ -63,10 +63,10 @@ class BatchLoop:
         """Collects the implemented hooks, before the second batch of a round."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
-            hook: [callback for callback in callbacks_of(trainer) if _implements(callback, hook, L.Callback)]
+            hook: [callback for callback in callbacks_of(trainer) if implements(callback, hook, L.Callback)]
             for hook in BATCH_HOOKS
         }
-        hooks = self._module_hooks = {hook for hook in _MODULE_HOOKS if _implements(module, hook, L.LightningModule)}
+        hooks = self._module_hooks = {hook for hook in _MODULE_HOOKS if implements(module, hook, L.LightningModule)}
         owners = (datamodule_of(trainer), module)
         has_data_hooks = any(
             owner is not None and is_overridden(hook, owner) for owner in owners for hook in TRANSFER_HOOKS
@@ -227,7 +227,8 @@ class BatchLoop:
         return result.closure_loss, result.asdict()
 
 
-def _implements(owner: Any, hook: str, base: type) -> bool:
+def implements(owner: Any, hook: str, base: type) -> bool:
+    """True if an object overrides a hook, also for a wrapper around Lightning's empty hook on the instance."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 
@@ -255,7 +256,7 @@ def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
     return method
 
 
-def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start: bool) -> str | None:
+def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
     """Returns the reason that prevents fused visits; ``None`` if fused visits are possible."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
@@ -269,6 +270,8 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start
         )
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
         "`val_check_interval` may validate after any batch": (interval != 1.0 or isinstance(interval, int)),
-        f"`{type(module).__name__}.on_train_batch_start` may end the epoch": has_batch_start,
+        f"`{type(module).__name__}.on_train_batch_start` may end the epoch": (
+            implements(module, "on_train_batch_start", L.LightningModule)
+        ),
     }
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)

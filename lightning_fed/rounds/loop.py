@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -50,7 +50,6 @@ from lightning_fed.lightning.internals import (
 )
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import check_entries
-from lightning_fed.rounds.batch_hooks import BatchHooks
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle, shorten_log
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.client_models import measure_own_statistics
@@ -66,7 +65,7 @@ class RoundLoop:
     """Runs the rounds inside a Trainer's fit: provides a loader for each round, and closes the round.
 
     Attributes:
-        hooks: Batch hook overrides, with the current round.
+        round: The last round; ``None`` before the first one.
         is_attached: True during a fit, while methods in the user's objects are replaced.
         is_planned: True once the first round has been planned.
         is_ready: True after ``setup`` and ``on_fit_start``.
@@ -76,12 +75,19 @@ class RoundLoop:
         self.fit = fit
         self.is_attached = self.is_planned = self.is_ready = self._is_started = False
         self._plan = VisitPlan()
-        self.hooks = BatchHooks(fit, self._close_round)
+        self.round: Round | None = None
+        self._batch_loop: BatchLoop | None = None
+        self._waiting: list[Callable[[], object]] = []  # delayed callbacks
         self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
         self._reload_interval = 0  # the user's
         self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
+
+    @property
+    def open_round(self) -> Round | None:
+        """The current round; ``None`` between rounds."""
+        return None if self.round is None or self.round.is_over else self.round
 
     @property
     def trains_at_once(self) -> bool:
@@ -128,9 +134,9 @@ class RoundLoop:
             trainer.limit_train_batches = 1.0  # every client's batches are limited, not the round's
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
-        methods = [self._train_dataloader, self._save_checkpoint, *self.hooks.attach(module)]
+        methods = [self._train_dataloader, self._save_checkpoint]
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-        methods += [self.hooks.delay(callback) for callback in savers]
+        methods += [self._delay(callback) for callback in savers]
         for owner in (datamodule_of(trainer), module):
             for hook in TRANSFER_HOOKS:
                 if owner is not None and is_overridden(hook, owner):
@@ -156,8 +162,8 @@ class RoundLoop:
             _log.info("BatchNorm: each client has its own statistics, because %s.", reason)
         if self._averages is not None:
             self._averages.check_entries()
-        self.hooks.batch_loop = self._fuse(self.hooks.has_batch_start)
-        if self.hooks.batch_loop is not None:
+        self._batch_loop = self._fuse()
+        if self._batch_loop is not None:
             fit.changes.callback(shorten_log(fit.trainer).restore)
         if fit.options.optimizer_state == "keep":
             check_optimizers(fit.trainer.optimizers)
@@ -194,10 +200,10 @@ class RoundLoop:
         for parameter in freeze_parameters(self.fit.module, self.fit.policies):
             self.fit.changes.callback(parameter.requires_grad_, True)
 
-    def _fuse(self, has_batch_start: bool) -> BatchLoop | None:
+    def _fuse(self) -> BatchLoop | None:
         """Returns the loop for fused visits; ``None`` if visits cannot be fused, with the reason in the log."""
         trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
-        obstacle = None if visits == "lightning" else find_obstacle(trainer, module, has_batch_start)
+        obstacle = None if visits == "lightning" else find_obstacle(trainer, module)
         if obstacle is not None and visits == "fused":
             raise MisconfigurationException(
                 f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's own"
@@ -223,13 +229,15 @@ class RoundLoop:
 
     def end_training(self, module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, with the layers' original training modes."""
-        if self.hooks.open_round is not None:
-            self.hooks.open_round.abandon()
+        if self.open_round is not None:
+            self.open_round.abandon()
         if self.is_attached and self.fit.is_batch_norm_fixed:  # not without `setup`
             thaw_batch_norm(module)
 
     def detach(self) -> None:
         """Reverts all changes by :meth:`attach` and the rounds."""
+        if self.round is not None:
+            self.round.driver.detach()
         self.fit.close()
         self._averages, self.is_attached = None, False
 
@@ -273,6 +281,19 @@ class RoundLoop:
     def averages_in_place(self) -> AbstractContextManager[None]:
         """Context that loads the average of the global models into the module, as in validation, if the fit has one."""
         return nullcontext() if self._averages is None else self._averages.in_place()
+
+    def _delay(self, callback: L.Callback) -> OverriddenMethod:
+        """Delays a checkpoint callback's ``on_train_batch_end`` for a round's last batch until after the round."""
+
+        def wait(*args: Any) -> None:
+            round = self.open_round
+            if round is not None and (round.loader.is_over or round.driver.is_cut):
+                self._waiting.append(lambda: method.original(*args))
+            else:
+                method.original(*args)
+
+        method = OverriddenMethod(callback, "on_train_batch_end", wait)
+        return method
 
     # A round
 
@@ -333,8 +354,9 @@ class RoundLoop:
                 )
             if self.fit.remote is not None:
                 self.fit.remote.start(self.fit)
-            self.hooks.round = Round(self.fit, loader, cohort, self._plan)
-            self.hooks.round.open()
+            self.round = Round(self.fit, loader, cohort, self._plan)
+            self.round.driver.attach(partial(self._close_round, self.round), self._batch_loop)
+            self.round.open()
 
     def _close_round(self, round: Round) -> bool:
         """Ends the round; returns whether the server has a new model."""
@@ -360,7 +382,9 @@ class RoundLoop:
                 {**loader.errors, **server.errors},
                 process_group_of(fit.trainer),
             )
-        self.hooks.run_delayed()
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
         return has_aggregate
 
     def _padded_steps(self, loader: RoundLoader) -> int:
@@ -382,7 +406,7 @@ class RoundLoop:
 
     def cut_short(self) -> None:
         """Abandons an open round, with a warning."""
-        round = self.hooks.open_round
+        round = self.open_round
         if round is not None:
             self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
             number = round_number(self.fit.server.report.round)
@@ -391,8 +415,8 @@ class RoundLoop:
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # A checkpoint inside a round holds the last complete global model.
-        if self.hooks.open_round is not None:
-            self.hooks.open_round.patch(checkpoint)
+        if self.open_round is not None:
+            self.open_round.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
 
 

@@ -154,6 +154,7 @@ class Round:
 
     def close(self) -> bool:
         """Closes the round after the last update; returns whether the server has an aggregate."""
+        self.driver.detach()
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
         is_new = state is not None and state is not self.state

@@ -1,17 +1,23 @@
-"""Driver for visits one by one: training steps in Lightning's loop, or in the fused loop, advance each visit."""
+"""Driver for visits one by one: batch hooks in Lightning's loop, or in the fused loop, advance each visit."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import lightning as L
 import torch
 
+from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader, VisitGroups
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch
+from lightning_fed.rounds.batch_loop import BatchLoop, implements
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.rounds.visit_flow import ClientVisit
 
@@ -19,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class VisitDriver:
-    """Drives the visits during one round.
+    """Drives the visits during one round, from overrides of the module's batch hooks.
 
     Attributes:
         current: The current visit; ``None`` between visits, and while several visits train at once.
@@ -38,6 +44,42 @@ class VisitDriver:
         self.current: ClientVisit | None = None
         self.group: Sequence[PlannedVisit] = ()
         self._has_loss = False
+        self._is_skipped = False  # after the module has ended the visit
+        self._methods: list[OverriddenMethod] = []
+
+    def attach(self, close_round: Callable[[], bool], batch_loop: BatchLoop | None) -> None:
+        """Overrides the module's batch hooks until :meth:`detach`.
+
+        ``close_round`` closes the round; returns whether there is a new model. ``batch_loop`` trains fused visits.
+        """
+        module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
+        self._has_batch_end = implements(module, "on_train_batch_end", L.LightningModule)
+        self._backward = OverriddenMethod(module, "backward", self._on_backward)
+        self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
+        self._step = OverriddenMethod(module, "training_step", self._training_step)
+        self._methods = [self._backward, self._batch_end, self._step]
+        if implements(module, "on_train_batch_start", L.LightningModule):
+            self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
+            self._methods.append(self._batch_start)
+
+    def detach(self) -> None:
+        """Restores the module's batch hooks."""
+        methods, self._methods = self._methods, []
+        for method in methods:
+            method.restore()
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the fit ends with this batch, before the round's last batch."""
+        # Several processes do not know each other's batches. Simultaneous visits end without an update.
+        if process_group_of(self.fit.trainer).size > 1 or self.trains_at_once:
+            return False
+        return self._loader.current is not None and not self._loader.is_over and ends_after_batch(self.fit.trainer)
+
+    def start_batch(self) -> None:
+        """Starts the next visits before the first batch."""
+        if self._loader.group and self.group is not self._loader.group:
+            self.start(self._loader.group)
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
         """Starts grouped visits, before the first batch."""
@@ -92,24 +134,6 @@ class VisitDriver:
             for parameter in self._module.parameters():  # the optimizer steps, and a loss scale needs gradients
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
-    def end_batch(self) -> None:
-        """Advances the visit after a batch; the last batch ends the visit."""
-        self.fit.synchronisation.end_batch()
-        group = self._loader.group
-        if not group or group[0].is_over:
-            return
-        if not self._loader.batches_left:
-            self.end(group)
-        elif self.group is group:
-            self._advance()
-
-    def end_early(self, planned: PlannedVisit, num_batches: int) -> None:
-        """Ends a visit before the last batch: the client sends the current model."""
-        planned.is_over, planned.num_batches = True, num_batches
-        if planned.fault is None and not num_batches:
-            planned.fault = "`on_train_batch_start` returned -1 before it had trained"
-        self.end(self._loader.group)
-
     def end(self, group: Sequence[PlannedVisit]) -> None:
         """Ends grouped visits after the last batch, also without a first batch."""
         planned = group[0]
@@ -126,10 +150,119 @@ class VisitDriver:
 
     def close(self) -> None:
         """Ends open visits without an update."""
+        self.detach()
         self._loader.clock.stop()
         if self.current is not None:
             self.current.close()
         self.group, self.current = (), None
+
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        loader, planned = self._loader, self._loader.current
+        self._is_skipped = planned is not None and planned.is_over
+        if self._is_skipped:
+            return None
+        with self._counting_in_visit(batch_idx) as local_idx:
+            response = self._batch_start.original(batch, local_idx)
+        if response != -1 or planned is None:
+            return response
+        self._end_early(planned, planned.num_batches - loader.batches_left - 1)
+        if planned is loader.visits[-1] and process_group_of(self.fit.trainer).size == 1:
+            self._close_round()
+            return -1
+        self._is_skipped = True
+        return None  # other clients' batches follow
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_skipped:
+            return self._skip_batch()
+        if not self.group:  # between visits
+            return self._step.original(*args, **kwargs)
+        with self._counting_in_visit(0) as local_idx:
+            if len(args) > 1:  # the batch, and the index if the step takes one
+                args = (args[0], local_idx, *args[2:])
+            return self.train_step(self._step.original, args, kwargs)
+
+    def _on_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self.group:
+            self.backward(self._backward.original, args, kwargs)
+        else:
+            self._backward.original(*args, **kwargs)
+
+    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ends a batch, and trains the round's other batches in fused visits. Lightning calls this hook last."""
+        self._end_batch(outputs, batch, batch_idx)
+        batch_loop = self._batch_loop
+        if batch_loop is None or batch_loop.is_over:
+            return
+        batch_loop.prepare()
+        del outputs, batch
+        while not (batch_loop.is_over or self._is_stream_over):
+            batch_loop.end_batch()
+            self._end_batch(*batch_loop.train())
+
+    @property
+    def _is_stream_over(self) -> bool:
+        # Lightning does not know the length of a stream of batches.
+        planned = self._loader.current
+        return planned is not None and planned.is_stream and self._loader.is_over
+
+    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ends a batch, the visit after its last batch, and the round after its last visit."""
+        loader, planned = self._loader, self._loader.current
+        is_skipped = batch is None or self._is_skipped or (planned is not None and planned.fault is not None)
+        self._is_skipped = False
+        if self._has_batch_end and not is_skipped:
+            with self._counting_in_visit(batch_idx) as local_idx:
+                self._batch_end.original(outputs, batch, local_idx)
+        is_cut, group = self.is_cut, loader.group
+        self.fit.synchronisation.end_batch()
+        if group and not group[0].is_over:
+            if not loader.batches_left:
+                self.end(group)
+            elif self.group is group:
+                self._advance()
+        if is_cut and planned is not None:
+            self._cut(planned)
+        elif loader.is_over:
+            self._close_round()
+
+    def _end_early(self, planned: PlannedVisit, num_batches: int) -> None:
+        """Ends a visit before the last batch: the client sends the current model."""
+        planned.is_over, planned.num_batches = True, num_batches
+        if planned.fault is None and not num_batches:
+            planned.fault = "`on_train_batch_start` returned -1 before it had trained"
+        self.end(self._loader.group)
+
+    def _cut(self, planned: PlannedVisit) -> None:
+        """Ends the round early because the fit ends; aggregates the clients' updates so far."""
+        loader = self._loader
+        if loader.batches_left and not planned.is_over:
+            self._end_early(planned, planned.num_batches - loader.batches_left)
+        has_aggregate = self._close_round()
+        _log.warning(
+            "Round %d was cut short: the fit ends in visit %d of %d, %s.",
+            round_number(self.fit.server.report.round),
+            loader.visits.index(planned) + 1,
+            len(loader.visits),
+            "with what was trained so far" if has_aggregate else "and the global model stays as it was",
+        )
+
+    @contextmanager
+    def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
+        """Context in which the module counts batches like in a separate fit, also in ``trainer.is_last_batch``.
+
+        Yields the index in the local epoch (the first client's, if several train at once), or between visits
+        ``batch_idx``.
+        """
+        position = self._loader.epoch_position
+        if position is None:
+            yield batch_idx
+            return
+        is_last = exchange_last_batch(self.fit.trainer, position.is_last)
+        try:
+            yield position.number
+        finally:
+            exchange_last_batch(self.fit.trainer, is_last)
 
     def _advance(self) -> None:
         if self.current is not None and self.current.step is not None:
