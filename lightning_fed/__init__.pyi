@@ -13,6 +13,7 @@ from . import metrics as metrics
 from . import modules as modules
 from . import privacy as privacy
 from . import steps as steps
+from . import study as study
 from . import tasks as tasks
 from .backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
 from .backends.vectorized.plan import Vectorized as Vectorized

@@ -38,6 +38,7 @@ ROOMS = {  # all packages with exports, and their API pages
     **({"lightning_fed.backends.wire": "backends.md"} if find_spec("Crypto") else {}),  # required by both extras
     "lightning_fed.callbacks": "callbacks.md",
     "lightning_fed.compare": "compare.md",
+    "lightning_fed.study": "study.md",
     "lightning_fed.data": "data.md",
     "lightning_fed.datasets": "datasets.md",
     "lightning_fed.matching": "matching.md",

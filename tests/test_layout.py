@@ -44,6 +44,7 @@ ORDER = [
     ["tasks"],
     ["trainer"],
     ["recipe"],
+    ["study"],
     ["compare"],
     ["cli"],
     ["__main__"],
@@ -227,7 +228,7 @@ def test_the_kernel_fits_without_each_feature_below_the_line(tmp_path):
     """
     rooms = {name.partition(".")[0] for name in [*FILES, *DOORS] if name}
     features = [*sorted(rooms - KERNEL - {"__main__"}), "callbacks/evaluation"]
-    assert len(features) == 15  # 14 packages, and the callbacks in `callbacks`
+    assert len(features) == 16  # 15 packages, and the callbacks in `callbacks`
     command = [
         sys.executable,
         "-W",
@@ -299,6 +300,8 @@ def test_tests_mirror_the_package():
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 SCOPES = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+FEATURES = ("study",)
+"""Folders with a separate limit for tokens."""
 
 
 @cache
@@ -375,15 +378,20 @@ def measured():
     function that runs or waits between the request and the answer.
 
     Kernel lines: lines of code in all folders above the line and in both entry points.
+
+    Tokens: the package without the folders in `FEATURES`, and each of these folders.
     """
     fit = json.loads(warm_process.run("tests.census_script")[0])
     kernel = [path for path in SOURCES if is_in_kernel(name_of(path))]
+    features = {name: [path for path in SOURCES if path.is_relative_to(PACKAGE / name)] for name in FEATURES}
+    others = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] not in FEATURES]
     return {
         "classes that run in a fit": len(fit["classes"]),
         "files that run in a fit": len(fit["files"]),
         "lines to read for a visit": count_lines(PACKAGE / file for file in fit["visit"] if is_read_for_a_visit(file)),
         "kernel, lines of code": count_code_lines(kernel),
-        "package, tokens": count_tokens(SOURCES),
+        "package, tokens": count_tokens(others),
+        **{f"{name}, tokens": count_tokens(paths) for name, paths in features.items()},
         "package, lines of docstrings": sum(len(docstrings_of(path)) for path in SOURCES),
         "members of a rule": count_members("rule", "Aggregator"),
         "members of a step": count_members("steps.update_step", "UpdateStep"),

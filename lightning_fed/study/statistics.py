@@ -1,0 +1,258 @@
+"""Statistics for paired models from sums over cases, in float64. Arrays may have leading axes.
+
+Sites send sums only: moments for paired scores, or DeLong's components (DeLong, DeLong and Clarke-Pearson, Biometrics
+1988).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import nctdtrinc, ndtr, ndtri, stdtr, stdtrit
+
+from lightning_fed.messages import Client
+from lightning_fed.numerics.seeds import client_key
+
+Floats: TypeAlias = NDArray[np.float64]
+
+SHIFT = 0.5
+"""Constant subtracted from every score before the sums, against cancellation."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated differences with sampling variances; NaN for a missing number.
+
+    Args:
+        value: Differences.
+        variance: Sampling variances.
+        degrees: Degrees of freedom for Student's t; infinity for the normal distribution.
+
+    Example:
+        >>> estimate = Estimate(np.array(0.1), np.array(0.0025), np.array(np.inf))
+        >>> low, high = estimate.interval()
+        >>> round(float(low), 3), round(float(high), 3), round(float(estimate.p_value()), 4)
+        (0.002, 0.198, 0.0455)
+    """
+
+    value: Floats
+    variance: Floats
+    degrees: Floats
+
+    def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
+        """Lower and upper end of the confidence interval."""
+        half = self._quantile((1 + level) / 2) * np.sqrt(self.variance)
+        return self.value - half, self.value + half
+
+    def p_value(self) -> Floats:
+        """Two-sided p-value for a difference of 0."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(self.value == 0, 0.0, -np.abs(self.value) / np.sqrt(self.variance))
+        ratio = np.where(np.isnan(self.variance), np.nan, ratio)
+        return np.asarray(2 * np.where(np.isinf(self.degrees), ndtr(ratio), stdtr(self._finite_degrees(), ratio)))
+
+    def detectable(self, level: float = 0.95, power: float = 0.8) -> Floats:
+        """Smallest true difference with a significant result in a share ``power`` of equal studies."""
+        limit = self._quantile((1 + level) / 2)
+        # The ratio to the standard error has a noncentral t distribution.
+        center = nctdtrinc(self._finite_degrees(), 1 - power, limit)
+        return np.asarray(np.where(np.isinf(self.degrees), limit + ndtri(power), center) * np.sqrt(self.variance))
+
+    def _quantile(self, share: float) -> Floats:
+        return np.asarray(np.where(np.isinf(self.degrees), ndtri(share), stdtrit(self._finite_degrees(), share)))
+
+    def _finite_degrees(self) -> Floats:
+        return np.where(np.isinf(self.degrees), 1.0, self.degrees)
+
+
+@dataclass(frozen=True)
+class RandomEffects(Estimate):
+    """Mean difference over sites in a random-effects model.
+
+    Args:
+        value: Mean difference.
+        variance: Variance of the mean.
+        degrees: Number of sites, minus one.
+        fixed: Mean with the weights ``1 / variance``.
+        q: Cochran's Q.
+        tau_squared: Variance between sites (DerSimonian and Laird 1986).
+        i_squared: Share due to differences between sites.
+    """
+
+    fixed: Floats
+    q: Floats
+    tau_squared: Floats
+    i_squared: Floats
+
+
+def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Floats:
+    """Six moments for two models' scores ``(..., n)`` on equal cases: n, sums, sums of squares, sum of products.
+
+    Example:
+        >>> paired_sums([0.5, 1.0], [0.5, 0.5]).tolist()
+        [2.0, 0.5, 0.0, 0.25, 0.0, 0.0]
+    """
+    a, b = np.broadcast_arrays(np.asarray(first, np.float64) - shift, np.asarray(second, np.float64) - shift)
+    count = np.full(a.shape[:-1], float(a.shape[-1]))
+    return np.stack([count, *(values.sum(-1) for values in (a, b, a * a, b * b, a * b))], axis=-1)
+
+
+def difference_of_sums(sums: ArrayLike) -> Estimate:
+    """Mean difference between two models with the variance in a paired t-test, from :func:`paired_sums`.
+
+    Example:
+        >>> first, second = [0.81, 0.77, 0.90, 0.65, 0.72, 0.88], [0.79, 0.70, 0.91, 0.60, 0.69, 0.80]
+        >>> low, high = difference_of_sums(paired_sums(first, second)).interval()
+        >>> round(float(low), 6), round(float(high), 6)
+        (0.004879, 0.075121)
+    """
+    count, a, b, a_squared, b_squared, product = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
+    total = a - b
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, spread = total / count, a_squared + b_squared - 2 * product - total * total / count
+        # Equal differences leave rounding errors only.
+        spread = np.where(spread > 4 * np.finfo(float).eps * count * (a_squared + b_squared), spread, spread * 0)
+        variance = np.where(count < 2, np.nan, spread / (count * (count - 1)))
+    return Estimate(value, variance, np.where(count < 2, np.nan, count - 1))
+
+
+def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
+    """Mean score by group, for several cases ``(..., n)`` from one patient; groups in order of appearance.
+
+    Example:
+        >>> mean_by_group([0.5, 1.0, 0.25], ["ann", "ann", "bob"]).tolist()
+        [0.75, 0.25]
+    """
+    values = np.asarray(scores, np.float64)
+    places: dict[Hashable, list[int]] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(group, []).append(place)
+    return np.stack([values[..., members].mean(-1) for members in places.values()], axis=-1)
+
+
+def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floats]:
+    """DeLong's components: for each positive the share of lower negatives, for each negative of higher positives.
+
+    Equal scores count one half. Both means equal the area under the ROC curve.
+
+    Example:
+        >>> above, below = placements([0.9, 0.4], [0.5, 0.4])
+        >>> above.tolist(), below.tolist()
+        ([1.0, 0.25], [0.5, 0.75])
+    """
+    x, y = np.sort(np.asarray(positives, np.float64)), np.sort(np.asarray(negatives, np.float64))
+
+    def share(values: ArrayLike, others: Floats) -> Floats:
+        return np.asarray(sum(np.searchsorted(others, values, side) for side in ("left", "right")) / (2 * len(others)))
+
+    return share(positives, y), 1 - share(negatives, x)
+
+
+def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
+    """DeLong's sums for two models from :func:`placements`: m, n, two areas, and six covariances.
+
+    The covariances over positives come first (first model, both models, second model), then over negatives. A
+    covariance over fewer than two cases is NaN.
+
+    Example:
+        >>> one, two = placements([0.9, 0.4], [0.5, 0.4]), placements([0.9, 0.6], [0.5, 0.4])
+        >>> area_sums(one, two).tolist()
+        [2.0, 2.0, 0.625, 1.0, 0.28125, 0.0, 0.0, 0.03125, 0.0, 0.0]
+    """
+    counts, covariances = [], list[float]()
+    for values in zip(first, second, strict=True):
+        pair = np.stack([np.asarray(value, np.float64) for value in values])
+        counts.append(float(pair.shape[1]))
+        matrix = np.cov(pair) if pair.shape[1] > 1 else np.full((2, 2), np.nan)
+        covariances += [matrix[0, 0], matrix[0, 1], matrix[1, 1]]
+    areas = [float(np.asarray(model[0]).mean()) if min(counts) else np.nan for model in (first, second)]
+    return np.array([*counts, *areas, *covariances])
+
+
+def difference_of_areas(sums: ArrayLike) -> Estimate:
+    """Difference between two areas under the ROC curve, from :func:`area_sums`, with DeLong's variance."""
+    m, n, first, second, *covariances = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
+    over_positives, over_negatives = (part[0] + part[2] - 2 * part[1] for part in (covariances[:3], covariances[3:]))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        variance = np.maximum(over_positives / m + over_negatives / n, 0.0)
+    return Estimate(first - second, variance, np.full_like(variance, np.inf))
+
+
+def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray[np.int64]:
+    """Draws a bootstrap replicate from a site's cases: equal for all models, independent between sites.
+
+    Example:
+        >>> draw_cases(0, 1, "a", 5).tolist() == draw_cases(0, 1, "a", 5).tolist()
+        True
+    """
+    generator = np.random.default_rng(np.random.SeedSequence([seed, replicate, client_key(client)]))
+    return generator.integers(count, size=count)
+
+
+def difference_of_replicates(sums: ArrayLike) -> Estimate:
+    """Difference between two statistics, from both values, then :func:`paired_sums` over bootstrap replicates.
+
+    Example:
+        >>> estimate = difference_of_replicates([0.75, 0.5, *paired_sums([0.5, 1.0], [0.5, 0.5])])
+        >>> float(estimate.value), float(estimate.variance)
+        (0.25, 0.125)
+    """
+    values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
+    spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
+    return Estimate(values[0] - values[1], spread.variance * values[2], np.full_like(values[0], np.inf))
+
+
+def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
+    """Mean difference over at least two sites ``(..., k)``: random effects (DerSimonian and Laird 1986).
+
+    The variance is Hartung and Knapp's (2001), but never below the variance for known weights (Röver, Knapp and
+    Friede 2015).
+
+    Raises:
+        ValueError: With fewer than two sites, or a variance of 0.
+
+    Example:
+        >>> pooled = random_effects([0.04, 0.01, 0.07, -0.02], [0.0004, 0.0009, 0.0016, 0.0001])
+        >>> low, high = pooled.interval()
+        >>> round(float(pooled.value), 6), round(float(low), 6), round(float(high), 6)
+        (0.017701, -0.04985, 0.085252)
+    """
+    y, v = np.broadcast_arrays(np.asarray(values, np.float64), np.asarray(variances, np.float64))
+    sites = y.shape[-1]
+    if sites < 2 or not (v > 0).all():
+        raise ValueError(f"Expected at least two sites with positive variances, but got variances {v.tolist()!s:.100}.")
+    weights = 1 / v
+    total = weights.sum(-1)
+    fixed = (weights * y).sum(-1) / total
+    q = (weights * (y - fixed[..., None]) ** 2).sum(-1)
+    excess = q - (sites - 1)
+    tau_squared = np.maximum(excess / (total - (weights * weights).sum(-1) / total), 0.0)
+    weights = 1 / (v + tau_squared[..., None])
+    total = weights.sum(-1)
+    mean = (weights * y).sum(-1) / total
+    spread = (weights * (y - mean[..., None]) ** 2).sum(-1) / ((sites - 1) * total)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        i_squared = np.where(excess > 0, excess / q, 0.0)
+    degrees = np.full_like(mean, sites - 1)
+    return RandomEffects(mean, np.maximum(spread, 1 / total), degrees, fixed, q, tau_squared, i_squared)
+
+
+def holm(p_values: ArrayLike) -> Floats:
+    """Adjusts p-values ``(..., K)`` for several tests (Holm 1979); NaN values do not count.
+
+    Example:
+        >>> [round(float(value), 3) for value in holm([0.004, 0.03, 0.2, 0.011])]
+        [0.016, 0.06, 0.2, 0.033]
+    """
+    p = np.asarray(p_values, np.float64)
+    order = np.argsort(p, axis=-1)
+    ordered = np.take_along_axis(p, order, -1)
+    factors = np.isfinite(p).sum(-1, keepdims=True) - np.arange(p.shape[-1])
+    adjusted = np.maximum.accumulate(np.minimum(1.0, np.maximum(factors, 1) * ordered), axis=-1)
+    result = np.empty_like(p)
+    np.put_along_axis(result, order, adjusted, -1)
+    return result
