@@ -14,7 +14,7 @@ from lightning_fed.cli.recipes import absent_recipe
 from lightning_fed.errors import OptionError
 
 _PROGRAMS = (  # names of modules
-    "demo", "compare", "data", "methods", "privacy", "merge", "adapt", "flower", "nvflare", "audit", "recipes",
+    "demo", "compare", "study", "data", "methods", "privacy", "merge", "adapt", "flower", "nvflare", "audit", "recipes",
     "doctor",
 )  # fmt: skip
 _RECIPE_COMMANDS = ("fit", "validate", "test", "predict")  # from LightningCLI
@@ -31,6 +31,7 @@ commands:
   test -c RECIPE            evaluate a checkpoint on test data
   predict -c RECIPE         run a checkpoint on the data to predict
   compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
+  study RECIPE              test at each site if the federation helps: --methods local fedavg central
   data RECIPE               show each client's data and images, without training
   methods                   list the methods and their options
   privacy RECIPE            compute the privacy budget of a recipe

@@ -1,6 +1,7 @@
 """Compares methods on one recipe, with equal clients, rounds and initial weights."""
 
 from lightning_fed.compare.method_options import CENTRAL as CENTRAL
+from lightning_fed.compare.method_options import LOCAL as LOCAL
 from lightning_fed.compare.method_options import MethodChoice as MethodChoice
 from lightning_fed.compare.method_options import method_choices as method_choices
 from lightning_fed.compare.newcomers import epochs_to_converge as epochs_to_converge
@@ -12,12 +13,12 @@ from lightning_fed.compare.plan import run_comparison as run_comparison
 from lightning_fed.compare.report import Cell as Cell
 from lightning_fed.compare.report import draw as draw
 from lightning_fed.compare.report import markdown as markdown
-from lightning_fed.compare.report import paired_interval as paired_interval
 from lightning_fed.compare.report import summarize as summarize
 from lightning_fed.compare.report import write_report as write_report
 
 __all__ = [
     "CENTRAL",
+    "LOCAL",
     "Cell",
     "MethodChoice",
     "Plan",
@@ -27,7 +28,6 @@ __all__ = [
     "load_results",
     "markdown",
     "method_choices",
-    "paired_interval",
     "run_comparison",
     "summarize",
     "train_newcomers",

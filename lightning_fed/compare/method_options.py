@@ -1,4 +1,4 @@
-"""Methods in a comparison: a registered method with options, or centralised training."""
+"""Methods in a comparison: a registered method with options, centralised training, or local training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from torch import nn
+
 from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.method import build_method, find_method, list_options, method_key, method_names, parse_method
+from lightning_fed.model.entries import entry_policies
 
 CENTRAL = "central"
 """Name for centralised training on the pooled data of all clients."""
 
+LOCAL = "local"
+"""Name for local training: every client keeps a separate model, and nothing is sent."""
+
+_BASELINES = (CENTRAL, LOCAL)
 _OF_THE_RECIPE = ("method", "partition", "availability.stragglers", "seed")  # options that are equal for all methods
 _WITH_FIELDS = ("availability", "faults")
 _SHARED = ("seed", "local_epochs")  # a method with these options receives the recipe's values
@@ -21,9 +28,9 @@ _SHARED = ("seed", "local_epochs")  # a method with these options receives the r
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method or ``"central"`` with options, parsed from text such as ``"fedprox:mu=0.1"``.
+    """A method with options, from text such as ``"fedprox:mu=0.1"``; or ``"central"`` or ``"local"``.
 
-    Options apply to the method or to ``Federation``; nested arguments use dots: ``"availability.partial_work"``.
+    Options are for the method or for ``Federation``; nested arguments have dots: ``"availability.partial_work"``.
     """
 
     label: str
@@ -42,20 +49,29 @@ class MethodChoice:
         name = name if "." in name else name.lower()  # an import path is case-sensitive
         if method_key(name) not in method_choices() and "." not in name:
             check_option("method", name, method_choices())
-        if name == CENTRAL and options:
-            raise ValueError(f"Expected no options for {CENTRAL!r}, but got {sorted(options)}.")
+        if name in _BASELINES and options:
+            raise ValueError(f"Expected no options for {name!r}, but got {sorted(options)}.")
         choice = cls(":".join([name, *text.strip().split(":")[1:]]), name, options)
-        if name != CENTRAL:
+        if name not in _BASELINES:
             choice._build(Federation(), {})
         return choice
 
     def federation(self, recipe: Federation) -> Federation:
-        """Returns the recipe's federation with this method; for ``"central"``, the unchanged federation.
+        """Returns the recipe's federation with this method; for ``"central"`` the unchanged federation.
 
-        By default, a method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value.
+        ``"local"`` keeps all trained entries on the clients, without update steps.
+
+        A method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
         """
         if self.name == CENTRAL:
             return recipe
+        if self.name == LOCAL:
+
+            def select_trained(module: nn.Module) -> list[str]:
+                policies = entry_policies(module, frozen=recipe.options.frozen)
+                return [name for name, policy in policies.items() if policy != "frozen"]
+
+            return recipe.replace(method="fedavg", personal=(select_trained,), steps=())
         options = list_options(find_method(self.name))
         return self._build(recipe, {name: getattr(recipe.schedule, name) for name in _SHARED if name in options})
 
@@ -80,5 +96,5 @@ class MethodChoice:
 
 
 def method_choices() -> list[str]:
-    """Names of all methods, including ``"central"``."""
-    return [CENTRAL, *method_names()]
+    """Names of all methods, including ``"central"`` and ``"local"``."""
+    return [*_BASELINES, *method_names()]

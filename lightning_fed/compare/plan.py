@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.callbacks.evaluation.data_pass import Stage
+from lightning_fed.callbacks.evaluation.results import is_score, monitored_name
 from lightning_fed.compare.central import check_central
 from lightning_fed.compare.method_options import CENTRAL, MethodChoice
 from lightning_fed.compare.run import Run, evaluate, quiet, train
@@ -25,25 +28,29 @@ from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.method import Method
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.recipe import FederatedCLI
+from lightning_fed.study.site_scores import SiteScores, check_sites
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a comparison: a recipe, methods and seeds.
+    """Plan of a comparison: a recipe, its methods and seeds.
 
     Args:
-        recipe: Path of the recipe.
+        recipe: The recipe's path.
         methods: The methods.
         seeds: The seeds.
-        stragglers: Fractions of stragglers; ``None`` for the fraction in the recipe.
+        stragglers: Fractions of stragglers; ``None`` for the recipe's.
         out: Folder for the results.
         monitor: Name of the compared metric; ``None`` for the metric in the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, else ``"max"``.
+        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else by the name.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` stands for the run's seed.
+        minutes: Time limit: no round begins if a round as long as the longest would end later; ``None`` for no limit.
+        sites: Data with a score for every case (``"validation"`` or ``"test"``); ``None`` for no scores by case.
+        patient: Key for the patients in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
     Raises:
-        ValueError: If methods or seeds are empty or have duplicates, or a number is outside its range.
+        ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.
     """
 
     recipe: Path
@@ -55,6 +62,9 @@ class Plan:
     mode: str | None = None
     test: bool = False
     overrides: Sequence[str] = ()
+    minutes: float | None = None
+    sites: Stage | None = None
+    patient: str | None = None
 
     def __post_init__(self) -> None:
         labels, parts = [method.label for method in self.methods], self.stragglers
@@ -67,6 +77,8 @@ class Plan:
             raise ValueError(f"Expected `seeds` to be at least 0, but got {list(self.seeds)}.")
         if parts is not None and not all(0 <= part < 1 for part in parts):
             raise ValueError(f"Expected `stragglers` to be in [0, 1), but got {list(parts)}.")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"Expected `minutes` to be above 0, but got {self.minutes}.")
         if self.mode not in (None, "max", "min"):
             raise ValueError(f"Expected `mode` to be 'max' or 'min', but got {self.mode!r}.")
 
@@ -103,22 +115,23 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains all unfinished runs, one after another.
 
-    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: with separate statistics per client if a method
+    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: with each client's own statistics if a method
     cannot report statistics (secure sums, central privacy, FedSS), otherwise by the first run's decision. Every run has
-    a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run resumes after
-    the last complete round.
+    a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run continues
+    after the last complete round.
 
     Args:
         plan: The plan.
-        progress: Stream for the progress lines; ``None`` for the standard output.
+        progress: Output for a line per run; ``None`` for the standard output.
 
     Returns:
-        The results of all runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every round's
-        numbers), ``test`` (numbers on the test data) and ``has_own_models`` (whether clients have personal models).
+        The results of all finished runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every
+        round's numbers), ``test`` (numbers on the test data), ``has_own_models`` (whether clients have personal models)
+        and, with ``sites``, the scores by site. After the time limit the other runs are missing.
 
     Raises:
-        MisconfigurationException: If a method does not fit the recipe, a folder contains a run from another recipe or
-            with another treatment of BatchNorm, or the metric is not logged.
+        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe or with
+            another treatment of BatchNorm, or the metric is not logged.
     """
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)
@@ -127,25 +140,55 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     if len(unfinished) < len(runs):
         progress.start(f"{len(runs) - len(unfinished)} of {len(runs)} runs")
         progress.end("done before")
-    results = []
+    results: list[dict[str, Any]] = []
+    deadline = math.inf if plan.minutes is None else time.monotonic() + 60 * plan.minutes
     for number, (run, folder) in enumerate(folders.items(), start=1):
+        if time.monotonic() > deadline:
+            break
         if run in unfinished:
             progress.start(f"{number}/{len(runs)} {run}")
             begin = time.perf_counter()
             try:
                 decision = treatment or _decision_of(folders.values())
-                rounds = _run(plan, run, folder, target[0], progress, decision)
+                rounds = _run(plan, run, folder, target[0], progress, decision, deadline)
             except BaseException:
                 progress.end("interrupted")
                 raise
+            if rounds is None:
+                break
             progress.end(f"{_value_of(rounds[-1] if rounds else {}, target[0])}, {time.perf_counter() - begin:.0f} s")
         result = _load(folder, target)
         if plan.test and not result["test"]:
             with quiet():
                 result["test"] = evaluate(plan.build(run.seed), run, folder)
             write_text_atomically(folder / "result.json", json.dumps(result))
+        if plan.sites is not None:
+            result["sites"] = _score_sites(plan, run, folder, target[0])
         results.append(result)
+    if len(results) < len(runs):
+        progress.start(f"{len(results)} of {len(runs)} runs are finished")
+        progress.end(f"time limit of {plan.minutes:g} minutes reached; the same command continues")
     return results
+
+
+def _site_scores(plan: Plan, monitor: str) -> SiteScores | None:
+    if plan.sites is None:
+        return None
+    metric = monitored_name(monitor)
+    return SiteScores(metric.replace("val", "test", 1) if plan.sites == "test" else metric, plan.sites, plan.patient)
+
+
+def _score_sites(plan: Plan, run: Run, folder: Path, monitor: str) -> dict[str, Any]:
+    scores, path = _site_scores(plan, monitor), folder / "sites.json"
+    assert scores is not None
+    known = {"metric": scores.metric, "stage": scores.stage, "patient": scores.patient}
+    saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if {name: saved.get(name) for name in known} != known:
+        with quiet():
+            evaluate(plan.build(run.seed), run, folder, scores.stage, [scores])
+        saved = {**known, "scores": scores.scores}
+        write_text_atomically(path, json.dumps(saved))
+    return saved
 
 
 def load_results(plan: Plan) -> list[dict[str, Any]]:
@@ -164,13 +207,21 @@ def _decision_of(folders: Iterable[Path]) -> str:
     return ""
 
 
-def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, decision: str) -> list[dict[str, float]]:
+def _run(
+    plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, decision: str, deadline: float
+) -> list[dict[str, float]] | None:
     def show(number: int, count: int, values: Mapping[str, float]) -> None:
         progress.update(f"round {number}/{count}, {_value_of(values, monitor)}")
 
     write_text_atomically(folder / "plan.json", json.dumps(_identity(plan, run)))
     with quiet():
-        result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show, decision)
+        scores = _site_scores(plan, monitor)
+        callbacks = [] if scores is None else [scores]
+        logs = plan.out / "tensorboard"
+        result = train(plan.build(run.seed), run, folder, logs, show, decision, deadline, callbacks)
+    if result is None:
+        progress.end("not finished")
+        return None
     write_text_atomically(folder / "result.json", json.dumps(result))
     gc.collect()  # Trainers are in reference cycles, so data from many runs would fill the memory
     rounds: list[dict[str, float]] = result["rounds"]
@@ -184,6 +235,8 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
         trainer: Any = cli.trainer
         for method in plan.methods:
             _check_method(method, cli)
+            if plan.sites is not None:
+                check_sites(trainer, method.federation(trainer.federation))
     decisive = next((method.label for method in plan.methods if _needs_own_statistics(method, cli)), "")
     parts = plan.stragglers or [trainer.federation.options.availability.stragglers]
     all_runs = [
@@ -249,7 +302,7 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
             "Expected `monitor`, because the recipe has no ModelCheckpoint that monitors a metric."
         )
     monitor = plan.monitor or next(iter(saved))
-    return monitor, plan.mode or saved.get(monitor, "max")
+    return monitor, plan.mode or saved.get(monitor, "max" if is_score(monitor) else "min")
 
 
 def _identity(plan: Plan, run: Run) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scipy.special import stdtrit
-
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.compare.method_options import CENTRAL
+from lightning_fed.study.statistics import difference_of_sums, paired_sums
 
 _log = logging.getLogger(__name__)
 
@@ -143,32 +142,6 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
     return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", "\n\n".join(notes)])
 
 
-def paired_interval(
-    scores: Sequence[float], others: Sequence[float], level: float = 0.95
-) -> tuple[float, float, float]:
-    """Mean difference between two methods over the same seeds, with Student's t confidence interval at ``level``.
-
-    Returns mean, lower end and upper end; NaN for non-finite scores.
-
-    Raises:
-        ValueError: If the scores have different lengths, or fewer than two seeds.
-
-    Example:
-        >>> mean, low, high = paired_interval([0.75, 0.5, 1.0], [0.5, 0.5, 0.5])
-        >>> round(mean, 3), round(low, 3), round(high, 3)
-        (0.25, -0.371, 0.871)
-    """
-    differences = [one - other for one, other in zip(scores, others, strict=True)]
-    mean = statistics.fmean(differences)
-    degrees = len(differences) - 1
-    if degrees < 1:
-        raise ValueError(f"Expected scores for at least two seeds, but got {len(differences)}.")
-    if not all(map(math.isfinite, differences)):
-        return math.nan, math.nan, math.nan
-    half = float(stdtrit(degrees, (1 + level) / 2)) * statistics.stdev(differences) / math.sqrt(len(differences))
-    return mean, mean - half, mean + half
-
-
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
     """Draws one panel per fraction of stragglers: the mean over seeds as a curve, the range over seeds as a band.
 
@@ -279,10 +252,15 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
             method_scores, baseline_scores = (
                 [scores[one, part, seed] for seed in common] for one in (method, methods[0])
             )
-            mean, low, high = paired_interval(method_scores, baseline_scores)
-            better, worse = sign * low > 0 < sign * high, sign * low < 0 > sign * high
-            verdict = "better" if better else "worse" if worse else "no difference shown"
-            lines[-1] += f"\n- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
+            differences = [score - other for score, other in zip(method_scores, baseline_scores, strict=True)]
+            if len(common) == 2:
+                both = " and ".join(f"{difference:+.3f}" for difference in differences)
+                lines[-1] += f"\n- `{method}`: {both}; two seeds cannot show a difference"
+                continue
+            estimate = difference_of_sums(paired_sums(method_scores, baseline_scores))
+            (low, high), p = estimate.interval(), float(estimate.p_value())
+            verdict = "no difference shown" if not p < 0.05 else "better" if sign * estimate.value > 0 else "worse"
+            lines[-1] += f"\n- `{method}`: {float(estimate.value):+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
     return lines
 
 

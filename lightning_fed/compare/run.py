@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fed.atomic_files import RoundCheckpoint
+from lightning_fed.callbacks.evaluation.data_pass import Stage
 from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.method_options import MethodChoice
@@ -52,12 +54,18 @@ class Run:
 
 
 class RoundCurve(Callback):
-    """Records the logged values and training time of every round, also in checkpoints; ``on_round`` counts from 1."""
+    """Records every round's logged values and training time, also in checkpoints; ``on_round`` counts from 1.
 
-    def __init__(self, on_round: Callable[[int, dict[str, float]], None]) -> None:
+    The fit stops after a round if another round as long as the longest would end after ``deadline``, a time from
+    ``time.monotonic``.
+    """
+
+    def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
         self.rounds: list[dict[str, float]] = []
-        self._on_round = on_round
+        self.is_out_of_time = False
+        self._on_round, self._deadline = on_round, deadline
+        self._longest, self._last_end = 0.0, time.monotonic()
         self._begin: tuple[float, float] | None = None
         self._seconds = [0.0, 0.0]
 
@@ -74,6 +82,10 @@ class RoundCurve(Callback):
         self.rounds.append(values | {"seconds": self._seconds[0], "cpu_seconds": self._seconds[1]})
         self._seconds = [0.0, 0.0]
         self._on_round(len(self.rounds), self.rounds[-1])
+        now = time.monotonic()
+        self._longest, self._last_end = max(self._longest, now - self._last_end), now
+        if now + self._longest > self._deadline and len(self.rounds) != trainer.max_epochs:
+            self.is_out_of_time = trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"rounds": [dict(values) for values in self.rounds], "seconds": list(self._seconds)}
@@ -90,24 +102,35 @@ class RoundCurve(Callback):
 
 
 def train(
-    cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRound, decision: str = ""
-) -> dict[str, Any]:
-    """Trains a run, and returns the results as JSON-compatible values. An interrupted run resumes after the last round.
+    cli: FederatedCLI,
+    run: Run,
+    folder: Path,
+    logs: Path,
+    on_round: OnRound,
+    decision: str = "",
+    deadline: float = math.inf,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any] | None:
+    """Trains a run, and returns the results as JSON-compatible values; ``None`` if the time is over.
 
-    ``folder`` contains ``last.ckpt``, written after every round. ``on_round`` is called after each round with the
-    round's number (from 1), the number of rounds, and the values. ``decision`` is the decision of an earlier run for
-    ``batch_norm="auto"``.
+    An interrupted run resumes after the last round.
+
+    ``folder`` has ``last.ckpt``, written after every round. ``on_round`` is called after each round with the round's
+    number (from 1), the number of rounds, and the values. ``decision`` is an earlier run's decision for
+    ``batch_norm="auto"``. ``callbacks`` are added to the Trainer.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)
     if federation is not None:
         federation.preset_decision(decision)
-    curve = RoundCurve(lambda number, values: on_round(number, trainer.max_epochs, values))
-    trainer.callbacks += [curve, RoundCheckpoint(folder / CHECKPOINT)]
+    curve = RoundCurve(lambda number, values: on_round(number, trainer.max_epochs, values), deadline)
+    trainer.callbacks += [*callbacks, curve, RoundCheckpoint(folder / CHECKPOINT)]
     if find_spec("tensorboard"):
         trainer.loggers = [TensorBoardLogger(logs, name="", version=folder.name)]
     last = folder / CHECKPOINT
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=last if last.exists() else None)
+    if curve.is_out_of_time:
+        return None
     has_own_models = federation is not None and (
         federation.has_personal_entries or federation.has_own_statistics or federation.server.rule.has_clusters
     )
@@ -122,10 +145,14 @@ def train(
     }
 
 
-def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
-    """Evaluates a finished run on the test data, also by client if every client has test data."""
+def evaluate(
+    cli: FederatedCLI, run: Run, folder: Path, stage: Stage = "test", callbacks: Sequence[Callback] = ()
+) -> dict[str, float]:
+    """Evaluates a finished run on the test or validation data, also by client if every client has such data."""
     trainer = _make_trainer(cli, run)
-    trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
+    trainer.callbacks += callbacks
+    run_stage = trainer.test if stage == "test" else trainer.validate
+    run_stage(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

@@ -44,6 +44,7 @@ from lightning_fed.compare import (
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.datasets import Synthetic
 from lightning_fed.recipe import FederatedCLI, remembered_subclasses
+from lightning_fed.study.report import align_tables
 from lightning_fed.tasks import ClassificationTask
 from tests import warm_process
 from tests.breadth import quick, slow
@@ -547,13 +548,14 @@ def test_the_terminal(tmp_path):
         runs,
     )
     lines = table.splitlines()
-    assert lines[0] == "| method | val_acc | test | #R@80% | train_loss | MB | wall s | CPU s |"
+    assert lines[0].split() == "| method | val_acc | test | #R@80% | train_loss | MB | wall s | CPU s |".split()
+    assert len({len(line) for line in lines}) == 1  # aligned
     assert [line.split()[1] for line in lines[2:]] == ["`central`", "`fedper`"]
     assert "clients of `fedper` have personal models: use `--monitor fed/val_acc/mean`" in note
     assert where.splitlines()[0] == "Tables, curves, checkpoints and logs: runs/compare"
     assert {line[:33] for line in errors.splitlines()} == {"2 entries stay with their clients"}
     folder = tmp_path / "runs" / "compare"
-    assert (folder / "summary.md").read_text() == f"{table}\n\n{note}\n"
+    assert align_tables((folder / "summary.md").read_text()) == f"{table}\n\n{note}\n"
     assert {path.name for path in (folder / "tensorboard").iterdir()} == {"central_0", "fedper_0_0"}
 
 
@@ -724,7 +726,7 @@ def test_clients_with_models_of_their_own(trained, tmp_path, capsys):
     shutil.copytree(out, "out")
     compare("clients.yaml", "--methods", methods, "--out", "out", "--monitor", "fed/val_acc/mean")
     said = capsys.readouterr().out
-    assert said.startswith("4 of 4 runs: done before\n\n| method | fed/val_acc/mean | #R@80% |")
+    assert said.startswith("4 of 4 runs: done before\n\n| method    | fed/val_acc/mean | #R@80% |")
     assert "personal models" not in said
     assert not Notes.fits
     found = {row["method"]: float(row["fed/val_acc/mean"]) for row in rows(tmp_path / "out" / "summary.csv")}
@@ -801,7 +803,7 @@ def test_results_that_are_there(begun, tmp_path):
     assert load_results(replace(plan, out=tmp_path / "none")) == []
     (found,) = load_results(plan)
     assert (found["method"], found["monitor"], found["mode"]) == ("fedavg", "val_loss", "min")
-    assert load_results(replace(plan, monitor="train_loss"))[0]["mode"] == "max"
+    assert load_results(replace(plan, monitor="train_loss"))[0]["mode"] == "min"  # by the name
 
 
 # --- Report -----------------------------------------------------------------------------------------------------------
@@ -1000,6 +1002,11 @@ def test_differences_are_told_with_their_paired_interval(mode):
     assert markdown(results + shifted[:-1]).count("`fedprox`: +nan (+nan to +nan), no difference shown") == 1
     assert "Compared" not in markdown([run for run in results if run["method"] == "fedavg"])
     assert "One seed cannot separate" in markdown(made_up(mode, seeds=1))
+    two = made_up(mode, seeds=2)
+    cells = summarize(two)
+    for part in (0.0, 0.5):
+        both = [f"{a - b:+.3f}" for a, b in zip(cells["fedmargin", part].score, cells["fedavg", part].score, strict=True)]
+        assert f"- `fedmargin`: {both[0]} and {both[1]}; two seeds cannot show a difference" in markdown(two)
 
 
 def test_a_loss_that_is_no_number_for_one_seed(tmp_path):

@@ -1,0 +1,133 @@
+"""A site's answer to a study: sums over cases for each pair of models, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.study.statistics import (
+    SHIFT,
+    Estimate,
+    Floats,
+    area_sums,
+    difference_of_areas,
+    difference_of_replicates,
+    difference_of_sums,
+    mean_by_group,
+    paired_sums,
+    placements,
+)
+
+_log = logging.getLogger(__name__)
+
+Kind: TypeAlias = Literal["scores", "areas", "replicates"]
+Answer: TypeAlias = dict[str, dict[str, list[float]]]
+"""Sums by pair (``"fedavg|local"``) and by seed; ``"all"`` for the mean over seeds. Empty: too few cases."""
+
+
+def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
+    """Computes a site's answer from the site's scores.
+
+    Args:
+        runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`.
+        min_support: Smallest number of cases, or patients, for an answer; for an area under the ROC curve, half of the
+            number for each class.
+
+    Raises:
+        MisconfigurationException: If the cases differ between runs.
+
+    Example:
+        >>> site = {"cases": ["a", "b"], "patients": None}
+        >>> runs = {"fedavg": {0: {"scores": [1.0, 0.5], **site}}, "local": {0: {"scores": [0.5, 0.5], **site}}}
+        >>> answer_site(runs, min_support=2)
+        ('scores', {'fedavg|local': {'all': [2.0, 0.5, 0.0, 0.25, 0.0, 0.0], '0': [2.0, 0.5, 0.0, 0.25, 0.0, 0.0]}})
+        >>> answer_site(runs)
+        ('scores', {})
+    """
+    first = next(iter(next(iter(runs.values())).values()))
+    all_runs = [run for seeds in runs.values() for run in seeds.values()]
+    if any(run["cases"] != first["cases"] for run in all_runs):
+        raise MisconfigurationException(
+            "Expected equal cases at each site in every run, but the cases differ: fix the split with a seed for data"
+            " and partition (`-- --data.seed 0`), or give fixed clients."
+        )
+    if any(run.keys() != first.keys() for run in all_runs):
+        raise MisconfigurationException("Expected one kind of score in every run, but some scores are all NaN.")
+    if "positives" in first:
+        return "areas", _answer_areas(runs, min_support)
+    if "scores" in first:
+        return "scores", _answer_scores(runs, first["patients"], min_support)
+    return "replicates", _answer_replicates(runs, len(first["cases"]), min_support)
+
+
+def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
+    """Estimates a difference from a site's sums. Returns the number of cases, and the values of both models, too."""
+    if kind == "areas":
+        return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
+    if kind == "replicates":
+        return difference_of_replicates(sums[1:]), int(sums[0]), (sums[1], sums[2])
+    count = sums[0]
+    return difference_of_sums(sums), int(count), (sums[1] / count + SHIFT, sums[2] / count + SHIFT)
+
+
+def _answer_scores(
+    runs: Mapping[str, Mapping[int, Mapping[str, Any]]], patients: Sequence[Any] | None, min_support: int
+) -> Answer:
+    scores = {model: np.array([run["scores"] for run in seeds.values()]) for model, seeds in runs.items()}
+    is_known = np.isfinite(np.concatenate(list(scores.values()))).all(0)
+    if not is_known.all():
+        _log.warning("%d of %d cases have no value and are excluded.", (~is_known).sum(), len(is_known))
+    groups = list(range(len(is_known))) if patients is None else list(patients)
+    groups = [group for group, known in zip(groups, is_known, strict=True) if known]
+    if len(set(groups)) < min_support:
+        return {}
+    by_group = {model: mean_by_group(values[:, is_known], groups) for model, values in scores.items()}
+    return _pairs(runs, by_group, lambda one, two: paired_sums(one.mean(0), two.mean(0)))
+
+
+def _answer_areas(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int) -> Answer:
+    components = {
+        model: [placements(run["positives"], run["negatives"]) for run in seeds.values()]
+        for model, seeds in runs.items()
+    }
+    if min(len(part) for part in next(iter(components.values()))[0]) < max(math.ceil(min_support / 2), 1):
+        return {}
+    return _pairs(runs, components, lambda one, two: area_sums(_mean_components(one), _mean_components(two)))
+
+
+def _mean_components(parts: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    # An area is linear in the components, so the mean over seeds has the mean area.
+    return np.mean([part[0] for part in parts], axis=0), np.mean([part[1] for part in parts], axis=0)
+
+
+def _answer_replicates(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], count: int, min_support: int) -> Answer:
+    if count < min_support:
+        return {}
+    values = {
+        model: np.array([[run["value"], *run["replicates"]] for run in seeds.values()]) for model, seeds in runs.items()
+    }
+
+    def sums(one: Any, two: Any) -> Any:
+        pair = np.stack([one.mean(0), two.mean(0)])
+        replicates = pair[:, 1:][:, np.isfinite(pair[:, 1:]).all(0)]
+        return [count, *pair[:, 0], *paired_sums(*replicates)]
+
+    return _pairs(runs, values, sums)
+
+
+def _pairs(runs: Mapping[str, Mapping[int, Any]], values: Mapping[str, Any], sums: Any) -> Answer:
+    """Sums for each pair of models, over the mean of all seeds and for each seed."""
+    answer: Answer = {}
+    for first, second in combinations(runs, 2):
+        seeds = {"all": slice(None)} | {str(seed): slice(place, place + 1) for place, seed in enumerate(runs[first])}
+        answer[f"{first}|{second}"] = {
+            name: [float(value) for value in sums(values[first][part], values[second][part])]
+            for name, part in seeds.items()
+        }
+    return answer

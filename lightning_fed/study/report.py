@@ -1,0 +1,323 @@
+"""Tables and the forest plot of a study, from the sites' sums."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.atomic_files import atomic_write, write_text_atomically
+from lightning_fed.callbacks.pictures import has_matplotlib
+from lightning_fed.console import markdown_table
+from lightning_fed.study.answers import Answer, Kind, answer_site, estimate
+from lightning_fed.study.statistics import Estimate, holm, random_effects
+
+LEVEL = 0.05
+"""Error rate of the verdicts."""
+
+TOO_FEW, UNKNOWN = "too few cases", "no difference shown"
+_VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
+
+
+@dataclass(frozen=True)
+class Study:
+    """Results of a study: the sites' answers, with the plan.
+
+    Args:
+        metric: Name of the score.
+        higher_is_better: Direction of the score.
+        models: Names of the methods: the primary method, then other federated methods, ``central`` if trained, and
+            ``local``.
+        seeds: Seeds of the trainings.
+        min_support: Smallest number of cases for an answer.
+        kinds: Kind of the sums by site.
+        answers: Sums by site.
+        megabytes: Megabytes sent in a training, by method.
+    """
+
+    metric: str
+    higher_is_better: bool
+    models: Sequence[str]
+    seeds: Sequence[int]
+    min_support: int
+    kinds: Mapping[str, Kind]
+    answers: Mapping[str, Answer]
+    megabytes: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SiteGain:
+    """One method's gain over another method at a site, positive if better.
+
+    Args:
+        site: The site; empty for all sites together.
+        method: The method.
+        baseline: The other method.
+        count: Number of cases (or patients); for all sites, of sites.
+        values: Score of both methods.
+        gain: Gain with the 95 % interval.
+        by_seed: Gains by seed.
+        adjusted: p-value, adjusted for several sites.
+        detectable: Smallest gain with a power of 80 % at this size.
+    """
+
+    site: str
+    method: str
+    baseline: str
+    count: int = 0
+    values: tuple[float, float] = (math.nan, math.nan)
+    gain: Estimate | None = None
+    by_seed: tuple[float, ...] = ()
+    adjusted: float = math.nan
+    detectable: float = math.nan
+
+    @property
+    def verdict(self) -> str:
+        """Verdict in words, by the adjusted p-value."""
+        if self.gain is None:
+            return TOO_FEW
+        if not self.adjusted < LEVEL:
+            return UNKNOWN
+        return "helps" if self.gain.value > 0 else "hurts"
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        low, high = (math.nan, math.nan) if self.gain is None else self.gain.interval(1 - LEVEL)
+        return float(low), float(high)
+
+
+def gather_study(
+    results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
+) -> Study:
+    """Asks every site for sums.
+
+    Args:
+        results: Results of :func:`~lightning_fed.compare.run_comparison` with ``sites``, for the same seeds of all
+            methods.
+        models: Names of the methods, in the order of :class:`Study`.
+        min_support: Smallest number of cases for an answer.
+        megabytes: Megabytes sent in a training, by method.
+    """
+    check_count("min_support", min_support, lowest=2)
+    runs: dict[str, dict[str, dict[int, Any]]] = {}
+    for site in results[0]["sites"]["scores"]:
+        runs[site] = {model: {} for model in models}
+        for run in results:
+            runs[site][run["method"]][run["seed"]] = run["sites"]["scores"].get(site, {"cases": []})
+    found = {site: answer_site(scores, min_support) for site, scores in runs.items()}
+    seeds = list(dict.fromkeys(run["seed"] for run in results))
+    kinds, answers = ({site: found[site][0] for site in found}, {site: found[site][1] for site in found})
+    first = results[0]
+    return Study(
+        first["sites"]["metric"], first["mode"] == "max", models, seeds, min_support, kinds, answers, megabytes
+    )
+
+
+def keep_primary(path: Path, method: str) -> None:
+    """Writes the primary method into a file before the first training, and refuses another one afterwards."""
+    known = json.loads(path.read_text()) if path.exists() else method
+    if known != method:
+        raise MisconfigurationException(
+            f"Expected {known!r} as the first federated method, the primary comparison of this study, but got"
+            f" {method!r}: choose another `--out`."
+        )
+    write_text_atomically(path, json.dumps(method))
+
+
+def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
+    """Gains of a method over another method by site, with Holm's correction over the sites; losing sites come first."""
+    sign = 1 if study.higher_is_better else -1
+    rows = []
+    for site, answer in study.answers.items():
+        row = SiteGain(site, method, baseline)
+        if answer:
+            sums, kind = answer[f"{method}|{baseline}"], study.kinds[site]
+            gain, count, values = estimate(kind, sums["all"])
+            by_seed = tuple(sign * float(estimate(kind, sums[str(seed)])[0].value) for seed in study.seeds)
+            gain = replace(gain, value=sign * gain.value)
+            row = replace(row, count=count, values=values, gain=gain, by_seed=by_seed)
+        rows.append(row)
+    adjusted = iter(holm([float(row.gain.p_value()) for row in rows if row.gain is not None]).tolist())
+    level = 1 - LEVEL / max(sum(row.gain is not None for row in rows), 1)  # the strictest level in Holm's procedure
+    rows = [
+        row if row.gain is None else replace(row, adjusted=next(adjusted), detectable=float(row.gain.detectable(level)))
+        for row in rows
+    ]
+    return sorted(rows, key=lambda row: (_VERDICTS.index(row.verdict), 0.0 if row.gain is None else row.gain.value))
+
+
+def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
+    """Mean gain over the sites with a variance, by random effects; a single site's own gain."""
+    used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
+    gains = [row.gain for row in used if row.gain is not None]
+    if not gains:
+        return SiteGain("", rows[0].method, rows[0].baseline)
+    gain = gains[0]
+    if len(gains) > 1:
+        gain = random_effects([one.value for one in gains], [one.variance for one in gains])
+    values = tuple(float(np.mean([row.values[place] for row in used])) for place in (0, 1))
+    by_seed = tuple(float(np.mean(seed)) for seed in zip(*(row.by_seed for row in used), strict=True))
+    return SiteGain(
+        "", used[0].method, used[0].baseline, len(used), (values[0], values[1]), gain, by_seed,
+        float(gain.p_value()), float(gain.detectable(1 - LEVEL)),
+    )  # fmt: skip
+
+
+def write_study(study: Study, folder: Path) -> str:
+    """Writes ``study.json`` (all sums), ``study.csv`` (all pairs), ``study.md``, and with matplotlib ``forest.png``.
+
+    Returns the tables in Markdown.
+    """
+    write_text_atomically(folder / "study.json", json.dumps(vars(study), indent=1))
+    write_text_atomically(folder / "study.csv", _csv(study))
+    text = describe(study)
+    write_text_atomically(folder / "study.md", f"{text}\n")
+    if has_matplotlib():
+        rows = compare_sites(study, study.models[0], study.models[-1])
+        draw_forest([*rows, pool_sites(rows)], folder / "forest.png")
+    return text
+
+
+def load_study(path: Path) -> Study:
+    """Loads ``study.json``."""
+    return Study(**json.loads(path.read_text()))
+
+
+def describe(study: Study) -> str:
+    """Tables by site in Markdown, the primary comparison first, with notes. Sites with a loss are named first."""
+    baseline = study.models[-1]
+    methods = [model for model in study.models[:-1] if model != "central"]
+    tables = [compare_sites(study, method, baseline) for method in methods]
+    pooled = [pool_sites(rows) for rows in tables]
+    others = holm([row.adjusted for row in pooled[1:]])
+    pooled[1:] = [replace(row, adjusted=float(p)) for row, p in zip(pooled[1:], others, strict=True)]
+    losers = [f"{row.site} ({_signed(row)})" for row in tables[0] if row.verdict == "hurts"]
+    lines = [
+        f"`{methods[0]}` hurts at {', '.join(losers)}." if losers else f"No site is shown to lose with `{methods[0]}`."
+    ]
+    for place, (rows, over) in enumerate(zip(tables, pooled, strict=True)):
+        kind = "primary comparison" if place == 0 else "exploratory"
+        lines += [f"`{rows[0].method}` against `{baseline}` ({kind}):", _table(study, rows, over)]
+    return "\n\n".join([*lines, _note(study, tables[0], pooled[0])])
+
+
+def align_tables(text: str) -> str:
+    r"""Pads the cells of Markdown tables to equal widths, for a terminal.
+
+    Example:
+        >>> print(align_tables("| a | b |\n|---|---|\n| long | 1 |"))
+        | a    | b |
+        |------|---|
+        | long | 1 |
+    """
+    lines, table = list[str](), list[list[str]]()
+    for line in [*text.split("\n"), ""]:
+        if line.startswith("|"):
+            table.append([cell.strip() for cell in line.strip("|").split("|")])
+            continue
+        widths = [max(len(cell) for cell in column if set(cell) - set("-:")) for column in zip(*table, strict=True)]
+        for cells in table:
+            is_rule = not set("".join(cells)) - set("-:")
+            padded = [
+                "-" * (width + 2) if is_rule else f" {cell:{width}} " for cell, width in zip(cells, widths, strict=True)
+            ]
+            lines.append(f"|{'|'.join(padded)}|")
+        table = []
+        lines.append(line)
+    return "\n".join(lines[:-1])
+
+
+def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
+    """Draws the gains with intervals, a line per site, and the mean over sites at the bottom."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.gain is not None]
+    figure = Figure(figsize=(7, 1.2 + 0.35 * len(shown)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.axvline(0, color="0.5", linewidth=0.8)
+    for place, row in enumerate(shown):
+        assert row.gain is not None
+        color = {"hurts": "tab:red", "helps": "tab:green"}.get(row.verdict, "0.3")
+        axes.plot(row.interval, [-place, -place], color=color)
+        axes.plot([float(row.gain.value)], [-place], "s" if row.site else "D", color=color)
+    names = [f"{row.site}, n = {row.count}" if row.site else f"mean over {row.count} sites" for row in shown]
+    axes.set_yticks([-place for place in range(len(shown))], names)
+    axes.set_xlabel(f"gain of {rows[0].method} over {rows[0].baseline}")
+    with atomic_write(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+
+
+def _table(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:
+    method, baseline = rows[0].method, rows[0].baseline
+    central = {} if "central" not in study.models else {
+        row.site: row.values[1] for row in compare_sites(study, method, "central")
+    }  # fmt: skip
+    header = ["site", "n", baseline, method, *(["central"] if central else []), "gain", "95 % interval"]
+    header += [*(["gain by seed"] if len(study.seeds) > 1 else []), "shown from", "verdict"]
+    lines = [header]
+    for row in [*rows, *([] if over.gain is None else [over])]:
+        size = f"{row.count}" if row.count else f"below {study.min_support}"
+        line = [row.site or "all sites", size if row.site else f"{size} {'site' if row.count == 1 else 'sites'}"]
+        line += [_number(row.values[1]), _number(row.values[0])]
+        line += [_number(central.get(row.site, math.nan))] if central else []
+        line += [_signed(row), "" if row.gain is None else "{:+.3f} to {:+.3f}".format(*row.interval)]
+        if len(study.seeds) > 1:
+            line.append(f"{min(row.by_seed):+.3f} to {max(row.by_seed):+.3f}" if row.by_seed else "")
+        lines.append([*line, _number(row.detectable or math.nan), row.verdict])
+    return markdown_table(lines)
+
+
+def _note(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:
+    seeds, direction = len(study.seeds), "" if study.higher_is_better else ", positive if the score falls"
+    notes = [
+        f"`{study.metric}` at each site, {'one seed' if seeds == 1 else f'mean over {seeds} seeds'}. Gain: difference"
+        f" to `{rows[0].baseline}` on the same cases{direction}.",
+        "The intervals cover the choice of cases, for the models trained here. Verdicts: 5 % error over all sites"
+        " (Holm); `shown from` is the smallest gain with a power of 80 % at a site of this size.",
+    ]
+    if isinstance(over.gain, Estimate) and over.count > 1:
+        notes.append("All sites: random effects (DerSimonian and Laird; Hartung and Knapp).")
+    left_out = [row.site for row in rows if row.gain is not None and not row.gain.variance > 0]
+    if left_out:
+        notes.append(f"The mean excludes {', '.join(left_out)}: the gain has no variance.")
+    if seeds == 1:
+        notes.append("Another seed gives other models: `--seeds 5` adds seeds and keeps finished runs.")
+    sent = [f"`{name}` {number:.3g}" for name, number in study.megabytes.items()]
+    return "\n".join([*notes, f"Megabytes sent in a training: {', '.join(sent)}."])
+
+
+def _csv(study: Study) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    header = ["site", "method", "baseline", "n", "method_score", "baseline_score", "gain", "low", "high", "p", "p_holm"]
+    writer.writerow([*header, "shown_from", "verdict", *(f"gain_seed_{seed}" for seed in study.seeds)])
+    for place, method in enumerate(study.models):
+        for baseline in study.models[place + 1 :]:
+            rows = compare_sites(study, method, baseline)
+            for row in [*rows, pool_sites(rows)]:
+                numbers: list[Any] = [row.count or "", *row.values]
+                if row.gain is not None:
+                    numbers += [row.gain.value, *row.interval, row.gain.p_value(), row.adjusted, row.detectable]
+                else:
+                    numbers = ["" for _ in range(9)]
+                writer.writerow([row.site or "all sites", method, baseline, *numbers, row.verdict, *row.by_seed])
+    return text.getvalue()
+
+
+def _signed(row: SiteGain) -> str:
+    return "" if row.gain is None else f"{float(row.gain.value):+.3f}"
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3f}"

@@ -1,0 +1,244 @@
+"""Scores for single cases at every site. The scores stay at the site; see :mod:`lightning_fed.study.answers`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_fed.argument_checks import check_option
+from lightning_fed.callbacks.evaluation.client_evaluation import has_clients, loaders_of
+from lightning_fed.callbacks.evaluation.data_pass import (
+    Stage,
+    compute_states,
+    evaluate_data,
+    is_close,
+    limit_of,
+    limited_batches,
+)
+from lightning_fed.callbacks.evaluation.metric_states import (
+    MetricStates,
+    StateRules,
+    compute_measured,
+    computing,
+    metric_of,
+    named_metrics,
+)
+from lightning_fed.callbacks.evaluation.tables import row_name
+from lightning_fed.callbacks.federation import Federation, federation_of
+from lightning_fed.data.federated import EvaluationData, split_loaders
+from lightning_fed.data.interleave import batch_tensors, rebuild_batch
+from lightning_fed.data.partitioned import PartitionedData
+from lightning_fed.data.population import batch_length
+from lightning_fed.federated_callback import AskableCallback
+from lightning_fed.lightning.internals import datamodule_of, is_fitting, is_overridden
+from lightning_fed.lightning.isolated_pass import isolated_pass
+from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.study.statistics import draw_cases
+
+REPLICATES = 1000
+"""Number of bootstrap replicates for metrics without a value for single cases."""
+
+_ALL_STATES = StateRules(lists=("*",))
+
+
+class SiteScores(AskableCallback):
+    """Evaluates every site's model on single cases of the site, in ``trainer.test`` or ``trainer.validate``.
+
+    With a federation, each client's own model is evaluated; without, the module. The cases' scores never leave the
+    process in a message.
+
+    Args:
+        metric: Name of a logged value: ``"val_acc"``, or ``"test_acc"`` for test data.
+        stage: ``"validation"`` or ``"test"``.
+        patient: Key for the patients in a dictionary batch; ``None`` if all cases are independent.
+
+    Attributes:
+        scores: For each site: the fingerprints of the cases (``cases``), ``patients``, and ``scores``; for an area
+            under the ROC curve ``positives`` and ``negatives``; otherwise ``value`` and bootstrap ``replicates``.
+
+    Raises:
+        MisconfigurationException: With several processes, clients on other machines, hidden client models, or without
+            data and metric for every site.
+
+    Example:
+        >>> scores = SiteScores("test_acc")
+    """
+
+    supports_vectorize = True
+    keeps_privacy = True
+
+    def __init__(self, metric: str, stage: Stage = "test", patient: str | None = None) -> None:
+        check_option("stage", stage, ("validation", "test"))
+        self.metric, self.stage, self.patient = metric, stage, patient
+        self.scores: dict[str, dict[str, Any]] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        check_sites(trainer, federation_of(trainer))
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Checks the data before the training, unless a user's ``setup`` loads test data later."""
+        datamodule = datamodule_of(trainer)
+        loads_later = isinstance(datamodule, EvaluationData) and is_overridden("setup", datamodule)
+        if self.stage == "validation" or isinstance(datamodule, PartitionedData) or not loads_later:
+            self._check_data(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.stage == "validation" and not is_fitting(trainer):
+            self._score(trainer, pl_module)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.stage == "test":
+            self._score(trainer, pl_module)
+
+    def on_client_question(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
+    ) -> ClientUpdate:
+        data = loaders_of(trainer, self.stage)[client]
+        self.scores[row_name(client)] = score_site(trainer, module, client, data, self.metric, self.stage, self.patient)
+        return ClientUpdate(client, 1, {})
+
+    def _score(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._check_data(trainer)
+        self.scores, clients, federation = {}, list(loaders_of(trainer, self.stage)), federation_of(trainer)
+        if federation is None:
+            for client in clients:
+                self.on_client_question(trainer, module, client, {})
+            return
+        with federation.averages_in_place():
+            answers = federation.ask(trainer, module, self, clients, {}, own=True)
+        if answers.failed or federation.has_lost_entries:
+            raise MisconfigurationException(f"Expected a model for every site, but some are lost: {answers.failed}.")
+
+    def _check_data(self, trainer: L.Trainer) -> None:
+        if not has_clients(trainer, self.stage):
+            raise MisconfigurationException(
+                f"Expected {self.stage} data for every client: give a mapping to FederatedDataModule or a fraction to"
+                " PartitionedData, or choose another `stage`."
+            )
+
+
+def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
+    """Refuses several processes, clients on other machines, and methods that hide the clients' models."""
+    reason = ""
+    if trainer.world_size > 1:
+        reason = f"one process, but got {trainer.world_size}: set `devices=1`"
+    elif federation is not None and federation.is_remote:
+        reason = "all clients on this machine, but got clients on other machines"
+    elif federation is not None and federation.server.chain.reveals != "update":
+        reason = (
+            "visible client models, but secure sums or central privacy hide them, and statistics by site would not be"
+            " protected: remove the step"
+        )
+    if reason:
+        raise MisconfigurationException(f"Expected for a study {reason}.")
+
+
+def score_site(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    client: Client,
+    data: Any,
+    metric: str,
+    stage: Stage = "test",
+    patient: str | None = None,
+) -> dict[str, Any]:
+    """Scores a site's cases one by one with the loaded module; the attribute :attr:`SiteScores.scores` has the form."""
+    loaders = split_loaders(data)
+    if len(loaders) > 1:
+        raise MisconfigurationException(f"Expected one {stage} loader for client {client!r}, but got {len(loaders)}.")
+    limit = limit_of(trainer, stage)
+    whole = evaluate_data(trainer, module, data, stage, _ALL_STATES, limit, keeps=True)
+    if metric not in whole.values:
+        raise MisconfigurationException(
+            f"Expected the metric to be logged in the {stage} step, but {metric!r} is not among {sorted(whole.values)}."
+        )
+    cases = single_cases(limited_batches(loaders[0], limit))
+    metrics = named_metrics(module)
+    computed = compute_states(module, {client: whole})[client]
+    key = whole.metrics.get(metric) or next(
+        (key for key, value in computed.items() if is_close(value, whole.values[metric])), None
+    )
+    curve = None if key is None else metrics[metric_of(key)]
+    if isinstance(curve, BinaryAUROC) and curve.thresholds is None and curve.max_fpr is None and patient is None:
+        assert key is not None
+        state = whole.states[key].values
+        is_positive, found = state["target"] == 1, state["preds"].double()
+        areas = {"positives": found[is_positive].tolist(), "negatives": found[~is_positive].tolist()}
+        return areas | _identity(cases, patient)
+    reports, kept = [], []
+    for case in cases:
+        kept.append(case)
+        reports.append(evaluate_data(trainer, module, [case], stage, _ALL_STATES, 1.0, keeps=True))
+    scores = [report.values.get(metric, math.nan) for report in reports]
+    if not all(map(math.isnan, scores)):
+        return {"scores": scores} | _identity(kept, patient)
+    if key is None or patient is not None:
+        raise MisconfigurationException(
+            f"Expected {metric!r} to have a value for single cases, or to be the value of one `torchmetrics` object"
+            f"{' without `patient`' if patient else ''}: log the object, or choose another metric."
+        )
+    states = [report.states for report in reports]
+    return bootstrap(module, client, key, states) | {"value": whole.values[metric]} | _identity(kept, patient)
+
+
+def bootstrap(module: L.LightningModule, client: Client, key: str, states: list[MetricStates]) -> dict[str, Any]:
+    """Computes a metric for bootstrap replicates of a site's cases, with equal draws for all models."""
+    with isolated_pass(module):
+        metrics = named_metrics(module)
+        with computing(metrics.values(), compute_measured):
+            replicates = []
+            for replicate in range(REPLICATES):
+                drawn = [states[place] for place in draw_cases(0, replicate, client, len(states))]
+                merged = MetricStates.merge(metrics, drawn)
+                replicates.append(merged.compute(metrics, [key]).get(key, math.nan))
+    return {"replicates": replicates}
+
+
+def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
+    """Splits batches into batches with one case each.
+
+    Raises:
+        MisconfigurationException: If a tensor in a batch has another length than the batch.
+
+    Example:
+        >>> [case["x"].tolist() for case in single_cases([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])]
+        [[1], [2], [3]]
+    """
+    for batch in batches:
+        tensors, length = batch_tensors(batch), batch_length(batch)
+        if any(tensor.ndim == 0 or len(tensor) != length for tensor in tensors):
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise MisconfigurationException(
+                f"Expected tensors with one row per case in a batch, but got the shapes {shapes}: change `collate_fn`."
+            )
+        for row in range(length):
+            yield rebuild_batch(batch, iter([tensor[row : row + 1] for tensor in tensors]))
+
+
+def _identity(cases: Iterable[Any], patient: str | None) -> dict[str, Any]:
+    """Fingerprints, to recognise equal cases in other runs, and the patients."""
+    fingerprints, patients = [], []
+    for case in cases:
+        tensors = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in batch_tensors(case)]
+        fingerprints.append(hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16])
+        if patient is not None:
+            patients.append(_patient_of(case, patient))
+    return {"cases": fingerprints, "patients": patients if patient is not None else None}
+
+
+def _patient_of(case: Any, patient: str) -> Any:
+    if not isinstance(case, Mapping) or patient not in case:
+        raise MisconfigurationException(
+            f"Expected batches as dictionaries with the key {patient!r} for the patient, but got {type(case).__name__}."
+        )
+    value = case[patient]
+    value = value.tolist() if isinstance(value, Tensor) else value
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
