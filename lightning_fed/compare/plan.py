@@ -140,12 +140,13 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     if len(unfinished) < len(runs):
         progress.start(f"{len(runs) - len(unfinished)} of {len(runs)} runs")
         progress.end("done before")
-    results: list[dict[str, Any]] = []
+    results, has_worked = list[dict[str, Any]](), False
     deadline = math.inf if plan.minutes is None else time.monotonic() + 60 * plan.minutes
     for number, (run, folder) in enumerate(folders.items(), start=1):
-        if time.monotonic() > deadline:
+        if has_worked and time.monotonic() > deadline:
             break
         if run in unfinished:
+            has_worked = True
             progress.start(f"{number}/{len(runs)} {run}")
             begin = time.perf_counter()
             try:

@@ -169,7 +169,7 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
         warnings.simplefilter("ignore", UserWarning)  # torchmetrics averages over these classes
         value = compute()
     if isinstance(value, Tensor) and value.shape == undefined.shape:
-        return value.masked_fill(undefined.to(value.device), math.nan)
+        return at_least_float32(value).masked_fill(undefined.to(value.device), math.nan)  # Matthews: int64 for one case
     return as_nan(value)
 
 
