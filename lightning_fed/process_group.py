@@ -1,6 +1,6 @@
-"""The processes that share a round's clients, and communication between these processes.
+"""The processes that share the clients of a round, and their communication.
 
-Tensors are sent as raw memory; everything else (numbers, names, containers) is pickled.
+Tensors are sent as raw memory; all other objects (numbers, names, containers) are pickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-_SMALL = 1 << 20  # bytes: smaller tensors share a message, because every message has a latency
+_SMALL = 1 << 20  # bytes: smaller tensors are sent in one message, because every message has a latency
 _ALIGNED = 16
 
 
@@ -27,8 +27,8 @@ class ProcessGroup:
     Attributes:
         rank: Index of this process, from 0.
         size: Number of processes.
-        is_independent: Whether communication is disabled at present: during visits the processes train different
-            clients.
+        is_independent: Whether communication is currently disabled, because processes train different clients during
+            visits.
     """
 
     rank = 0
@@ -37,7 +37,7 @@ class ProcessGroup:
 
     @contextmanager
     def independent(self) -> Iterator[None]:
-        """Context without communication."""
+        """Context in which communication is disabled."""
         was_independent, self.is_independent = self.is_independent, True
         try:
             yield
@@ -45,14 +45,14 @@ class ProcessGroup:
             self.is_independent = was_independent
 
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """Yields the value from each process in rank order. At most two values are in memory at once.
+        """Yields the value of each process in rank order. At most two values are in memory at once.
 
-        All processes must call the method and exhaust the iterator. A received value is a copy; the sender's value
-        shares the tensors.
+        All processes must call the method and exhaust the iterator. A received value is a copy; the sender's own value
+        shares its tensors.
 
         Args:
-            value: This process's value: any picklable object, with tensors inside.
-            known: Tensors with equal values and order in all processes. These tensors are not sent.
+            value: Value of this process: any picklable object, which may contain tensors.
+            known: Tensors with equal values and order in all processes, which are not sent.
 
         Raises:
             MisconfigurationException: If ``value`` cannot be pickled.
@@ -60,11 +60,11 @@ class ProcessGroup:
         yield value
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns a list with the value from each process, in rank order, in every process."""
+        """Returns a list with the value of each process, in rank order, in every process."""
         return list(self.gather_one_by_one(value))
 
     def broadcast(self, value: Any) -> Any:
-        """The first process's value, in every process."""
+        """Returns the value of the first process in every process."""
         return value
 
 
@@ -87,7 +87,7 @@ class TorchProcessGroup(ProcessGroup):
         with _noting_dead_peers():
             dist.all_gather_object(headers, (rest, [_describe(tensor) for tensor in tensors], len(known)))
         if len({count for _, _, count in headers}) > 1:
-            raise RuntimeError("The processes do not know the same tensors: this is an error of `lightning_fed`.")
+            raise RuntimeError("The processes do not know the same tensors. This is a bug in `lightning_fed`.")
         for source, (pickled, forms, _) in enumerate(headers):
             received = self._broadcast_tensors(source, tensors if source == self.rank else None, forms)
             yield unpack(pickled, received, known)
@@ -123,7 +123,7 @@ class TorchProcessGroup(ProcessGroup):
         tensors = []
         for start, form in zip(starts, group, strict=False):
             part = buffer[start : start + form.nbytes].view(form.dtype).view(form.shape)
-            # A copy from a common buffer: a view would keep the whole buffer in memory.
+            # A copy, because a view would keep the whole common buffer in memory.
             tensors.append(part.to(self._device if form.is_on_device else "cpu", copy=len(group) > 1))
         return tensors
 
@@ -143,7 +143,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits a picklable object into distinct tensors and the pickled rest. Only indices stand for ``known`` tensors.
+    """Splits a picklable object into distinct tensors and the pickled rest. ``known`` tensors are replaced by indices.
 
     Example:
         >>> w = torch.ones(2)
@@ -164,14 +164,14 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from the parts returned by :func:`pack`, without copies of the tensors."""
+    """Rebuilds an object from the parts returned by :func:`pack`, without copying tensors."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as indices into the known tensors, or into the collected ``tensors``."""
+    """Pickles tensors as indices into the known tensors or into the collected ``tensors``."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -185,7 +185,7 @@ class _Pickler(pickle.Pickler):
             return "meta", (tuple(value.shape), value.dtype)
         if id(value) not in self._references:
             self._references[id(value)] = "new", len(self.tensors)
-            self.tensors.append(value)  # a reference: the `id` stays unique
+            self.tensors.append(value)  # a reference, so that the `id` stays unique
         return self._references[id(value)]
 
 
@@ -204,13 +204,15 @@ class _Unpickler(pickle.Unpickler):
 
 def _describe(tensor: Tensor) -> _Form:
     if tensor.layout != torch.strided:
-        raise MisconfigurationException(f"Expected dense tensors to send to other processes, but got {tensor.layout}.")
+        raise MisconfigurationException(
+            f"Expected dense tensors for sending to other processes, but got {tensor.layout}."
+        )
     size = tensor.numel() * tensor.element_size()
     return _Form(tuple(tensor.shape), tensor.dtype, tensor.device.type != "cpu", size)
 
 
 def _groups(forms: Sequence[_Form]) -> Iterator[list[_Form]]:
-    # Consecutive small tensors share a group up to `_SMALL` bytes.
+    # Consecutive small tensors share a message of up to `_SMALL` bytes.
     group: list[_Form] = []
     for form in forms:
         if group and sum(small.padded for small in group) + form.padded > _SMALL:
@@ -234,5 +236,5 @@ def _noting_dead_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        error.add_note("Another process of this fit may have died: the process's output shows the error.")
+        error.add_note("Another process of this fit may have ended: see the output of that process.")
         raise

@@ -1,4 +1,4 @@
-"""Recipes: model, data and federation from a YAML file and the command line, with ``LightningCLI``."""
+"""Recipes: model, data and federation from a YAML file and the command line, using ``LightningCLI``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jsonargparse.typing import class_from_function
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-# Imported classes can be named without their path in recipes: `class_path: Dirichlet`.
+# Recipes can use imported classes without their import path: `class_path: Dirichlet`.
 import lightning_fed.algorithms
 import lightning_fed.attacks
 import lightning_fed.callbacks
@@ -30,23 +30,23 @@ from lightning_fed.steps.update_step import UpdateStep
 from lightning_fed.trainer import FederatedTrainer
 
 for _name in dir(lightning_fed.callbacks):
-    getattr(lightning_fed.callbacks, _name)  # names load on first access
+    getattr(lightning_fed.callbacks, _name)  # names are loaded on first access
 
 # Recipe commands of `LightningCLI`, with descriptions.
 COMMANDS = {
-    "fit": "Train a model federatedly; one epoch is one round.",
-    "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data, or else the initial model.",
-    "test": "Evaluate a checkpoint (--ckpt_path) on the test data, or else the initial model.",
-    "predict": "Run a checkpoint (--ckpt_path) on the prediction data, or else the initial model.",
+    "fit": "Train a model in federated rounds; one epoch is one round.",
+    "validate": "Evaluate a checkpoint (--ckpt_path), or else the initial model, on the validation data.",
+    "test": "Evaluate a checkpoint (--ckpt_path), or else the initial model, on the test data.",
+    "predict": "Run a checkpoint (--ckpt_path), or else the initial model, on the prediction data.",
 }
 
 
 @contextmanager
 def remembered_subclasses() -> Iterator[None]:
-    """Caches the subclasses of each class until more modules are imported, to make recipes faster to parse.
+    """Caches the subclasses of each class until more modules are imported, so that recipes are parsed faster.
 
-    For every string in place of a module, such as a network name, jsonargparse searches over a thousand subclasses of
-    ``nn.Module``. The patched function is private; if missing, parsing is merely slower.
+    For every string where a module is allowed, such as a network name, jsonargparse searches over a thousand subclasses
+    of ``nn.Module``. The patched function is private; if it is missing, parsing is only slower.
     """
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:
@@ -70,19 +70,20 @@ def remembered_subclasses() -> Iterator[None]:
 class FederatedCLI(LightningCLI):
     """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
 
-    Recipes name model and data by class path, or by class name for classes in lightning_fed. The environment variable
-    ``JSONARGPARSE_DEBUG=true`` restores tracebacks.
+    Recipes name model and data by class path; for classes in lightning_fed the class name suffices. The environment
+    variable ``JSONARGPARSE_DEBUG=true`` restores tracebacks.
 
     Args:
-        args: Command line arguments, or ``None`` for the process arguments.
-        run: Whether to run the command at the start of the command line. Otherwise the objects are only created.
+        args: Command line arguments; ``None`` for the arguments of the process.
+        run: Whether to run the command named first on the command line. Otherwise the objects are only created.
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
         self._hidden_path: str | None = None
         commands = dict(COMMANDS)
         if run and isinstance(args, list) and args and args[0] in COMMANDS:
-            # Only the requested command needs a parser; the others would multiply the start-up time.
+            # Creates the parser only for the requested command, because all parsers together would multiply the
+            # start-up time.
             commands = {args[0]: COMMANDS[args[0]]}
             subcommands = {name: skipped for name, skipped in self.subcommands().items() if name in commands}
             setattr(self, "subcommands", lambda: subcommands)  # noqa: B010 - a method, for mypy
@@ -96,7 +97,7 @@ class FederatedCLI(LightningCLI):
                     "prog": "lightning-fed",
                     "usage": "lightning-fed COMMAND [options]",
                     "version": __version__,
-                    # Otherwise each error starts with about sixty option names.
+                    # Otherwise each error would start with about sixty option names.
                     **{name: {"usage": f"lightning-fed {name} -c RECIPE [options]", "description": text}
                        for name, text in commands.items()},
                 },
@@ -105,20 +106,22 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. Saved hyper-parameters replace the recipe's if the checkpoint names a class."""
+        """Parses the command line. If the checkpoint names a class, its hyper-parameters replace the recipe's."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")
         if path and Path(path).is_file():
             saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters")
-            # Hyper-parameters without a class come from a fit in Python. Lightning would pass them to the recipe's
+            # Hyper-parameters without a class come from a fit in Python. Lightning would pass these to the recipe's
             # model.
             if saved and "_class_path" not in saved:
                 self._hidden_path, options["ckpt_path"] = path, None
-                sys.stderr.write(f"note: {path} was saved from Python: using the model and arguments in the recipe.\n")
+                sys.stderr.write(
+                    f"note: {path} was saved from Python, so the model and arguments come from the recipe.\n"
+                )
 
     def before_instantiate_classes(self) -> None:
-        """Restores a checkpoint path hidden from Lightning's parser."""
+        """Restores a checkpoint path that was hidden from Lightning's parser."""
         if self._hidden_path is not None:
             self.config[self.config.subcommand].ckpt_path = self._hidden_path
 
@@ -140,13 +143,13 @@ class FederatedCLI(LightningCLI):
 
     def _look_for_checkpoint(self) -> None:
         if self.config[self.subcommand].ckpt_path is None:
-            sys.stderr.write("warning: No `--ckpt_path`: using the initial weights of the model.\n")
+            sys.stderr.write("warning: No `--ckpt_path`: the model has its initial weights.\n")
 
     def predict(self, **arguments: Any) -> None:
         """Predicts, and saves the list of batch predictions as ``predictions.pt`` next to the logs.
 
-        Each of several processes saves separate batches (``predictions_0.pt``, ...). ``--return_predictions false``
-        saves nothing, for use with a ``BasePredictionWriter`` callback.
+        With several processes, each process saves its own batches (``predictions_0.pt``, ...). ``--return_predictions
+        false`` saves nothing, for use with a ``BasePredictionWriter`` callback.
         """
         predictions = self.trainer.predict(**arguments)
         if predictions:
@@ -154,7 +157,7 @@ class FederatedCLI(LightningCLI):
             path = Path(self.trainer.log_dir or self.trainer.default_root_dir) / f"predictions{rank}.pt"
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(predictions, path)
-            sys.stdout.write(f"Predictions of {len(predictions)} batches: {path}\n")
+            sys.stdout.write(f"Saved the predictions of {len(predictions)} batches: {path}\n")
 
 
 def federated_trainer(
@@ -171,12 +174,12 @@ def federated_trainer(
     """Creates a :class:`~lightning_fed.FederatedTrainer` from a recipe, with types for the command line.
 
     Args:
-        max_rounds: Number of rounds, Lightning's ``max_epochs``.
-        federation: A callback instead of ``method`` and the arguments below:
-            ``{class_path: lightning_fed.Federation, init_args: {method: fedbn}}``.
-        personal: Entries kept on each client: name patterns, or module types by class path.
+        max_rounds: Number of rounds: Lightning's ``max_epochs``.
+        federation: A callback to use instead of ``method`` and the arguments below: ``{class_path:
+            lightning_fed.Federation, init_args: {method: fedbn}}``.
+        personal: Entries that stay on each client: name patterns, or module types by class path.
         frozen: Entries that are never sent: name patterns, or module types by class path.
-        steps: Update steps, the innermost first.
+        steps: Update steps, innermost first.
         callbacks: Callbacks in addition to the federation.
         enable_progress_bar: Whether to show a progress bar.
         options: Further arguments for ``FederatedTrainer`` and ``L.Trainer``.

@@ -1,4 +1,4 @@
-"""Interface of the server's rules, which turn a round's updates into the new global state."""
+"""Interface of server-side rules, which turn the updates of a round into the new global state."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_fed.model.entries import is_running_statistic
 
 @dataclass
 class RoundInfo:
-    """Facts about a round for the rule and the update steps.
+    """Information about a round for the rule and the update steps.
 
     Args:
         round: Index of the round, from 0.
         clients: All clients known in this process.
         trainable: Names of the trained entries; ``None`` if unknown.
-        untrained: Names of the parameters without gradient and the constant buffers; few visits change these.
-        sliced: Names of the entries with only some rows at a client.
-        seed: The federation's seed; a step draws from (seed, round, client).
-        refused: Reason by client for bad answers so far in the round.
+        untrained: Names of parameters without gradient and of constant buffers; few visits change these.
+        sliced: Names of entries of which a client holds only some rows.
+        seed: The federation's seed; a step derives random numbers from (seed, round, client).
+        refused: Reason by client for invalid answers so far in the round.
     """
 
     round: int
@@ -49,11 +49,11 @@ def trained_entries(info: RoundInfo, state: State) -> list[str]:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """A rule's requests to the server before the server draws a round's cohort.
+    """A rule's requirements for the cohort of the next round.
 
     Args:
         drawn: Index of an earlier round whose cohort trains again; ``None`` for a new cohort.
-        present: Clients of the earlier cohort that may train again; ``None`` for all.
+        present: Clients of the earlier cohort that may train again; ``None`` for all of these clients.
         always: Additional clients in every cohort, never as stragglers or dropouts.
     """
 
@@ -63,53 +63,52 @@ class RoundPlan:
 
 
 class RuleCapabilities:
-    """Optional capabilities of a rule, declared by attributes and methods that a rule may override.
+    """Optional capabilities of a rule, declared by attributes and by methods that a rule may override.
 
     Attributes:
-        accepts_rows: An update may contain a few rows of an entry (:attr:`ClientUpdate.rows`). Such a rule implements
-            :meth:`held_rows`.
-        resizes: Shapes of entries change from client to client or from round to round. Such a rule implements
-            :meth:`expected`.
-        has_clusters: The rule keeps several models. Such a rule implements :meth:`model_of`.
+        accepts_rows: An update may contain only some rows of an entry (:attr:`ClientUpdate.rows`). Such a rule
+            implements :meth:`held_rows`.
+        resizes: Shapes of entries differ between clients or rounds. Such a rule implements :meth:`expected`.
+        has_clusters: The rule has several global models. Such a rule implements :meth:`model_of`.
     """
 
     accepts_rows = resizes = has_clusters = False
 
     def held_rows(self) -> Mapping[str, Tensor]:
-        """Rows held by clients in the aggregated round, by entry: int64, shape ``(rows,)``.
+        """Returns the rows that clients held in the aggregated round, by entry: int64, shape ``(rows,)``.
 
-        An entry is missing if one client held the whole entry.
+        An entry is omitted if one client held the whole entry.
         """
         return {}
 
     def plan(self, round: int) -> RoundPlan:
-        """Plans the clients of a round, before the server draws the cohort."""
+        """Plans the clients of a round before the server draws the cohort."""
         return RoundPlan()
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Expected names, shapes and dtypes of the answer to a message; values do not matter."""
+        """Returns names, shapes and dtypes of the expected answer to a message; values do not matter."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
-        """Shared entries of the client's model; ``None`` for the global model.
+        """Returns the shared entries of the client's model; ``None`` for the global model.
 
-        Clients with the same model get the same object. The server writes BatchNorm statistics into the tensors.
+        Clients with the same model get the same object. The server writes BatchNorm statistics into its tensors.
         """
         return None
 
     def tolerated(self, count: int) -> int:
-        """Number of clients among ``count`` that may send arbitrary updates.
+        """Returns how many of ``count`` clients may send arbitrary updates.
 
-        Pooled BatchNorm statistics exclude that many lowest and highest values.
+        Pooled BatchNorm statistics exclude this number of lowest and highest values.
         """
         return 0
 
 
 class Aggregator(RuleCapabilities, ABC):
-    """The server's part of a method: prepares broadcasts, receives updates, aggregates the new global state.
+    """Server side of a method: prepares broadcasts, receives updates, and aggregates the new global state.
 
-    Between :meth:`start` and :meth:`aggregate` a rule is a monoid: updates arrive in any order, and :meth:`merge` joins
-    the updates from another process. Averaging rules should hold O(model) memory.
+    Between :meth:`start` and :meth:`aggregate` the order of updates must not matter, and :meth:`merge` adds the updates
+    of another process. Averaging rules should need O(model) memory.
 
     Example:
         >>> import torch
@@ -131,40 +130,40 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def broadcast(self, request: Request) -> Broadcast:
-        """Prepares the message for a client's request; the server selects the rows.
+        """Prepares the message for a client's request. The server selects the rows.
 
         The caller does not write into the tensors.
         """
 
     @abstractmethod
     def receive(self, update: ClientUpdate) -> None:
-        """Receives one client's checked update, or a sum from an update step.
+        """Receives one client's checked update, or a sum created by an update step.
 
         The rule may overwrite the tensors, except tensors named in ``update.unsent``, which belong to the broadcast. An
-        unusable update leaves the rule unchanged and raises :class:`BadUpdate`.
+        invalid update must leave the rule unchanged and raise :class:`BadUpdate`.
         """
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates received by the same rule in another process."""
+        """Adds the updates that the same rule received in another process."""
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """The new shared entries from all updates (at least one); ``None`` without a new model yet.
+        """Returns the new shared entries from all updates (at least one); ``None`` if there is no new model yet.
 
-        If a comparison of all updates excludes clients, the rule removes these updates and raises :class:`BadUpdates`.
-        The server calls the method again if enough updates remain.
+        If a comparison of all updates excludes clients, the rule removes the updates of these clients and raises
+        :class:`BadUpdates`. The server calls the method again if enough updates remain.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the log after the aggregation, by full name."""
+        """Numbers to log after the aggregation, by full name."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State between rounds (server momentum, prototypes): tensors and primitives.
+        """State between rounds (such as server momentum or prototypes): tensors and primitives.
 
-        Only :meth:`aggregate` changes the state, with new tensors instead of writes into old tensors: after a failed
-        round the server restores the state from the round's start.
+        Only :meth:`aggregate` changes the state, and must create new tensors instead of writing into old ones: after a
+        failed round the server restores the state from the start of the round.
         """
         return {}
 

@@ -25,19 +25,19 @@ _log = logging.getLogger(__name__)
 class FederatedTrainer(L.Trainer):
     """``L.Trainer`` whose epochs are federated rounds.
 
-    The class builds a :class:`~lightning_fed.callbacks.Federation` callback, accepts plain training data, and counts
-    rounds in the progress bar. The signature has the arguments of both classes.
+    The class creates a :class:`~lightning_fed.callbacks.Federation` callback, accepts plain training data, and shows
+    rounds in the progress bar. The signature lists the arguments of both classes.
 
     Args:
         method: The federated method.
-        max_rounds: Rounds to train: Lightning's ``max_epochs``.
-        federation: A ready callback, instead of ``method`` and arguments of ``Federation``.
+        max_rounds: Number of rounds to train: Lightning's ``max_epochs``.
+        federation: A `Federation` callback, used instead of ``method`` and the arguments of ``Federation``.
         kwargs: Arguments of ``Federation`` and of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
 
     Raises:
-        ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and a ``Federation`` argument, are
-            given, or a ``Federation`` is among the ``callbacks``.
-        TypeError: If ``federation`` is not a ``Federation``, or an argument is known to neither class.
+        ValueError: If both ``max_rounds`` and ``max_epochs`` are given, or both ``federation`` and a ``Federation``
+            argument, or a ``Federation`` is among the ``callbacks``.
+        TypeError: If ``federation`` is not a ``Federation``, or neither class has the argument.
 
     Example:
         >>> from lightning_fed.data import Dirichlet
@@ -64,10 +64,12 @@ class FederatedTrainer(L.Trainer):
         else:
             given = [name for name, value in options.items() if value != defaults[name].default]
             if given:
-                raise ValueError(f"Expected `federation` or its arguments, but got `federation` and {given}.")
+                raise ValueError(f"Expected either `federation` or its arguments, but got `federation` and {given}.")
         if max_rounds is not None:
             if kwargs.get("max_epochs") is not None:
-                raise ValueError("Expected one of `max_rounds` and `max_epochs`, which mean the same, but got both.")
+                raise ValueError(
+                    "Expected only one of `max_rounds` and `max_epochs`, which mean the same, but got both."
+                )
             kwargs["max_epochs"] = max_rounds
         if "strategy" not in kwargs and kwargs.get("devices", "auto") == "auto":
             kwargs["devices"] = 1  # Lightning would start a process for every device
@@ -76,7 +78,7 @@ class FederatedTrainer(L.Trainer):
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         refuse_foreign(*callbacks)
         if any(isinstance(callback, Federation) for callback in callbacks):
-            raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
+            raise ValueError("Expected a `Federation` in the argument `federation`, but got one among the `callbacks`.")
         _add_evaluation(callbacks)
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
@@ -96,21 +98,21 @@ class FederatedTrainer(L.Trainer):
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: One ``DataLoader`` or map-style data set for ``partition`` to split; or a mapping or
+            train_dataloaders: One ``DataLoader`` or map-style data set, which ``partition`` splits; or a mapping or
                 sequence of clients, each with a ``DataLoader``, several loaders (as for ``CombinedLoader``) or a
-                map-style data set; or a datamodule. Data sets get batches of 32: for another size pass a
+                map-style data set; or a datamodule. Data sets are read in batches of 32; for another batch size pass a
                 ``FederatedDataModule(clients, batch_size=...)``, or loaders.
-            val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``; a mapping of
-                clients is evaluated client by client as well. If ``train_dataloaders`` is one loader, a mapping without
-                clients of the ``partition`` as keys has Lightning's meaning: several loaders by name.
-            datamodule: Any datamodule for ``partition`` to split, or a
+            val_dataloaders: Validation data for the global model, in the formats of ``L.Trainer.fit``; a mapping of
+                clients is also evaluated client by client. If ``train_dataloaders`` is one loader, a mapping whose keys
+                are not clients of the ``partition`` has Lightning's meaning: several loaders by name.
+            datamodule: Any datamodule, whose training data ``partition`` splits, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.
-            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects; pickled objects can
-                execute code. By default such a checkpoint is an error.
+            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects, which can execute
+                code. By default, such a checkpoint is refused.
         """
         refuse_foreign(model, train_dataloaders, datamodule)
-        check_processes(self)  # before Lightning starts them
+        check_processes(self)  # before Lightning starts the processes
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
 
@@ -119,7 +121,7 @@ def _add_evaluation(callbacks: list[Callback]) -> None:
     try:
         kind = load_feature("lightning_fed.callbacks.evaluation.client_evaluation").ClientEvaluation
     except ModuleNotFoundError as error:
-        _log.warning("The model is not evaluated on the clients' own data: %s", error)
+        _log.warning("The model is not evaluated on the clients' data: %s", error)
         return
     if not any(isinstance(callback, kind) for callback in callbacks):
         evaluation = kind()
@@ -128,10 +130,10 @@ def _add_evaluation(callbacks: list[Callback]) -> None:
 
 
 def _describe_arguments() -> None:
-    """Sets signature and descriptions of forwarded arguments on ``FederatedTrainer.__init__``, for other programs."""
+    """Sets the signature and descriptions of forwarded arguments on ``FederatedTrainer.__init__``, for other tools."""
     own = inspect.signature(FederatedTrainer.__init__, eval_str=True)
     parameters = {name: parameter for name, parameter in own.parameters.items() if name != "kwargs"}
-    descriptions = ["Builds the federation and the Trainer.\n\nArgs:\n"]
+    descriptions = ["Creates the federation and the Trainer.\n\nArgs:\n"]
     for kind, text in ((Federation, Federation.__doc__), (L.Trainer, L.Trainer.__init__.__doc__)):
         for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
             parameters.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))

@@ -20,7 +20,7 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MaximumMeanDiscrepancy(PooledSamples):
-    r"""Maximum mean discrepancy between a model's features and reference features, for example from central training.
+    r"""Maximum mean discrepancy between a model's features and reference features, as from centralised training.
 
     See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and the bandwidth are
     reconstructions. All features are stored until :meth:`compute`, in the metric's dtype (float32 by default, see

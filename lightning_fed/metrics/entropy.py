@@ -60,7 +60,7 @@ class MeanEntropy(Float64Mean):
 
     @torch.no_grad()
     def update(self, values: Tensor, labels: Tensor | None = None) -> None:
-        """Adds values with shape ``(N, C, *size)``. Labels, shape ``(N, *label_size)``, only mark void pixels."""
+        """Adds values, shape ``(N, C, *size)``. Labels, shape ``(N, *label_size)``, only mark void pixels."""
         if self.level == "softmax":
             entropies = softmax_entropy(values, normalize=self.normalize)
         else:

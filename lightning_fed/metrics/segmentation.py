@@ -91,8 +91,8 @@ class SegmentationScores(Metric):
         self.counts += counts.reshape(self.num_classes, 5)
 
     def compute(self) -> dict[str, Tensor]:
-        """Returns ``miou``, ``mdice``, ``pixel_acc``, and ``iou/<name>`` and ``dice/<name>`` for present classes."""
-        both, false_positives, true_negatives, false_negatives, _ = self.counts.T  # integers: exact on all devices
+        """Returns ``miou``, ``mdice``, ``pixel_acc``, and for present classes ``iou/<name>`` and ``dice/<name>``."""
+        both, false_positives, true_negatives, false_negatives, _ = self.counts.T  # integers are exact on all devices
         wrong = false_positives + false_negatives
         has_score = both + wrong > 0
         right, total = both.sum(), (both + false_negatives).sum()

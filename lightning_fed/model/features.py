@@ -122,7 +122,7 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 class FeatureTap:
-    """Forward hook that stores a layer's features from the last pass, detached, shape ``(N, d)`` or ``(N, d, *size)``.
+    """Forward hook that stores a layer's features from the last pass, detached, ``(N, d)`` or ``(N, d, *size)``.
 
     Later in-place layers can change ``features``. ``on_features`` receives the features before later layers run.
     """

@@ -35,7 +35,7 @@ def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
-    """Adds ``weight`` times each value to its sum. Sums have dtype float64 or complex128, values any dtype."""
+    """Adds each value, times ``weight``, to its sum. Sums are float64 or complex128; values have any dtype."""
     if _are_on_the_cpu(sums):
         for total, value in zip(sums, values, strict=True):
             for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):

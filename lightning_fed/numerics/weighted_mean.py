@@ -48,7 +48,7 @@ class WeightedMean:
     def add(
         self, state: Mapping[str, Tensor], weight: float, size: int, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Adds one state, with a weight and a number of examples (``size``); all states have equal names and shapes.
+        """Adds one state with a weight and a number of examples (``size``). All states have equal names and shapes.
 
         A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. ``rows`` has the row
         indices of each partial entry: int64, shape ``(rows,)``.

@@ -417,7 +417,7 @@ class DPSGD(FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Finds the noise for an epsilon before the first step, from the number of visits and each client's visit."""
+        """Computes the noise for an epsilon before the first step, from the number and lengths of all visits."""
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
             return
@@ -584,7 +584,7 @@ class DPSGD(FederatedCallback):
 
 
 class _Visit:
-    """Steps of a client visit, or of a fit without a federation; ``planned`` is the account of the complete visit."""
+    """Steps in a client visit, or in a fit without a federation; ``planned`` is the account after the visit."""
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
         self.client, self.round, self.planned = client, round, planned

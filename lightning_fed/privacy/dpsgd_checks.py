@@ -37,12 +37,12 @@ def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
-    """Refuses Trainers and modules unsuitable for DP-SGD. ``ends_early`` is true if the budget may stop the fit."""
+    """Refuses Trainers and modules that DP-SGD does not support. ``ends_early``: the budget may stop the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
     parameters = set(map(id, module.parameters()))
     refused = {
-        "automatic optimization, because steps of manual optimization have no noise": not module.automatic_optimization,
+        "automatic optimization, because manual steps would have no noise": not module.automatic_optimization,
         f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: use a larger batch size": (
             trainer.accumulate_grad_batches != 1
         ),
@@ -55,17 +55,17 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
         f"a precision from {list(_PRECISIONS)}, but got {trainer.precision!r}": trainer.precision not in _PRECISIONS,
         "an uncompiled module": is_compiled(module),
         "one process, or strategy='client_parallel'": (trainer.world_size > 1 and process_group_of(trainer).size == 1),
-        "no `overfit_batches`: every step draws its examples": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
+        "no `overfit_batches`, because every step draws its examples": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
         "an optimizer with one loss per step, unlike LBFGS": (
             any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
         ),
-        "optimizers of the module's parameters only: others would train without noise": (
+        "optimizers with only parameters of the module, because other parameters would train without noise": (
             not optimized_parameters(trainer) <= parameters
         ),
-        "no `min_epochs` and `min_steps` with `max_epsilon`, which may end the fit earlier": (
+        "no `min_epochs` and `min_steps` with `max_epsilon`, because the budget may end the fit earlier": (
             ends_early and bool(trainer.min_epochs or trainer.min_steps)
         ),
-        f"no parameters in several layers, but got {sorted(tied)[:1]}": bool(tied),
+        f"no parameters shared by several layers, but got {sorted(tied)[:1]}": bool(tied),
     }
     for expected, is_refused in refused.items():
         if is_refused:
@@ -73,22 +73,22 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     unsupported = find_unsupported(module)
     if unsupported:
         raise MisconfigurationException(
-            f"`DPSGD` needs layers with independent examples and gradients per example, but got"
-            f" {', '.join(unsupported[:5])}. `lightning_fed.modules.to_group_norm` replaces BatchNorm, and"
-            " `opacus.layers` replaces LSTM, GRU and attention."
+            "`DPSGD` needs layers that treat examples independently and have per-example gradients, but got "
+            f"{', '.join(unsupported[:5])}. `lightning_fed.modules.to_group_norm` replaces BatchNorm, and "
+            "`opacus.layers` replaces LSTM, GRU and attention."
         )
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses concurrent clients, and callbacks (except ``own``) that may send values without noise."""
+    """Refuses clients that train at once, and callbacks (except ``own``) that may send values without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
-            f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."
+            f"`DPSGD` needs clients that train one after another, but got visits={federation.options.visits}."
         )
     if federation.server.chain.reveals == "model":
         raise MisconfigurationException(
-            "Expected one of `DPSGD` and `CentralDP`, but got both: `DPSGD` accounts for clients' numbers of steps,"
-            " which `CentralDP` hides."
+            "Expected only one of `DPSGD` and `CentralDP`, but got both: `DPSGD` accounts for the clients' step "
+            "counts, which `CentralDP` hides."
         )
     for callback in federated_callbacks(trainer):
         if callback is own or getattr(callback, "keeps_privacy", False):
@@ -96,8 +96,8 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         for hook in _CLIENT_HOOKS:
             if is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"`{type(callback).__name__}.{hook}` may send values, or write values into the model, computed from"
-                    " a client's examples without noise: `DPSGD` supports 'fedavg', 'fedprox', 'scaffold', 'fednova',"
-                    " 'feddyn', 'fedper', server optimizers and robust rules. If the callback only uses models, set its"
-                    " `keeps_privacy`."
+                    f"`{type(callback).__name__}.{hook}` may use a client's examples without noise, in values that it "
+                    "sends or writes into the model: `DPSGD` supports 'fedavg', 'fedprox', 'scaffold', 'fednova', "
+                    "'feddyn', 'fedper', server optimizers and robust rules. If the callback uses only models, set "
+                    "its `keeps_privacy`."
                 )

@@ -1,4 +1,4 @@
-"""Per-example gradients with Opacus' layer rules, the clipped sum, and a numerical check.
+"""Per-example gradients with Opacus' layer rules, their clipped sum, and a numerical check.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1. https://arxiv.org/abs/1607.00133
 """
@@ -29,9 +29,10 @@ _TRIED = 8  # examples per check: enough for losses that mix some examples, and 
 class ExampleGradients:
     """Per-example gradients from one backward pass through the mean loss.
 
-    Hooks record each layer's inputs and output gradients. Opacus' layer rules compute example gradients from both, with
-    ``torch.func`` as fallback. Module and layers are not changed. In-place operations are allowed, unlike with Opacus'
-    hooks. ``values`` are gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
+    Hooks record the inputs and output gradients of each layer. From both, Opacus' layer rules compute per-example
+    gradients, with ``torch.func`` as fallback. The module and its layers are not changed. In-place operations are
+    allowed, unlike with Opacus' hooks. ``values`` are gradients divided by the number of examples, by parameter: shape
+    ``(examples, ...)``.
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -54,17 +55,17 @@ class ExampleGradients:
             if not self._names[layer]:
                 names = [name for name, value in layer.named_parameters(recurse=False) if value in trained]
                 raise MisconfigurationException(
-                    f"{type(layer).__name__} has parameters outside any layer ({names[0]!r}), without gradients per"
-                    " example: move the parameters into a layer (an `nn.Module`)."
+                    f"{type(layer).__name__} has parameters outside any layer ({names[0]!r}), so per-example "
+                    "gradients are unknown: move the parameters into a layer (an `nn.Module`)."
                 )
             if any(True for _ in layer.buffers(recurse=False)):
                 raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} ({type(layer).__name__}) has buffers, which depend on examples"
-                    " without noise: replace the layer (`lightning_fed.modules.to_group_norm` replaces BatchNorm)."
+                    f"The layer {self._names[layer]!r} ({type(layer).__name__}) has buffers that depend on examples "
+                    "without noise: replace the layer (`lightning_fed.modules.to_group_norm` replaces BatchNorm)."
                 )
             yield layer
             if type(layer) not in self._samplers:  # layers without a rule are differentiated as a whole
-                _opacus("opacus.grad_sample.functorch").prepare_layer(layer)  # copies the layer, hence before our hooks
+                _opacus("opacus.grad_sample.functorch").prepare_layer(layer)  # copies the layer, so before the hooks
                 return
         for child in dict.fromkeys(layer.children()):
             yield from self._find_layers(child, trained)
@@ -74,11 +75,11 @@ class ExampleGradients:
             return
         if not isinstance(output, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             raise MisconfigurationException(
-                f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with positional tensors, or"
-                " returns no tensor, so gradients per example are unknown."
+                f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with positional tensors, or "
+                "does not return a tensor, so per-example gradients are unknown."
             )
         if output.requires_grad:
-            # Inputs are detached now, because later operations may write into the output.
+            # Inputs are detached now, because later operations may overwrite the output.
             activations = [value.detach() for value in inputs]
             output.register_hook(partial(self._add, layer, activations))  # type: ignore[no-untyped-call]
 
@@ -95,8 +96,8 @@ class ExampleGradients:
             earlier = self.values.get(parameter)
             if earlier is not None and len(earlier) != len(values):
                 raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} sees {len(earlier)} and {len(values)} rows of one batch, so"
-                    " gradients per example are unknown."
+                    f"The layer {self._names[layer]!r} receives {len(earlier)} and {len(values)} rows for one batch, "
+                    "so per-example gradients are unknown."
                 )
             self.values[parameter] = values if earlier is None else earlier + values
 
@@ -104,7 +105,7 @@ class ExampleGradients:
 def clipped_sum(
     gradients: Mapping[nn.Parameter, Tensor], num_examples: int, max_norm: float
 ) -> dict[nn.Parameter, Tensor]:
-    r"""Sum of example gradients, each clipped over all parameters.
+    r"""Sum of per-example gradients, each clipped over all parameters.
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
@@ -151,13 +152,13 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
 
     Up to eight examples of the batch are used. Gradients differ if the loss is not a mean over examples (Dice over a
     batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. If the
-    step draws other random numbers, no comparison is possible. The module is restored.
+    step draws random numbers other than dropout, no comparison is possible. The module is restored.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:
         raise MisconfigurationException(
-            "`DPSGD` needs batches with one row per example in the first tensor, but got a single row for several"
-            " examples: the loss cannot be checked for mixed examples."
+            "`DPSGD` needs batches with one row per example in the first tensor, but got a single row for several "
+            "examples, so the loss cannot be checked."
         )
     step: Any = module.training_step
     while isinstance(step, OverriddenMethod):
@@ -190,13 +191,13 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
             if (from_batch - single).norm() <= tolerance * single.norm() + 1e-9:
                 continue
             if not single.isfinite().all() and not from_batch.isfinite().all():
-                continue  # the example's gradient is not finite in both cases
+                continue  # the example's gradient is not finite in both passes
             if (flat(slice(row, row + 1), 1) - single).norm() > tolerance * single.norm():
                 break  # the step draws random numbers
             raise MisconfigurationException(
-                "The gradient of an example depends on other examples in the batch: `DPSGD` needs a mean loss over"
-                " independent examples, and layers with one row per example. For ignored pixels and region losses,"
-                " average the losses of single images (`SegmentationTask(per_image=True)`)."
+                "The gradient of an example depends on other examples in the batch, but `DPSGD` needs a mean loss "
+                "over independent examples, and layers with one row per example. For ignored pixels and region "
+                "losses, average the losses of single images (`SegmentationTask(per_image=True)`)."
             )
     gradients.values = {}
 
@@ -212,7 +213,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def find_unsupported(module: nn.Module) -> list[str]:
-    """Names and types of layers refused by Opacus: layers that mix examples, or without example gradients."""
+    """Names and types of layers that Opacus refuses: layers that mix examples or have no per-example gradients."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
     return [
         f"{name!r} ({type(layer).__name__})"
@@ -232,5 +233,5 @@ def _opacus(name: str) -> Any:
             return import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "`DPSGD` needs the package `opacus`: pip install 'lightning-fed[privacy]'", name=error.name
+            "`DPSGD` requires the package `opacus`: pip install 'lightning-fed[privacy]'", name=error.name
         ) from error

@@ -17,10 +17,10 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import to_float64
 
-# Broadcast extra with the number of clients. Clients derive the ring from this number.
+# Broadcast extra with the number of clients, from which clients derive the ring.
 CLIENTS = "secure_sum/clients"
 
-# Broadcast extra with the server's scale. Clients compare this scale with their federation.
+# Broadcast extra with the server's scale, which clients compare with their own scale.
 SCALE = "secure_sum/scale"
 
 _SIZE = 2**32
@@ -36,7 +36,7 @@ class Ring:
 
     .. math:: N (s A C + 1) \le 2^{31} - 1
 
-    so no sum overflows. Sums are bit-equal in any order.
+    so no sum overflows. Sums are equal bit for bit in any order.
 
     Args:
         clip: Maximum update norm C.
@@ -68,11 +68,11 @@ class Ring:
 
     @property
     def scale(self) -> float:
-        """Integer units per 1.0."""
+        """Integer units for the value 1.0."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Broadcast extras from which the client builds and verifies the ring."""
+        """Broadcast extras from which the client builds and checks the ring."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
@@ -106,7 +106,7 @@ class Ring:
 
 
 def ring_form(state: State) -> State:
-    """Payload form: int32 in place of floating-point entries, without values."""
+    """Form of the payload: int32 in place of floating-point entries, without values."""
     return {
         name: torch.empty(value.shape, dtype=torch.int32, device="meta") if value.is_floating_point() else value
         for name, value in state.items()

@@ -1,4 +1,4 @@
-"""Secure aggregation: the server sees the sum of client updates, but no single update.
+"""Secure aggregation: the server receives the sum of client updates, but no single update.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017.
 https://eprint.iacr.org/2017/281
@@ -40,30 +40,32 @@ _ROUNDING = 8  # random stream for rounding
 
 
 class SecureSum(UpdateStep):
-    r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server only uses the sum.
+    r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server uses only their sum.
 
     Each client clips its update, multiplies the update by its weight, rounds stochastically to fixed-point numbers, and
-    sends the result with the weight. The server divides the sum by the total weight. On Flower each pair of clients
-    agrees on masks that cancel in the sum, so the server sees no single update. **Within one process there are no
-    masks**: a simulation shows the effects of clipping and rounding, bit for bit the same as on Flower.
+    sends the result together with the weight. The server divides the sum by the total weight. On Flower each pair of
+    clients agrees on masks that cancel in the sum, so the server sees no single update. **Within one process there are
+    no masks**: a simulation shows the effects of clipping and rounding, which equal those on Flower bit for bit.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
-    The rule must be ``fedavg``, with callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``) and inner
-    steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds, applied by the
-    clients. Integer entries keep the server's value. The server does not know client metrics, numbers of examples and
-    update norms.
+    The rule must be ``fedavg``, optionally with methods that send nothing else (``fedprox``, ``fedper``, ``fedrep``)
+    and with inner steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds,
+    which the clients apply. Integer entries keep the server's value. The server does not know client metrics, numbers
+    of examples and update norms.
 
     Args:
         clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
         threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
-            round fails. To recover one update, the server would need the help of all other clients in the smallest sum.
+            round fails. To recover one update, the server would need the help of all other clients in the smallest
+            allowed sum.
 
     Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
     Raises:
         ValueError: If an argument is outside its range, for rules other than an average, or for unbounded weights (see
-            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if model size and number of clients exceed 32 bits.
+            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if 32 bits do not suffice for the model size and the
+            number of clients.
 
     Example:
         >>> from lightning_fed import Federation
@@ -96,19 +98,19 @@ class SecureSum(UpdateStep):
         self._private = next((step for step in inside if isinstance(step, CentralDP)), None)
         if (self.clip is None) != (self._private is not None):
             raise OptionError(
-                "Expected a `clip` either in `SecureSum` or in `CentralDP`, but got"
-                f" {'both' if self._private is not None else 'none'}."
+                "Expected `clip` either in `SecureSum` or in `CentralDP`, but got "
+                f"{'both' if self._private is not None else 'none'}."
             )
         if self._private is not None and self._private.adaptive:
             raise OptionError(
-                "Expected `CentralDP` with a fixed clip for a secure sum, but got adaptive=True: every client would"
-                " report whether its update was short."
+                "Expected `CentralDP` with a fixed clipping norm for a secure sum, but got adaptive=True: every "
+                "client would report whether its update was clipped."
             )
         self.max_weight = 1 if self._private is not None else counted_samples(inside, MOST_SAMPLES)
         if self.max_weight == MOST_SAMPLES:
             raise OptionError(
-                "Expected `MaxSamples` or `UniformWeights` before `SecureSum` in `steps`: the sum of weights needs a"
-                " bound within 32 bits."
+                "Expected `MaxSamples` or `UniformWeights` before `SecureSum` in `steps`, because the sum of weights "
+                "must fit in 32 bits."
             )
 
     @property
@@ -120,7 +122,7 @@ class SecureSum(UpdateStep):
         return self._private.clip if self._private is not None else float(self.clip or 0.0)
 
     def least_clients(self, count: int) -> int:
-        """Minimum number of clients in the sum for a cohort size, at least 2."""
+        """Minimum number of clients in the sum for a given cohort size, at least 2."""
         return max(2, math.ceil(self.threshold * count - 1e-9))
 
     def callbacks(self) -> Sequence[Any]:
@@ -137,21 +139,21 @@ class SecureSum(UpdateStep):
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Replaces the model by the encoded, weighted update.
 
-        A non-finite update raises ``ClientFault``, because integers would hide the values.
+        An update with NaN or infinite values raises ``ClientFault``, because integers would hide these values.
         """
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
             raise ClientFault(
-                f"its secure sum has {ring.scale:.6g} units per 1.0, but the server {scale:.6g}: both need the same"
-                " `clip` and the same steps"
+                f"its secure sum has {ring.scale:.6g} units per 1.0, but the server has {scale:.6g}: both need the "
+                "same `clip` and the same steps"
             )
         names = self._names(sent.state)
         steps = {name: to_float64(update.state[name]) - to_float64(sent.state[name]) for name in names}
         length, weight = step_length(steps), 1 if self.is_private else update.num_samples
         if not math.isfinite(length):
-            raise ClientFault("its step has NaN or infinite values")
-        # Clips further, so the rounded update stays within the norm covered by the noise.
+            raise ClientFault("its update has NaN or infinite values")
+        # Clips a little more, so that the rounded update stays within the norm covered by the noise.
         longest = ring.longest(sum(step.numel() for step in steps.values())) if self.is_private else ring.clip
         factor = weight * clip_factor(length, longest)
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _ROUNDING)
@@ -169,15 +171,15 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Summed values of an update, including the weight; raises ``BadUpdate`` for other extras."""
+        """Returns the summed values of an update, including the weight; raises ``BadUpdate`` for other extras."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
-                raise BadUpdate(f"it sends the extras {sorted(update.extras)} instead of none")
+                raise BadUpdate(f"it sends the extras {sorted(update.extras)}, but no extras are allowed")
             return numbers
         weight = update.extras.get(WEIGHT)
         if weight is None or len(update.extras) > 1 or weight.shape != torch.Size([]) or weight.dtype != torch.int32:
-            raise BadUpdate(f"it sends the extras {sorted(update.extras)} instead of only its weight")
+            raise BadUpdate(f"it sends the extras {sorted(update.extras)}, but only its weight is allowed")
         return {**numbers, WEIGHT: weight}
 
     @torch.no_grad()
@@ -218,7 +220,7 @@ class RingSum(Held):
         """Adds a client's update. A malformed or surplus update raises :class:`BadUpdate`."""
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
-            raise BadUpdate(f"the ring only has room for {self._step.ring.clients} clients")
+            raise BadUpdate(f"the secure sum has room for only {self._step.ring.clients} clients")
         self._join(self._step.vector(update))
         self.clients.append(update.client)
 
@@ -231,13 +233,13 @@ class RingSum(Held):
             self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
 
     def discard(self, reason: str) -> None:
-        """Marks the sum as failed. The first reason is kept."""
+        """Marks the sum as failed. The first reason is reported."""
         self._fault = reason if self._fault is None else self._fault
 
     def release(self) -> Sequence[Arrived]:
         """Returns the mean as one update, or an empty list without clients."""
         if self._fault is None and 0 < len(self.clients) < self.least:
-            self._fault = f"the secure sum needs at least {self.least} clients, but got {len(self.clients)}"
+            self._fault = f"the secure sum requires at least {self.least} clients, but got {len(self.clients)}"
         clients, total, fault = self.clients, self.total, self._fault
         self.clients, self.total, self._fault = [], {}, None
         if fault is not None and clients:
@@ -271,9 +273,10 @@ class RingSettings(FederatedCallback):
         cohort = federation.schedule.cohort_size(population)
         if cohort < 2 and not step.is_private:
             raise OptionError(
-                f"Expected at least 2 clients per round for a secure sum, but got {cohort}: one update is no sum."
+                f"Expected at least 2 clients per round for a secure sum, but got {cohort}: a sum of one update would "
+                "reveal the update."
             )
-        if step.is_private and cohort < population:  # bound for a Poisson cohort
+        if step.is_private and cohort < population:  # upper bound for a Poisson cohort
             cohort = min(population, math.ceil(cohort + 10 * math.sqrt(cohort) + 10))
         step.ring = Ring(step.longest_step, cohort, step.max_weight)
         if step.is_private:

@@ -41,7 +41,7 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 class BatchLoop:
-    """Trains on further batches like Lightning's loop, but faster. Runs at the end of a batch in Lightning's loop.
+    """Trains further batches like Lightning's loop, but faster. Runs at the end of a batch in Lightning's loop.
 
     All implemented hooks run with the same arguments and in the same order as in Lightning's loop; counters, logged
     values and log steps are equal too. Lightning's code runs manual optimization, gradient accumulation, loss scaling
@@ -55,7 +55,7 @@ class BatchLoop:
 
     @property
     def is_over(self) -> bool:
-        """True if Lightning's loop must continue after this batch, to validate or to end the fit."""
+        """Whether Lightning's loop must continue after this batch, to validate or to end the fit."""
         trainer = self._trainer
         return trainer.should_stop or trainer.received_sigterm or self._loop._is_training_done  # noqa: SLF001
 
@@ -83,14 +83,14 @@ class BatchLoop:
             and kind in _PLAIN_PRECISIONS
             and getattr(plugin, "scaler", None) is None
             and trainer.strategy.model is module
-            and not isinstance(trainer.optimizers[0], LightningOptimizer)  # calls the hooks a second time
+            and not isinstance(trainer.optimizers[0], LightningOptimizer)  # would call the hooks a second time
         )
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
-        """Counts a batch and logs the batch's values, after the last hook."""
+        """Counts a batch and logs its values, after the last hook."""
         results = self._loop._results  # noqa: SLF001
-        # Without `on_batch_end`: `trainer.callback_metrics` computes the same values on request.
+        # Not in `on_batch_end`, because `trainer.callback_metrics` computes the same values on request.
         results.batch = None  # frees memory before the next batch
         self._loop.batch_progress.increment_completed()
         if not all(value.has_reset for value in results.values()):
@@ -124,7 +124,7 @@ class BatchLoop:
                     outputs = loop.manual_optimization.run(kwargs)
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
-            if batch is not None:  # `None` pads a failed visit
+            if batch is not None:  # a failed visit is completed with `None` batches
                 loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if loop._num_ready_batches_reached():  # noqa: SLF001
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -146,7 +146,7 @@ class BatchLoop:
         callbacks = self._callbacks[hook]
         if callbacks:
             attributes, before = self._attributes, self._attributes["_current_fx_name"]
-            attributes["_current_fx_name"] = hook  # for logged values
+            attributes["_current_fx_name"] = hook  # needed for logged values
             for callback in callbacks:
                 getattr(callback, hook)(self._trainer, self._module, *arguments)
             attributes["_current_fx_name"] = before
@@ -180,7 +180,7 @@ class BatchLoop:
         return outputs
 
     def _compute_gradients(self, arguments: tuple[Any, ...], batch_idx: int, optimizer: Optimizer) -> dict[str, Any]:
-        """Runs a step up to the optimizer; returns the outputs for ``on_train_batch_end``."""
+        """Runs a step without the optimizer; returns the outputs for ``on_train_batch_end``."""
         trainer = self._trainer
         progress = self._loop.automatic_optimization.optim_progress.optimizer.zero_grad
         loss, outputs = self._loss(arguments)
@@ -233,10 +233,10 @@ def implements(owner: Any, hook: str, base: type) -> bool:
 
 
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
-    """Speeds up repeated calls to ``log`` in training batches, until restored; logged values are equal bit for bit.
+    """Speeds up repeated calls of ``log`` in training batches, until restored; logged values are equal bit for bit.
 
-    For every call, Lightning copies the options and moves the result to the value's device. A call with the options and
-    device of the previous call updates the result only.
+    For every call, Lightning copies the options and moves the result to the value's device. With the same options and
+    device as in the previous call, this function only updates the result.
     """
     results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
 
@@ -261,11 +261,11 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {
-        f"Lightning {L.__version__} has an unknown loop": not L.__version__.startswith(KNOWN_VERSIONS),
-        f"{type(profiler).__name__} measures what Lightning calls in its own loop": (
+        f"Lightning {L.__version__} has an unknown training loop": not L.__version__.startswith(KNOWN_VERSIONS),
+        f"{type(profiler).__name__} measures calls in Lightning's loop": (
             not isinstance(profiler, PassThroughProfiler)
         ),
-        f"{type(strategy).__name__} may change how a step is made": (
+        f"{type(strategy).__name__} may change how a step is performed": (
             type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
         )
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,

@@ -1,6 +1,6 @@
-"""BatchNorm's running statistics in a federation, measured by the clients and pooled by the server.
+"""BatchNorm's running statistics in a federation, measured by clients and pooled by the server.
 
-Averaged running statistics match no model: each client measures with different weights, over few batches.
+Averaged running statistics match no model, because each client measures with different weights over few batches.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 _MOST_LEFT = 0.1  # 22 batches with BatchNorm's default momentum
 
 _SERVES = {
-    "batch": "each batch has its own BatchNorm statistics",
-    "data": "each loader has its own BatchNorm statistics",
-    "pooled": "pooled BatchNorm statistics serve",
+    "batch": "evaluation uses the statistics of each batch",
+    "data": "evaluation uses the statistics of each loader",
+    "pooled": "evaluation uses pooled statistics",
 }
 
 LARGE_SHIFT = 0.05
@@ -81,8 +81,8 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
     option, rounds = fit.batch_norm, fit.trainer.max_epochs
     if isinstance(option, FixedStatistics) and option.after and rounds is not None and 0 <= rounds <= option.after:
         _log.warning(
-            "batch_norm=%r never fixes the running statistics of BatchNorm layers: the fit ends after %d rounds. Until"
-            " then they are averaged.",
+            "batch_norm=%r never fixes the running statistics of BatchNorm layers, because the fit ends after %d "
+            "rounds: the statistics are averaged until then.",
             option,
             rounds,
         )
@@ -93,25 +93,25 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
     measures = fit.reports_statistics or fit.has_measured_statistics
     if measures and layers_in_training(fit.module) and forward_step(fit.module) is None:
         _log.warning(
-            "batch_norm=%r cannot measure BatchNorm's running statistics, so that %s:"
-            " with manual optimization `training_step` would train the model, and %s has no"
-            " `validation_step` to run instead. Implement one, or choose another `batch_norm`.",
+            "batch_norm=%r cannot measure BatchNorm's running statistics, so %s: with manual optimization, "
+            "`training_step` would train the model, and %s has no `validation_step` to run instead. Implement "
+            "`validation_step`, or choose another `batch_norm`.",
             option,
-            "they are averaged" if fit.reports_statistics else "the model keeps its initial ones",
+            "they are averaged" if fit.reports_statistics else "the model keeps its initial statistics",
             type(fit.module).__name__,
         )
         fit.record_warning("batch_norm")
 
 
 def warn_of_monitors(fit: FederatedFit) -> None:
-    """Warns once per fit if callbacks monitor a value of the global model, while clients have separate statistics."""
+    """Warns once per fit if callbacks monitor a value of the global model while clients have separate statistics."""
     if not fit.has_own_statistics:
         return
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
     if names and fit.record_warning("monitor"):
         _log.warning(
-            "%r is a value of the global model, for which %s: each client has its own BatchNorm statistics. Give"
-            " validation data by client, and monitor %r, the mean over the clients' own models.",
+            "%r is a value of the global model, for which %s, because each client has its own BatchNorm statistics. "
+            "Pass validation data by client, and monitor %r, the mean over the clients' models.",
             names[0],
             _SERVES[fit.unseen],
             f"fed/{names[0]}/mean",
@@ -119,7 +119,7 @@ def warn_of_monitors(fit: FederatedFit) -> None:
 
 
 def monitored_names(fit: FederatedFit) -> list[str]:
-    """Names of the values that callbacks of the Trainer monitor."""
+    """Returns the names of values that callbacks of the Trainer monitor."""
     monitors = (getattr(callback, "monitor", None) for callback in callbacks_of(fit.trainer))
     return list(dict.fromkeys(name for name in monitors if isinstance(name, str)))
 
@@ -136,12 +136,13 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
     """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
 
-    A client runs the local data once through the model in evaluation mode, but BatchNorm normalises with each batch's
+    A client passes its data once through the model in evaluation mode, except that BatchNorm normalises with batch
     statistics, as in training. The server counts the bytes of both messages, the global model and the statistics. With
-    ``batch_norm="auto"`` the first reports decide between pooled and own statistics, see :func:`decide_statistics`. A
-    report also gives the client's own statistics. A cluster's clients measure the cluster's model.
+    ``batch_norm="auto"`` the first reports decide between pooled and separate statistics, see
+    :func:`decide_statistics`. A report also contains the client's separate statistics. Clients of a cluster measure the
+    cluster's model.
 
-    Layers in evaluation mode (as in a frozen backbone) are unchanged; if no client can measure, the averages remain. A
+    Layers in evaluation mode (as in a frozen backbone) are unchanged. If no client can measure, the averages remain. A
     robust rule also excludes outlying reports (:meth:`Aggregator.tolerated
     <lightning_fed.rule.RuleCapabilities.tolerated>`).
 
@@ -193,7 +194,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> tuple[dict[str, float], str | None]:
-    """Pools the clients' reports in the global model and in clusters' models; returns as :func:`measure_round`."""
+    """Pools the clients' reports for the global model and for clusters' models; returns as :func:`measure_round`."""
     server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
@@ -237,7 +238,7 @@ def _find_shifts(rule: Aggregator, measured: Sequence[tuple[Client, State]], lay
 def _record_shift(
     fit: FederatedFit, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> dict[str, float]:
-    """Finds the shift between the clients' reports; with ``"auto"``, also decides. Returns the values for the log."""
+    """Computes the shift between the clients' reports; with ``"auto"``, also decides. Returns the values to log."""
     rule = fit.server.rule
     shifts = _find_shifts(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
@@ -275,10 +276,10 @@ def _find_first_shift(
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
     """Decides, once in a fit, between own and pooled BatchNorm statistics.
 
-    The first round with reports decides, or the second if less than half of the cohort has reported in the first. At
-    least two clients must report, and at least ``min_clients``. If each round has a single report, the clients' newest
-    reports are collected until two clients have reported: the shift then includes the change of the weights between the
-    rounds. A postponed decision is logged once.
+    The decision is made in the first round with reports, or in the second if less than half of the cohort reported in
+    the first. At least two clients must report, and at least ``min_clients``. If each round has a single report, the
+    latest reports are collected until two clients have reported; the shift then includes the change of the weights
+    between rounds. A postponed decision is logged once.
     """
     cohort = fit.cohort
     is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -286,7 +287,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
         first, shift, excess = _find_first_shift(fit, measured, shifts)
         decision = "own" if excess > LARGE_SHIFT else "pooled"
         text = (
-            "each client has its own statistics, and the statistics of the batch serve data without a client"
+            "each client has separate statistics, and data without a client are normalised with batch statistics"
             if decision == "own"
             else "the clients share pooled statistics"
         )
@@ -321,14 +322,14 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation; returns new BatchNorm statistics, not stored yet.
+    """Loads a client's model for evaluation; returns new BatchNorm statistics that are not stored yet.
 
-    If ``measure_round`` (the model's round) is not ``None``, a client whose statistics were measured with other weights
-    measures again. The result is ``None`` without a new measurement, and empty if the training data are in another
-    process: the client then has no statistics, and the log contains one warning.
+    ``measure_round`` is the model's round. If not ``None``, a client whose statistics were measured with other weights
+    measures again. The result is ``None`` without a new measurement. The result is empty if the training data are in
+    another process; the client then has no statistics, and the log contains one warning.
     """
     measured: State | None = None
-    served: State | None = None  # `None` serves the stored statistics
+    served: State | None = None  # `None` means the stored statistics
     if measure_round is not None:
         stored = (local.store.get(client) or {}).get(STATISTICS)
         has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
@@ -339,8 +340,9 @@ def load_own_model(
                 served = {}
                 if fit.record_warning("stale"):
                     _log.warning(
-                        "The BatchNorm statistics in the store of client %r belong to other weights, and the client's"
-                        " training data are not here to measure again: %s for this client, and for others like it.",
+                        "The stored BatchNorm statistics of client %r belong to other weights, and its training data "
+                        "are not available to measure again: %s for this client, and for other clients in this "
+                        "situation.",
                         client,
                         _SERVES[fit.unseen],
                     )
@@ -350,15 +352,16 @@ def load_own_model(
 
 
 def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -> ModuleType:
-    """Copies a module, and gives the copy BatchNorm statistics from unlabelled data of a new site (AdaBN).
+    """Copies a module, and measures the copy's BatchNorm statistics on unlabelled data from a new site (AdaBN).
 
-    The data run once through ``forward``, or through ``validation_step`` of a LightningModule without ``forward``.
+    The data pass once through ``forward``, or through ``validation_step`` of a LightningModule without ``forward``.
     Labels in the batches are ignored. The copy does not depend on this package.
 
     Args:
         module: Any module with BatchNorm layers.
         batches: The data, such as a ``DataLoader``.
-        inputs: The inputs in a batch: an index, a key, or a function of the batch; ``None``: the first.
+        inputs: Position of the inputs in a batch: an index, a key, or a function of the batch; ``None`` for the first
+            element.
 
     Returns:
         The copy, in evaluation mode.
@@ -377,8 +380,8 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
     """
     if not batch_norm_layers(module):
         raise OptionError(
-            f"Expected a module with BatchNorm layers that have running statistics, but {type(module).__name__} has"
-            " none: use the module as it is."
+            f"Expected a module with BatchNorm layers that have running statistics, but {type(module).__name__} has "
+            "none: use the module unchanged."
         )
     adapted = copy.deepcopy(module).eval()
     run: Callable[[Any], object] | None = None
@@ -408,14 +411,14 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
         size = len(find_inputs(batch, inputs))
     if size == 1:
         raise OptionError(
-            "Expected batches of at least two examples, but got a single example: set a larger `batch_size`, and"
-            " `drop_last=True` if the last batch has one example."
+            "Expected batches with at least two examples, but got a single example: set a larger `batch_size`, and "
+            "`drop_last=True` if the last batch has one example."
         )
     return batch
 
 
 def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:
-    """A client's statistics outside a round; empty if the client cannot measure."""
+    """Measures a client's statistics outside a round; empty if the client cannot measure."""
     module, step = fit.module, forward_step(fit.module)
     layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in (fit.norm_layers or ())}
     if step is None or not layers:
@@ -437,7 +440,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
 
 def warn_of_report(client: Client, fault: object) -> None:
     """Warns about a client without BatchNorm statistics."""
-    _log.warning("Client %r's BatchNorm statistics are excluded: %s.", client, fault)
+    _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
 
 
 def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:
@@ -470,7 +473,7 @@ def client_statistics(
 ) -> State:
     """Measures BatchNorm inputs in one pass over a client's data; returns :meth:`InputStatistics.as_extras`.
 
-    The layers normalise with each batch's statistics. The caller reloads parameters and buffers afterwards.
+    The layers normalise with batch statistics. The caller reloads parameters and buffers afterwards.
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():
@@ -493,8 +496,8 @@ def measure_statistics(
 ) -> list[tuple[Client, State]]:
     """Collects the clients' reports of BatchNorm inputs, from one pass over each client's data, limited by ``clock``.
 
-    Clients that cannot measure are excluded; the log gives the reason. Afterwards the module holds the last client's
-    model.
+    Clients that cannot measure are excluded, and the log states the reason. Afterwards the module holds the last
+    client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:
@@ -546,7 +549,7 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
     """Warns if the shortest visit (``batches``) is too short for averaged statistics to follow the weights."""
     remaining = max(
         (
-            (1 - layer.momentum) ** batches  # share of the old statistics that is left after the visit
+            (1 - layer.momentum) ** batches  # weight of the old statistics after the visit
             for name, layer in batch_norm_layers(module).items()
             if layer.training and layer.momentum is not None and f"{name}.running_mean".lstrip(".") in local.shared
         ),
@@ -554,10 +557,10 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
     )
     if remaining > _MOST_LEFT:
         _log.warning(
-            "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches the old values"
-            " still have a weight of %.0f %%: evaluation can fail although the training loss falls."
-            " batch_norm='recalibrate' measures the statistics with the averaged model;"
-            " `lightning_fed.modules.to_group_norm` needs no statistics.",
+            "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches the old values "
+            "still have a weight of %.0f %%, so evaluation can fail although the training loss decreases. "
+            "batch_norm='recalibrate' measures the statistics with the averaged model; "
+            "`lightning_fed.modules.to_group_norm` needs no statistics.",
             batches,
             100 * remaining,
         )

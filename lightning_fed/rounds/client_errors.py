@@ -10,35 +10,36 @@ _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: u
 
 
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
-    """Reason to exclude a client after an error in the module's step; ``None`` if the program cannot continue.
+    """Returns the reason to exclude a client after an error in the step; ``None`` if the program cannot continue.
 
-    A client may have invalid labels, images with another size, or batches too large for the device. An error on all
+    A client may have invalid labels, images of another size, or batches too large for the device. An error on all
     clients ends the fit (:class:`FailedRounds`). After some errors the process can no longer use the GPU.
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None
     if isinstance(error, ClientFault | VisitTimeout):
         return str(error)
-    if "more than 1 value per channel" in str(error):  # raised by BatchNorm
+    if "more than 1 value per channel" in str(error):  # message raised by BatchNorm
         if planned.num_samples == 1:
-            return "it has a single example, on which BatchNorm cannot train"
+            return "it has a batch with a single example, on which BatchNorm cannot train"
         return f"its training step raised {describe(error)}: {_ODD_BATCH}"
     return f"its training step raised {describe(error)}"
 
 
 _ODD_BATCH = (
-    "its loader gave a batch of a single example, on which BatchNorm cannot train; set `drop_last=True` or another"
-    " batch size on that loader, or give the client as a data set, whose trailing single example joins the batch before"
+    "its loader returned a batch with a single example, on which BatchNorm cannot train: set `drop_last=True` or "
+    "another batch size on that loader, or pass the client's data set, whose single trailing example is merged into "
+    "the previous batch"
 )
 
 
 def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
-    """Note for :meth:`BaseException.add_note`: the interrupted visit, and a remedy."""
-    note = f"In round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
+    """Text for :meth:`BaseException.add_note`: the interrupted visit, and a remedy."""
+    note = f"Raised in round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (
-            f"{note} The GPU may report the error some steps late, and does not work any more in this process: labels"
-            " out of range are the usual cause, in this visit or the one before. Restart the program: the fit resumes"
-            " from its last checkpoint."
+            f"{note} The GPU may report the error some steps late and cannot be used further in this process. The "
+            "usual cause is labels out of range, in this visit or the previous one. Restart the program: the fit "
+            "resumes from its last checkpoint."
         )
     return note

@@ -1,4 +1,4 @@
-"""Clients' models outside visits: copies for the user, and answers to questions."""
+"""Client models outside visits: copies for the user, and answers to questions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Answers to questions outside a round: updates by client, reasons for missing answers, and transmitted bytes."""
+    """Answers to questions outside a round: updates by client, reasons for missing answers, and bytes sent."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
-        """Joins the answers from several processes, in the order of ``clients``."""
+        """Joins the answers of several processes, in the order of ``clients``."""
         updates = {client: update for part in parts for client, update in part.updates.items()}
         failed = {client: reason for part in parts for client, reason in part.failed.items()}
         return cls(

@@ -62,13 +62,14 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: provides a loader for each round, and closes the round.
+    """Runs the rounds inside a Trainer's fit: creates a loader for each round, and closes the round.
 
     Attributes:
-        round: The last round; ``None`` before the first one.
-        is_attached: True during a fit, while methods in the user's objects are replaced.
-        is_planned: True once the first round has been planned.
-        is_ready: True after ``setup`` and ``on_fit_start``.
+        remote: Interface to the other side of the federation, if on another machine; otherwise ``None``.
+        hooks: Overrides for batch hooks, with the current round.
+        failed_rounds: Counter of rounds without a new model because of failed clients.
+        is_planned: Whether the first round has been planned.
+        is_ready: Whether ``setup`` and ``on_fit_start`` have run.
     """
 
     def __init__(self, fit: FederatedFit) -> None:
@@ -91,15 +92,16 @@ class RoundLoop:
 
     @property
     def trains_at_once(self) -> bool:
-        """True if several visits train at once."""
+        """Whether several visits train at once."""
         return self._plan.groups is not None
 
     # The fit
 
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
-        """Replaces methods in the user's objects, until :meth:`detach`; ``partition`` splits a plain datamodule's data.
+        """Replaces methods of the user's objects until :meth:`detach`; ``partition`` splits a plain datamodule's data.
 
-        Refuses invalid Trainer settings, inaccessible data, and a ``partition`` of data already split into clients.
+        Refuses invalid Trainer settings, inaccessible data, and a ``partition`` for data that are already split into
+        clients.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         revert = fit.changes.callback
@@ -114,8 +116,8 @@ class RoundLoop:
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
         if fit.remote is None and has_clients == (partition is not None):
             raise MisconfigurationException(
-                "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
-                f" brings them, but got {'both' if partition is not None else 'neither'}."
+                "Expected either a `partition` that splits the training data into clients, or a FederatedDataModule "
+                f"that contains clients, but got {'both' if partition is not None else 'neither'}."
             )
         loader_owner = find_loader_owner(trainer, module)
         if any(isinstance(callback, WEIGHT_AVERAGING) for callback in callbacks_of(trainer)):
@@ -123,7 +125,7 @@ class RoundLoop:
             revert(self._averages.restore)
         if not is_one_client(partition):  # a failed visit is padded with `None` batches, and the log gives the reason
             fit.ignore_warning("train_dataloader yielded None")
-        # Lightning 2.6 with torch 2.13 warns about Lightning's code, and again after each change of the filters.
+        # Lightning 2.6 with torch 2.13 causes this warning by its own code, again after each change of the filters.
         fit.ignore_warning(
             r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."
         )
@@ -146,7 +148,7 @@ class RoundLoop:
         self.is_attached = True
 
     def start_fit(self) -> None:
-        """Prepares the module for the rounds, once; refuses ``visits="fused"`` if something prevents fused visits."""
+        """Prepares the module for the rounds, once; refuses ``visits="fused"`` if fused visits are not possible."""
         fit = self.fit
         if self._is_started:
             return
@@ -157,9 +159,11 @@ class RoundLoop:
         if fit.batch_norm != fit.options.batch_norm and fit.trainer.is_global_zero and fit.has_server:
             has_slices = "sliced" in fit.policies.values()
             reason = (
-                "a report needs the whole model at each client" if has_slices else "the server may not see a client's"
+                "a report needs the whole model on each client"
+                if has_slices
+                else "the server must not receive statistics of single clients"
             )
-            _log.info("BatchNorm: each client has its own statistics, because %s.", reason)
+            _log.info("BatchNorm: each client has separate statistics, because %s.", reason)
         if self._averages is not None:
             self._averages.check_entries()
         self._batch_loop = self._fuse()
@@ -176,7 +180,7 @@ class RoundLoop:
         check_entries(self.fit.module, () if is_plain else self.fit.trainer.optimizers)
 
     def _plan_visits(self) -> None:
-        """Plans simultaneous visits."""
+        """Plans which visits train at once."""
         fit = self.fit
         visits = fit.options.visits_at_once
         if visits is None:
@@ -206,22 +210,22 @@ class RoundLoop:
         obstacle = None if visits == "lightning" else find_obstacle(trainer, module)
         if obstacle is not None and visits == "fused":
             raise MisconfigurationException(
-                f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's own"
-                " loop trains them, with the same result."
+                f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's "
+                "loop trains them, with the same result."
             )
         if obstacle is not None and trainer.is_global_zero:
             _log.info("Visits are not fused, because %s.", obstacle)
         return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
-        """Checks that the Trainer has the round's loader, and stores the global generators' states.
+        """Checks that the Trainer has the loader of the round, and stores the states of the global generators.
 
-        Refuses training on loaders handed to ``fit``.
+        Refuses to train on loaders passed directly to ``fit``.
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
-                "The Trainer does not train on the clients' loaders: pass a datamodule to `fit`, such as"
-                " `lightning_fed.data.LoaderDataModule(train, val)`."
+                "The Trainer does not train on the clients' loaders: pass a datamodule to `fit`, such as "
+                "`lightning_fed.data.LoaderDataModule(train, val)`."
             )
         if not (self.fit.is_remote and self.fit.has_server):  # a server of remote clients trains nothing here
             self.fit.changes.enter_context(in_one_thread())
@@ -248,11 +252,11 @@ class RoundLoop:
         return self.fit.population
 
     def known_clients(self) -> Sequence[Client]:
-        """The clients' keys; loads the data if the clients are unknown."""
+        """Returns the client keys; loads the data if the clients are unknown."""
         return self.find_population().clients
 
     def _look_at_data(self) -> None:
-        """Asks for the clients' data, as Lightning asks for a training loader."""
+        """Requests the clients' data in the way Lightning requests a training loader."""
         fit = self.fit
         if fit.remote is not None:
             fit.set_population(fit.remote.population)
@@ -279,7 +283,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context that loads the average of the global models into the module, as in validation, if the fit has one."""
+        """Context with the average of global models in the module, as in validation, if the fit averages weights."""
         return nullcontext() if self._averages is None else self._averages.in_place()
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
@@ -298,7 +302,7 @@ class RoundLoop:
     # A round
 
     def _plan_round(self) -> RoundLoader:
-        """Override of ``train_dataloader``: the next round's loader; the first batch opens the round."""
+        """Replaces ``train_dataloader``: returns the loader of the next round, whose first batch opens the round."""
         if self.is_ready:
             self.start_fit()
             if self._find_new_entries():
@@ -334,23 +338,23 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round if Lightning trains on the loader; other code may ask a loader for batches."""
+        """Opens the round if Lightning trains on the loader, because other code may also iterate over a loader."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
                 # Lightning repeats the advice for rounds of other lengths.
                 self.fit.ignore_warning("The number of training batches")
-            if self.fit.rounds > self.fit.trainer.current_epoch:  # resumed from a checkpoint before validation
+            if self.fit.rounds > self.fit.trainer.current_epoch:  # resumed from a checkpoint before the validation
                 raise MisconfigurationException(
-                    f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only"
-                    " its validation is not: resume with a Trainer that validates as the one before."
+                    f"The checkpoint contains round {round_number(self.fit.trainer.current_epoch)}, but not its "
+                    "validation: resume with a Trainer that validates like the Trainer that saved the checkpoint."
                 )
             self.fit.cohort = cohort
             if self._find_new_entries() and self._plan.groups is not None:
                 raise MisconfigurationException(
-                    "Expected the module to have all parameters and buffers when a round is planned, because several"
-                    " clients train at once, but a hook has added some since: add the tensors earlier, or use"
-                    " visits='auto'."
+                    "Expected the module to have all parameters and buffers when a round is planned, because several "
+                    "clients train at once, but a hook has added some since then: add the tensors earlier, or use "
+                    "visits='auto'."
                 )
             if self.fit.remote is not None:
                 self.fit.remote.start(self.fit)
@@ -372,7 +376,7 @@ class RoundLoop:
             self._averages.end_round()
         if has_aggregate:
             self.measure_statistics(server.report.received)
-        round.end()  # hooks may raise: after the count, for checkpoints
+        round.end()  # after counting, because hooks may raise and checkpoints need the count
         if fit.has_server:
             fit.failed_rounds.end_round(
                 server.report,
@@ -393,12 +397,12 @@ class RoundLoop:
         return -(-(real + loader.padding) // window) + real // -window
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
-        """Measures the clients' own BatchNorm statistics with the model used in validation."""
+        """Measures each client's BatchNorm statistics with the model used for validation."""
         with self.averages_in_place():
             measure_own_statistics(self.fit, clients)
 
     def end_epoch(self) -> None:
-        """Abandons an open round, and makes Lightning ask for the next round's loader before the next epoch."""
+        """Abandons an open round, and makes Lightning request the loader of the next round before the next epoch."""
         self.cut_short()
         exchange_reload_interval(self.fit.trainer, 1)
         self.fit.progress.end_epoch()
@@ -410,7 +414,7 @@ class RoundLoop:
         if round is not None:
             self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
             number = round_number(self.fit.server.report.round)
-            _log.warning("Round %d was cut short: the global model stays as it was.", number)
+            _log.warning("Round %d was cut short, so the global model does not change.", number)
             round.abandon()
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -421,7 +425,7 @@ class RoundLoop:
 
 
 def _without_none(owner: Any, name: str) -> OverriddenMethod:
-    # `None` pads a failed visit, and does not reach the user's hook.
+    # A failed visit is completed with `None` batches, which do not reach the user's hook.
     method = OverriddenMethod(
         owner, name, lambda batch, *args: None if batch is None else method.original(batch, *args)
     )

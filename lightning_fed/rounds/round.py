@@ -1,8 +1,8 @@
-"""One round, from top to bottom.
+"""One round, from start to end.
 
-1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
-2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
-3. :meth:`Round.join`: the processes with shares of the visits join, and answers from remote clients arrive.
+1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model. 2. The visits, one after
+another: :mod:`lightning_fed.rounds.visit_flow`. 3. :meth:`Round.join`: results of other processes are merged, and
+answers of remote clients arrive.
    :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, logs; then :meth:`Round.end`.
 
 At any time :meth:`Round.abandon` ends the round and restores the initial global model.
@@ -47,17 +47,17 @@ _log = logging.getLogger(__name__)
 
 
 class Round:
-    """An open round: the visits between the server's start and aggregate.
+    """An open round: the visits between the start of the server and the aggregation.
 
     Attributes:
         fit: The fit; the module holds the global model.
-        loader: Loader with all batches.
+        loader: Loader for all batches.
         cohort: The round's clients.
-        local: The module as each client's model in turn.
-        state: The global model's shared entries at the round's start.
+        local: Gives access to each client's model.
+        state: The global model's shared entries at the start of the round.
         optimizers: Optimizers and schedulers, reset for every visit.
         driver: Drives the visits.
-        is_over: True after :meth:`close` or :meth:`abandon`.
+        is_over: Whether :meth:`close` or :meth:`abandon` was called.
     """
 
     # 1. Open
@@ -101,7 +101,7 @@ class Round:
         self._server.start_round(info, self.state)
 
     def open(self) -> None:
-        """Calls the hooks of the round's start, before the first batch."""
+        """Calls the hooks for the start of the round, before the first batch."""
         self.fit.synchronisation.start_round()
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self.loader.failed.items():
@@ -114,9 +114,9 @@ class Round:
         self.loader.on_visit = self._carried.start_visit
 
     def _collect_optimizers(self) -> LocalOptimizers:
-        """Collects optimizers, schedulers and loss scale, with the state at the round's start."""
+        """Collects optimizers, schedulers and loss scale, with their state at the start of the round."""
         trainer, configs = self._trainer, self._trainer.lr_scheduler_configs
-        # With manual optimization the user steps schedulers.
+        # With manual optimization, the user steps the schedulers.
         is_manual = not self._module.automatic_optimization
         self._per_step = [index for index, config in enumerate(configs) if is_manual or config.interval == "step"]
         per_epoch = [index for index in range(len(configs)) if index not in self._per_step]
@@ -130,23 +130,23 @@ class Round:
         )
 
     def _count_writes(self) -> dict[str, int]:
-        # PyTorch's number of writes into the tensors shared by messages.
+        # PyTorch's write counters for the tensors that messages share.
         return {name: tensor_version(self.state[name]) for name in self._untrained}
 
     def _check_writes(self) -> None:
         written = [name for name, count in self._count_writes().items() if count != self._writes[name]]
         if written:
             raise MisconfigurationException(
-                f"Expected the entries of a message that do not train to be left as they are, but {written[0]!r} was"
-                f" written into ({len(written)} in all) by {type(self._server.rule).__name__} or a callback:"
-                " all messages of a round share these tensors (`update.unsent` names them), so put new ones in their"
-                " place."
+                f"Expected untrained entries of a message to stay unchanged, but {type(self._server.rule).__name__} "
+                f"or a callback has written into {written[0]!r} ({len(written)} entries in total): all messages of a "
+                "round share these tensors (`update.unsent` names them), so replace the tensors instead of writing "
+                "into them."
             )
 
     # 2. Close
 
     def join(self) -> None:
-        """Merges the results from all processes with a share of the visits, after the last visit."""
+        """Merges the results of all processes that share the visits, after the last visit."""
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
         self._carried.end_round(self._server.report.round)
@@ -163,7 +163,7 @@ class Round:
         if is_new:
             fault = self.measure_batch_norm()
             if fault is not None:
-                _log.error("Round %d is taken back: %s.", round_number(self._server.report.round), fault)
+                _log.error("Round %d is reverted: %s.", round_number(self._server.report.round), fault)
                 self._server.abandon_round()
                 self.load_global(self.state)
                 state, is_new = None, False
@@ -177,13 +177,13 @@ class Round:
         return state is not None
 
     def aggregate(self) -> State | None:
-        """Aggregates the new global values of the shared entries, with callbacks' changes; ``None`` after a failure."""
+        """Returns the new global values of shared entries, including changes by callbacks; ``None`` after a failure."""
         state = self._server.finish_round()
         self._check_writes()
         if state is None:
             return None
         start = self.state
-        # Copies: callbacks may write into the state, and a rule may return tensors of one client's update.
+        # Copies, because callbacks may write into the state, and a rule may return tensors of a client's update.
         new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
@@ -193,13 +193,13 @@ class Round:
         ):
             fault = find_fault(new, form, finite=False) or find_implausible(new)
             if fault is not None:
-                _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
+                _log.error("The aggregate is discarded after `on_server_aggregate`: %s.", fault)
                 self._server.abandon_round()
                 return None
-        return state if state is start else new  # the initial state: the rule has no new model yet
+        return state if state is start else new  # the initial state if the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads shared entries, and resets the optimizers; ``counting``: positions of the visits with good updates."""
+        """Loads shared entries, and resets the optimizers; ``counting`` are positions of visits with valid updates."""
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 
@@ -213,7 +213,7 @@ class Round:
             self.fit.store.commit(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
-        """Pools BatchNorm statistics for the new global model; returns a fault in the statistics."""
+        """Pools BatchNorm statistics for the new global model; returns a fault in the statistics, if any."""
         with seeded_generators():  # processes measure different clients
             self._measured, fault = measure_round(self.fit, self.local)
         return fault
@@ -236,7 +236,7 @@ class Round:
         )
 
     def end(self) -> None:
-        """Calls the hooks of the round's end."""
+        """Calls the hooks for the end of the round."""
         for callback in self._server_callbacks:
             callback.on_server_round_end(self._trainer, self._module, self._is_new)
 
@@ -254,7 +254,7 @@ class Round:
         self.end()
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces a client's state in a checkpoint by the global model at the round's start."""
+        """Replaces a client's state in a checkpoint by the global model at the start of the round."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])
@@ -267,5 +267,5 @@ class Round:
             checkpoint[loss_scaler_key(self._trainer)] = scaler
         for index, scheduler in zip(self._per_step, schedulers, strict=True):
             checkpoint["lr_schedulers"][index] = scheduler
-        for index, scheduler in self._epoch_schedulers.items():  # Lightning steps before callbacks see the last batch
+        for index, scheduler in self._epoch_schedulers.items():  # Lightning steps before callbacks get the last batch
             checkpoint["lr_schedulers"][index] = copy_state(scheduler)

@@ -1,4 +1,4 @@
-"""Lightning's weight averages over global models: once per round instead of once per step."""
+"""Applies Lightning's weight averaging to global models: once per round instead of once per step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 class RoundAverages:
-    """Makes the fit's ``WeightAveraging`` callbacks update once per round, until :meth:`restore`.
+    """Makes the ``WeightAveraging`` callbacks of a fit update once per round, until :meth:`restore`.
 
-    ``should_update(step_idx=r)`` is called once, after round r's new global model and before validation, and
-    ``should_update(epoch_idx=r)`` after validation, unless the average already includes the round.
+    ``should_update(step_idx=r)`` is called once after the new global model of round r, before validation.
+    ``should_update(epoch_idx=r)`` is called after validation, unless the average already includes the round.
 
     Raises:
-        MisconfigurationException: If models cannot be averaged in this fit.
+        MisconfigurationException: If the models of this fit cannot be averaged.
     """
 
     def __init__(self, fit: FederatedFit) -> None:
@@ -37,25 +37,25 @@ class RoundAverages:
             name = f"`{type(callback).__name__}`"
             if fit.server.rule.resizes:
                 raise MisconfigurationException(
-                    f"{name} does not work with {type(fit.server.rule).__name__}, which changes the shapes of"
-                    " entries from round to round: train without it."
+                    f"{name} does not work with {type(fit.server.rule).__name__}, which changes the shapes of entries "
+                    "between rounds: remove the callback."
                 )
             if not fit.has_server:
                 raise MisconfigurationException(
-                    f"{name} averages global models, and only the server has global models: pass the callback to the"
-                    " server's Trainer."
+                    f"{name} averages global models, which only the server has: pass the callback to the server's "
+                    "Trainer."
                 )
             if fit.trainer.is_global_zero:
                 _log.info(
-                    "%s averages the global models, not the clients' models: the average has one step per round, and"
-                    " the decay applies per round.",
+                    "%s averages global models instead of client models: the average has one step per round, and the "
+                    "decay applies per round.",
                     name,
                 )
         self._overridden = [self._override(callback) for callback in self._callbacks]
 
     def _override(self, callback: Any) -> OverriddenMethod:
         def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            if epoch_idx is None:  # a client's step
+            if epoch_idx is None:  # a step of a client
                 return False
             is_due = bool(method.original(step_idx=epoch_idx))
             return is_due if self._is_round_over else not is_due and bool(method.original(epoch_idx=epoch_idx))
@@ -64,7 +64,7 @@ class RoundAverages:
         return method
 
     def check_entries(self) -> None:
-        """Refuses a module with entries or shapes changed since the callback copied the module for the average."""
+        """Refuses a module whose entries or shapes have changed since the callback copied the module."""
         for callback in self._callbacks:
             checkpoint = {"state_dict": self._fit.module.state_dict()}
             callback.on_save_checkpoint(self._fit.trainer, self._fit.module, checkpoint)
@@ -74,8 +74,8 @@ class RoundAverages:
             )
             if average != current:
                 raise MisconfigurationException(
-                    f"Expected `{type(callback).__name__}` behind `Federation` in the Trainer's `callbacks`, because"
-                    " the method changes the module, but got the callback in front of `Federation`."
+                    f"Expected `{type(callback).__name__}` after `Federation` in the Trainer's `callbacks`, because "
+                    "the method changes the module, but it comes before `Federation`."
                 )
 
     def end_round(self) -> None:
@@ -87,7 +87,7 @@ class RoundAverages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context with the average in the module, as in validation."""
+        """Context with the average loaded into the module, as in validation."""
         for callback in self._callbacks:
             callback.on_validation_epoch_start(self._fit.trainer, self._fit.module)
         try:

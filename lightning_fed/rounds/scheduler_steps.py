@@ -14,7 +14,7 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts the steps of a per-step scheduler in a fit; ``window`` is the number of batches per optimizer step."""
+    """Counts the steps of a per-step scheduler in a fit. ``window`` is the number of batches per optimizer step."""
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
@@ -31,19 +31,20 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns about a per-step scheduler built with ``trainer.estimated_stepping_batches``.
+    """Warns about a per-step scheduler created with ``trainer.estimated_stepping_batches``.
 
-    Lightning loads the training data before the fit's start only for this attribute.
+    Lightning loads the training data before the start of the fit only for this attribute.
     """
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         return
     estimate = steps = trainer.estimated_stepping_batches
-    if len(fit.population.clients) > _COUNTED_CLIENTS:  # a request for each client's size may take long
+    if len(fit.population.clients) > _COUNTED_CLIENTS:  # requesting the size of every client may take long
         _log.warning(
-            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients, which are more than a per-step"
-            " scheduler makes in this fit. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients, which is more than a "
+            "per-step scheduler makes in this fit: pass `lightning_fed.scheduler_steps(trainer)` to the scheduler "
+            "instead.",
             estimate,
         )
         return
@@ -51,9 +52,10 @@ def check_estimate(fit: FederatedFit) -> None:
         steps = count_scheduler_steps(fit, trainer.max_epochs, trainer.accumulate_grad_batches)
     if estimate != steps:
         _log.warning(
-            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts"
-            " every visit from the round's state and continues from the visit with the median number of steps: in this"
-            " fit the scheduler makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts "
+            "every visit from the round's state and resumes from the visit with the median number of steps, so in "
+            "this fit the scheduler makes %s steps: pass `lightning_fed.scheduler_steps(trainer)` to the scheduler "
+            "instead.",
             estimate,
             steps,
         )
@@ -65,5 +67,5 @@ def _batches_per_epoch(fit: FederatedFit, client: Client) -> int:
         return 1 if length is None else length
     except MisconfigurationException:
         raise
-    except Exception:  # a round with this client excludes the client later
+    except Exception:  # a round with this client will exclude the client
         return 0

@@ -1,4 +1,4 @@
-"""Driver for visits one by one: batch hooks in Lightning's loop, or in the fused loop, advance each visit."""
+"""Driver for visits one by one: training steps in Lightning's loop or the fused loop advance each visit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 
 
 class VisitDriver:
-    """Drives the visits during one round, from overrides of the module's batch hooks.
+    """Drives the visits during one round.
 
     Attributes:
         current: The current visit; ``None`` between visits, and while several visits train at once.
         group: The current visits.
-        open_visit: Builds the client's half.
-        trains_at_once: Whether grouped visits train at once.
+        open_visit: Function that creates the client side of a visit.
+        trains_at_once: Whether the visits of a group train at once.
     """
 
     trains_at_once = False
@@ -82,17 +82,17 @@ class VisitDriver:
             self.start(self._loader.group)
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts grouped visits, before the first batch."""
+        """Starts the visits of a group, before the first batch."""
         self.group = group
         self.fit.synchronisation.start_visit(group[0])
         self.current = self.open_visit(group[0])
         self.current.advance()
-        self._has_loss = False  # a pass over the data before the first batch does not count
+        self._has_loss = False  # a pass over the data before the first batch is not counted
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the module's training step on a batch.
 
-        An error excludes the client. The result is then ``None``, so Lightning skips the batch.
+        An error excludes the client. The method then returns ``None``, so that Lightning skips the batch.
         """
         visit = self.current
         assert visit is not None
@@ -106,7 +106,7 @@ class VisitDriver:
         except (ClientFault, VisitTimeout) as error:
             planned.fail(str(error), error)
             return self._skip_batch()
-        # Manual optimization switches some parameters off during a step.
+        # Manual optimization disables the gradients of some parameters during a step.
         parameters = () if self._module.automatic_optimization else self._module.parameters()
         switches = [(parameter, parameter.requires_grad) for parameter in parameters]
         try:
@@ -131,17 +131,17 @@ class VisitDriver:
                 backward(*args, **kwargs)
         except Exception as error:
             self._fail(self.current.planned, error)
-            for parameter in self._module.parameters():  # the optimizer steps, and a loss scale needs gradients
+            for parameter in self._module.parameters():  # the optimizer still steps, and a loss scale needs gradients
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def end(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends grouped visits after the last batch, also without a first batch."""
+        """Ends the visits of a group after the last batch, even without a first batch."""
         planned = group[0]
         if planned.fault is None and self._loader.clock.is_up:
             planned.fault = str(self._loader.clock.timeout())
         self._loader.clock.stop()
         if self.group is group:
-            while self.current is not None and self.current.step is not None:  # again for a skipped first batch
+            while self.current is not None and self.current.step is not None:  # again, for a skipped first batch
                 self._advance()
         else:
             self._exclude(planned)
@@ -270,11 +270,11 @@ class VisitDriver:
         self._has_loss = False
 
     def _exclude(self, planned: PlannedVisit) -> None:
-        planned.fault = planned.fault or f"it had none of its {planned.num_batches} batches"
+        planned.fault = planned.fault or f"it received none of its {planned.num_batches} batches"
         self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
-        """Marks a visit as failed; raises the error if the program cannot continue, or if the only client fails."""
+        """Marks a visit as failed. Raises the error if the program cannot continue, or if the only client fails."""
         fault = client_fault(error, planned)
         is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
         if fault is None or is_alone:
@@ -284,7 +284,9 @@ class VisitDriver:
             self._loader.population.has_raised = True
             trace = error.__notes__[-1]
             _log.warning(
-                "The step of client %r raised (this is shown for the first one only):\n%s", planned.visit.client, trace
+                "The step of client %r raised an exception (logged only for the first client):\n%s",
+                planned.visit.client,
+                trace,
             )
 
     def _skip_batch(self) -> None:
@@ -292,7 +294,7 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for all visits in a fit: builds a round's driver, and groups simultaneous visits (or ``None``)."""
+    """Plan for all visits in a fit: a function that creates a round's driver, and the visit groups (or ``None``)."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     groups: VisitGroups | None = None

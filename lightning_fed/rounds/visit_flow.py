@@ -1,7 +1,7 @@
-"""One visit, from top to bottom: request, broadcast, load, train, answer, keep.
+"""One visit, from start to end: request, broadcast, load, train, answer, store.
 
 :meth:`ClientVisit.run` is a generator that yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits for a
-reply. :func:`ask_server` and :func:`answer_server` reply to messages, a driver to steps
+reply. :func:`ask_server` and :func:`answer_server` reply to messages, and a driver replies to steps
 (:mod:`lightning_fed.rounds.visit_driver`). A failed visit ends with ``throw``, an abandoned visit with ``close``.
 """
 
@@ -25,7 +25,7 @@ from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
 
-_FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer state
+_FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the fit that wrote the optimizer state
 
 
 class Ask(NamedTuple):
@@ -35,11 +35,11 @@ class Ask(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Event in a visit: a training step on one batch. The reply says whether the step returned a loss."""
+    """Event in a visit: a training step on one batch. The reply states whether the step returned a loss."""
 
 
 class Answer(NamedTuple):
-    """Event in a visit: the client sends an update. The reply says whether the server accepted the update."""
+    """Event in a visit: the client sends an update. The reply states whether the server accepted the update."""
 
     update: ClientUpdate
 
@@ -49,14 +49,14 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 
 
 class ClientVisit:
-    """The client's half during one visit. The module becomes the client's model.
+    """Client side of one visit. During the visit, the module is the client's model.
 
     Attributes:
         planned: The visit.
-        memory: Tensors for callbacks and steps, stored with the client if the server accepts the update.
-        main_batches: Number of batches that train the received model; ``None`` for all. The callback that sets the
-            number trains a second model on the other batches (:meth:`second_model`).
-        trains_second_model: Whether the module is the second model.
+        memory: Tensors for callbacks and steps, stored on the client if the server accepts the update.
+        main_batches: Number of batches that train the received model; ``None`` for all. A callback that sets this
+            number trains a second model on the remaining batches (:meth:`second_model`).
+        trains_second_model: Whether the module currently is the second model.
         step: The next batch; ``None`` before the first and after the last batch.
     """
 
@@ -79,7 +79,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Runs the visit; a :class:`ClientFault` excludes the client from the round."""
+        """Runs the visit. A :class:`ClientFault` excludes the client from the round."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
@@ -119,8 +119,8 @@ class ClientVisit:
                     yield Step()
                 if self._entry_versions(update) != before and not getattr(callback, "changes_update", False):
                     raise MisconfigurationException(
-                        f"Expected `{type(callback).__name__}.on_client_end` to leave `update.state` unchanged, but the"
-                        " state changed: use an update step, or set `changes_update = True` on the callback."
+                        f"Expected `{type(callback).__name__}.on_client_end` to leave `update.state` unchanged, but "
+                        "the state changed: use an update step, or set `changes_update = True` on the callback."
                     )
             update = self._fit.server.chain.on_client(update, broadcast, self.memory)
             self._mark_unchanged(update, received)
@@ -134,9 +134,9 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Advances to the next batch, and exchanges messages on the way; excludes the client after a fault.
+        """Advances to the next batch, including messages on the way; excludes the client after a fault.
 
-        ``has_loss``: whether the training step gave a loss; ``None`` before the first batch.
+        ``has_loss`` states whether the training step returned a loss; ``None`` before the first batch.
         """
         fit, planned, self.step = self._fit, self.planned, None
         try:
@@ -177,7 +177,8 @@ class ClientVisit:
         unsliced = sorted(request.rows.keys() - self._local.sliced.keys())
         if unsliced:
             raise MisconfigurationException(
-                f"A callback asks for rows of {unsliced}, which travel as a whole: name them in its `sliced_entries`."
+                f"A callback requests rows of {unsliced}, but these entries are sent as a whole: return their names "
+                "in `sliced_entries`."
             )
 
     def _load_optimizers(self, request: Request, stored: State) -> None:
@@ -197,16 +198,16 @@ class ClientVisit:
         return state
 
     def _clear_gradients(self) -> None:
-        for parameter in self._module.parameters():  # the user may have changed `zero_grad`
+        for parameter in self._module.parameters():  # the user may have replaced `zero_grad`
             parameter.grad = None
 
     def _check_trained(self, num_losses: int) -> None:
         if self._must_train and not num_losses:
-            self.planned.fault = f"its training step gave no loss in {self.planned.num_batches} batches"
+            self.planned.fault = f"its training step returned no loss in {self.planned.num_batches} batches"
             raise ClientFault(self.planned.fault)
         fault = self._local.find_personal_fault(self.planned.visit.client)
         if fault is not None:
-            raise ClientFault(f"of its personal entries, {fault}")
+            raise ClientFault(f"in its personal entries, {fault}")
 
     def _make_update(self, received: State) -> ClientUpdate:
         # Callbacks may write into the update. Without such callbacks, unchanged entries need no copies.
@@ -223,7 +224,7 @@ class ClientVisit:
         return update
 
     def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
-        # Sliced entries are the module's tensors, and a pass with the model writes and restores the module.
+        # Sliced entries are the module's own tensors, and a pass with the model writes and restores the module.
         sliced, state = self._local.sliced, update.state.items()
         return [(name, id(value), name in sliced or tensor_version(value)) for name, value in state]
 
@@ -238,7 +239,7 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Runs a visit to the next training step, with the server's replies to messages; ``None`` at the end.
+    """Runs a visit to the next training step, with the server's replies to messages; ``None`` at the end of the visit.
 
     ``reply`` is the reply to the last step; ``None`` before the first step.
     """
@@ -253,12 +254,12 @@ def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None
 
 
 def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
-    """The callbacks with server hooks in this process."""
+    """Returns the callbacks with server hooks in this process."""
     return federated_callbacks(fit.trainer) if fit.has_server else []
 
 
 def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
-    """The server's half of a visit, before the training: prepares and counts the broadcast for a request."""
+    """Server side of a visit, before the training: prepares and counts the broadcast for a request."""
     server, trainer = fit.server, fit.trainer
     broadcast = server.prepare(request.client, request)
     for callback in server_callbacks(fit):
@@ -268,14 +269,14 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """The server's half of a visit, after the training: checks and aggregates an update; ``False`` for a bad update."""
+    """Server side of a visit, after the training: checks and aggregates an update; ``False`` for an invalid one."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False
     try:
         for callback in server_callbacks(fit):
             callback.on_server_receive(trainer, trainer.lightning_module, update)
-    except Exception as error:  # one client's fault
+    except Exception as error:  # a fault of one client
         reason = f"the server cannot read its update: {describe(error)}"
         return server.refuse(update.client, reason, without_frames(error))
     return server.accept(update)

@@ -1,4 +1,4 @@
-"""Base class for averaging rules: one running weighted mean, with a weight per update."""
+"""Base class of averaging rules: one running weighted mean, with one weight per update."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_fed.rule import Aggregator, RoundInfo
 
 
 class AveragingAggregator(Aggregator):
-    """Weighted mean over client states, in the memory of one state. A subclass implements :meth:`weight`.
+    """Weighted mean of client states, with the memory of one state. Subclasses implement :meth:`weight`.
 
     Args:
-        row_weighting: Divisor for a row in sliced entries: total weight over all clients (``"global"``, as in the FedSS
-            paper: a row from few clients changes little), or over clients with the row (``"per_row"``).
+        row_weighting: Divisor for a row in sliced entries: the total weight of all clients (``"global"``, as in the
+            FedSS paper: a row from few clients changes little), or of clients with the row (``"per_row"``).
     """
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:
@@ -29,7 +29,7 @@ class AveragingAggregator(Aggregator):
 
     @abstractmethod
     def weight(self, update: ClientUpdate) -> float:
-        """Weight for an update."""
+        """Returns the weight of an update."""
 
     def start(self, info: RoundInfo, state: State) -> None:
         self._info, self._state, self.running = info, state, WeightedMean()
@@ -41,7 +41,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a mean, without unsent entries, which are the majority in a model with adapters."""
+        """Adds an update to a mean, except unsent entries, which are the majority in a model with adapters."""
         moved = {
             name: value
             for name, value in update.state.items()

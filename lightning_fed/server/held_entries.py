@@ -1,4 +1,4 @@
-"""Record of the untrained entries that clients already have, to send each value once."""
+"""Records which untrained entries clients already have, so that each value is sent once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ALWAYS = -1
 
 
 class HeldEntries:
-    """Record of untrained entries: the round of each entry's last change, and each client's last round.
+    """Record of untrained entries: the round of each entry's last change, and the last round of each client.
 
     All clients have the initial model. After a change by the server, or the end of an entry's training, the next
-    broadcast to a client holds the entry once. ``values`` are the untrained entries in the current or last round.
+    broadcast to each client contains the entry once. ``values`` are the untrained entries in the current or last round.
 
-    State: ``since``, the round of an entry's last change, by name; ``clients`` and ``rounds``, the last round with a
-    good update, for clients after a change.
+    State: ``since``, the round of each entry's last change, by name; ``clients`` and ``rounds``, the last round with a
+    valid update, for clients after a change.
 
     Example:
         >>> import torch
@@ -60,7 +60,7 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of a message's entries already at the client. ``has_present``: the client has this round's model."""
+        """Names of a message's entries already on the client. ``has_present``: the client has this round's model."""
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
@@ -73,8 +73,8 @@ class HeldEntries:
     def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """State for checkpoints, described in the class docstring.
 
-        ``entries`` is a resumed fit's initial model: entries that differ are excluded, because no client has the new
-        values.
+        ``entries`` is the initial model of a resumed fit. Entries that differ are excluded, because no client has the
+        new values.
         """
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}
@@ -84,7 +84,7 @@ class HeldEntries:
         return {} if self._is_new else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint; an empty state is the initial state."""
+        """Restores the state of a checkpoint. An empty state is the initial state."""
         self._since, self.values = dict(state.get("since", {})), {}
         self._is_new = not state
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))

@@ -1,6 +1,6 @@
-"""The schedule: cohorts, stragglers, dropouts and seeds, a pure function of (seed, round).
+"""The schedule (cohorts, stragglers, dropouts and seeds) is a pure function of (seed, round).
 
-The schedule neither reads nor moves a global generator. A round costs O(cohort), not O(population).
+The schedule neither reads nor changes a global generator. A round costs O(cohort), not O(population).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
 def default_seed() -> int:
-    """The seed from ``lightning.seed_everything``, or 0 without such a call."""
+    """Returns the seed of ``lightning.seed_everything``, or 0 without such a call."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One client's planned local training in a round.
+    """Planned local training of one client in a round.
 
     Args:
         client: The client's key.
         round: Index of the round, from 0.
         seed: Seed for all random draws in the visit (data order, dropout, ...).
-        epochs: Passes over the client's data, if ``steps`` is ``None``.
+        epochs: Number of passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
-        portion: A straggler's share in (0, 1) of a single epoch; ``None`` for a complete epoch.
-        is_straggler: Whether the client does only a part of the local work.
+        portion: A straggler's fraction, in (0, 1), of a single epoch; ``None`` for complete epochs.
+        is_straggler: Whether the client does only a part of its local work.
     """
 
     client: Client
@@ -63,7 +63,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's clients: planned visits, and the chosen clients that never report (``dropped``)."""
+    """The clients of a round: planned visits, and drawn clients that never report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()
@@ -71,12 +71,12 @@ class Cohort:
 
 @dataclass(frozen=True)
 class SecretSampling:
-    """A draw of a round's clients, repeatable only with a key.
+    """Draws the clients of a round; only the key can reproduce the draws.
 
     Args:
         key: The key, a 128-bit integer.
-        is_poisson: Whether each client is drawn independently, with the fraction ``clients_per_round`` as probability;
-            otherwise the number of clients is fixed.
+        is_poisson: Whether each client is drawn independently, with probability ``clients_per_round``; otherwise the
+            number of clients is fixed.
     """
 
     key: int
@@ -85,12 +85,12 @@ class SecretSampling:
 
 @dataclass(frozen=True)
 class Availability:
-    """``availability=``: stragglers, and clients that never report.
+    """``availability=``: simulates stragglers, and clients that never report.
 
     Args:
-        stragglers: Fraction of a cohort in [0, 1) with partial work.
-        partial_work: ``"keep"`` aggregates the stragglers' partial work, ``"drop"`` excludes stragglers.
-        client_dropout: Probability in [0, 1) for a missing report, per chosen client.
+        stragglers: Fraction of a cohort, in [0, 1), that does only partial work.
+        partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` excludes stragglers.
+        client_dropout: Probability, in [0, 1), that a drawn client does not report.
 
     Example:
         >>> from lightning_fed import Federation
@@ -111,21 +111,21 @@ class Schedule:
     r"""Draws each round's cohort, stragglers, dropouts and seeds.
 
     Clients are drawn uniformly without replacement: :math:`m = \max(\lceil C K \rceil, 1)` from :math:`K` for a
-    fraction :math:`C` (McMahan et al. 2017). In a cohort with :math:`m` clients,
-    :math:`m - \mathrm{round}(m (1 - \delta))` straggle: a straggler does an integer number of epochs drawn uniformly
-    from 1 to E - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the published code).
-    If work is counted in steps, the draw is over steps; if E = 1, over batches. Each chosen client fails to report with
-    probability ``client_dropout``.
+    fraction :math:`C` (McMahan et al. 2017). In a cohort with :math:`m` clients, :math:`m - \mathrm{round}(m (1 -
+    \delta))` clients are stragglers: a straggler trains for a number of epochs drawn uniformly from 1 to E - 1 (Li et
+    al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the published code). If work is counted in
+    steps, the draw is over steps; if E = 1, over batches. Each drawn client fails to report with probability
+    ``client_dropout``.
 
     Args:
         seed: Seed of the schedule, not negative.
         clients_per_round: Number of clients (int), or fraction (float in (0, 1]).
-        local_epochs: Passes over a client's data in a visit.
-        local_steps: Batches in a visit; replaces ``local_epochs``.
+        local_epochs: Number of passes over a client's data in a visit.
+        local_steps: Number of batches in a visit; replaces ``local_epochs``.
         availability: The stragglers, and the clients that never report.
 
     Attributes:
-        secret: A secret draw, independent of ``seed``; ``None`` to draw from ``seed``.
+        secret: A secret sampling, independent of ``seed``; ``None`` to draw from ``seed``.
 
     Example:
         >>> schedule = Schedule(seed=1, clients_per_round=2)
@@ -148,8 +148,8 @@ class Schedule:
         local_steps = None if local_steps is None else check_count("local_steps", local_steps)
         if local_steps is not None and local_epochs != 1:
             raise ValueError(
-                f"Expected one of `local_epochs` and `local_steps`, but got local_epochs={local_epochs} and"
-                f" local_steps={local_steps}."
+                f"Expected only one of `local_epochs` and `local_steps`, but got local_epochs={local_epochs} and "
+                f"local_steps={local_steps}."
             )
         self.seed = seed
         self.clients_per_round = _count_or_fraction(clients_per_round)
@@ -159,9 +159,9 @@ class Schedule:
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
-        """Number of clients drawn per round; refuses a population below the requested number."""
+        """Number of clients drawn per round; refuses a population smaller than the requested number."""
         if population < 1:
-            raise ValueError("Expected at least one client, but got none.")
+            raise ValueError("Expected at least one client in the population, but got none.")
         if isinstance(self.clients_per_round, float):
             return max(math.ceil(self.clients_per_round * population - 1e-9), 1)  # 0.07 * 100 is a little over 7
         if self.clients_per_round > population:
@@ -172,7 +172,7 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        """Number of clients that are not stragglers, in a cohort with ``size`` clients."""
+        """Number of clients that are not stragglers, in a cohort of ``size`` clients."""
         return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(
@@ -187,7 +187,7 @@ class Schedule:
         Args:
             round: Index of the round, from 0.
             clients: All clients, in a fixed order; only the drawn positions are looked up.
-            drawn: Index of an earlier round, to visit the same clients again; ``None`` to draw new clients.
+            drawn: Index of an earlier round whose clients are visited again; ``None`` to draw new clients.
             always: Clients in every cohort, drawn or not, and never stragglers or dropouts.
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
@@ -202,17 +202,20 @@ class Schedule:
         for client in always:
             if client not in chosen:
                 if client not in clients:
-                    raise OptionError(f"Expected a client {client!r}, because this client takes part in every round.")
+                    raise OptionError(
+                        f"Expected the data to contain client {client!r}, because this client takes "
+                        "part in every round."
+                    )
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second, independent sample with the cohort's size, for FedDANE; excludes dropouts."""
+        """Draws a second, independent sample of the cohort's size, for FedDANE; excludes dropouts."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 
     def start_seed(self, round: int) -> int:
-        """Seed for the server's draws at a round's start."""
+        """Seed for the server's random draws at the start of a round."""
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
@@ -220,7 +223,7 @@ class Schedule:
         return derive_seed(self.seed, round, _END)
 
     def visit_of(self, round: int, client: Client) -> Visit:
-        """A client's visit in a round without stragglers, with the same seed as in the round's cohort."""
+        """Returns a client's visit in a round without stragglers, with the same seed as in the cohort."""
         return self._visit(round, client, is_straggler=False)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
@@ -230,7 +233,7 @@ class Schedule:
         generator = self._generator(purpose, round)
         if self.secret is not None:
             generator = np.random.default_rng([self.secret.key, round, purpose])
-            if self.secret.is_poisson:  # first the number, then the clients: equivalent to independent draws
+            if self.secret.is_poisson:  # draws the number first, then the clients: equivalent to independent draws
                 size = int(generator.binomial(len(clients), size / len(clients)))
         positions = generator.choice(len(clients), size, replace=False)
         return [clients[int(position)] for position in np.sort(positions)]
@@ -265,7 +268,7 @@ class Schedule:
 
 
 def round_half_up(value: float) -> int:
-    """Nearest integer, halves upwards: 2.5 clients are 3 (``round`` would return the even number 2)."""
+    """Rounds to the nearest integer, halves upwards: 2.5 becomes 3 (``round`` would give the even number 2)."""
     return math.floor(value + 0.5 + 1e-9)
 
 
@@ -276,7 +279,7 @@ def _count_or_fraction(value: object) -> int | float:
         return check_count("clients_per_round", value)
     if not 0 < float(value) <= 1:
         raise ValueError(
-            f"Expected `clients_per_round` as a fraction to be in (0, 1], but got {value}."
-            " Pass an int for a number of clients."
+            f"Expected `clients_per_round` as a fraction to be in (0, 1], but got {value}: pass an int for a number "
+            "of clients."
         )
     return float(value)

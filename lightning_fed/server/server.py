@@ -1,4 +1,4 @@
-"""The server half of a round, without Lightning: interface, report, and the server that checks and aggregates."""
+"""The server side of a round, without Lightning: counts, checks and aggregates messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_fed.steps.chain import Chain
 
 _log = logging.getLogger(__name__)
 
-_FARTHEST = 1e10  # model lengths: farther than any training, and finite when squared
+_FARTHEST = 1e10  # limit for model norms: larger than any training reaches, and finite when squared
 
 
 @dataclass
@@ -145,12 +145,12 @@ class ServerInterface(ABC):
 
 
 class Server(ServerInterface):
-    """The server: prepares broadcasts, counts bytes, checks updates, aggregates.
+    """Prepares broadcasts, counts bytes, checks updates and aggregates.
 
     The server excludes a client if the update does not match the broadcast (missing or unexpected entries, other shapes
-    or dtypes, NaN or infinite values, negative variances), is implausibly far from the model, or makes the rule raise
-    an exception. The round continues. With fewer than ``min_clients`` good updates, or an implausible
-    aggregate, the global model does not change.
+    or dtypes, NaN or infinite values, negative variances), is implausibly far from the model, or causes an exception in
+    the rule. The round continues. With fewer than ``min_clients`` valid updates, or an implausible aggregate, the
+    global model does not change.
 
     Example:
         >>> import torch
@@ -174,7 +174,7 @@ class Server(ServerInterface):
         self._sent: dict[Client, State] = {}
         self._state: State = {}
         self._info = RoundInfo(-1)
-        self._length = 1.0  # of the global model
+        self._length = 1.0  # norm of the global model
 
     def start_round(self, info: RoundInfo, state: State) -> None:
         self.state_before = dict(self.chain.state_dict())
@@ -191,9 +191,9 @@ class Server(ServerInterface):
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Prepares the message for a client, and records names, shapes and dtypes of a good answer.
+        """Prepares the message for a client, and records names, shapes and dtypes of a valid answer.
 
-        Refuses a request that does not fit the model, and a request for rows if the rule does not support rows.
+        Refuses a request that does not match the model, and a request for rows if the rule does not support rows.
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += request.nbytes
@@ -206,10 +206,7 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message to a client. In a whole model, entries that the client already has do not count.
-
-        The steps add extras to the message for a visit.
-        """
+        """Counts a message to a client. In a whole model, entries that the client already has are not counted."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         if client in self._expected:
@@ -217,10 +214,10 @@ class Server(ServerInterface):
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts a received update, and sets the update's rows to the broadcast's."""
+        """Counts a received update, and sets the update's rows to the rows in the broadcast."""
         self.report.up_bytes += update.nbytes
         update.rows = self._rows.pop(update.client, {})
-        return update.client in self._expected or self.fail(update.client, "it sent an update that was not asked for")
+        return update.client in self._expected or self.fail(update.client, "it sent an update that was not requested")
 
     def accept(self, update: ClientUpdate) -> bool:
         """Checks an update after :meth:`count`, and passes the update to the chain."""
@@ -238,7 +235,7 @@ class Server(ServerInterface):
         except BadUpdate as error:
             return self._take_back(client, str(error))
         except Exception as error:
-            reason = f"the server cannot use its update: {describe(error)}"
+            reason = f"its update raised {describe(error)} on the server"
             return self._take_back(client, reason, without_frames(error))
         return True
 
@@ -254,7 +251,7 @@ class Server(ServerInterface):
     def finish_round(self) -> State | None:
         """Aggregates the round; ``None`` without a valid aggregate.
 
-        If the rule has no new model yet, the result is the state given to :meth:`start_round`.
+        If the rule has no new model yet, the result is the state passed to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()
@@ -262,13 +259,13 @@ class Server(ServerInterface):
             return None
         fault = find_implausible(state)
         if fault is not None:
-            _log.error("Round %d: the aggregate is not used: %s.", round_number(self.report.round), fault)
+            _log.error("Round %d: the aggregate is discarded: %s.", round_number(self.report.round), fault)
             self.abandon_round()
             return None
         return state
 
     def abandon_round(self) -> None:
-        """Undoes the round: resets the rule and the update steps to their state at the start."""
+        """Reverts the round: resets the rule and the update steps to their state at the start."""
         self.chain.load_state_dict(self.state_before)
 
     def _aggregate(self) -> State | None:
@@ -276,7 +273,7 @@ class Server(ServerInterface):
             count = len(self.report.received)
             if count < self.min_clients and self.chain.reveals != "model":
                 _log.warning(
-                    "Round %d: %d good updates, fewer than min_clients=%d: the global model stays as it was.",
+                    "Round %d: %d valid updates, fewer than min_clients=%d, so the global model does not change.",
                     round_number(self.report.round),
                     count,
                     self.min_clients,
@@ -304,7 +301,7 @@ class Server(ServerInterface):
             length = distance(update.state, sent, names) or 0.0
             self.report.norms[update.client] = length
         if not length <= _FARTHEST * self._length:
-            raise BadUpdate(f"its step has the length {length:.3g}, and the model {self._length:.3g}")
+            raise BadUpdate(f"its update has norm {length:.3g}, but the model has norm {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         self.report.received.pop(client, None)
@@ -317,14 +314,14 @@ class Server(ServerInterface):
         """Replaces entries of a message by the requested rows."""
         if not self.rule.accepts_rows:
             raise ValueError(
-                f"Expected a rule that can do with some rows of {sorted(request.rows)}, but"
-                f" {type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."
+                f"Expected a rule that supports partial rows of {sorted(request.rows)}, but "
+                f"{type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."
             )
         for name, rows in request.rows.items():
             table = broadcast.state.get(name)
-            fault = "it is not sent" if table is None else find_bad_rows(rows, table)
+            fault = "the entry is not sent" if table is None else find_bad_rows(rows, table)
             if table is None or fault is not None:
-                raise ValueError(f"Client {request.client!r} asks for rows of {name!r}, but {fault}.")
+                raise ValueError(f"Client {request.client!r} requests rows of {name!r}, but {fault}.")
             broadcast.state[name] = table[rows.to(table.device)]
             broadcast.rows[name] = rows
 

@@ -23,7 +23,7 @@ class MaxNorm(UpdateStep):
 
     .. math:: u_k \leftarrow u_k \min\left(1, \frac{C}{\lVert u_k \rVert}\right)
 
-    With secure aggregation the clients clip their updates, and the server cannot verify the clipping. Logs the number
+    With secure aggregation, clients clip their own updates, and the server cannot verify the clipping. Logs the number
     of clipped updates as ``fed/shortened``.
 
     Args:
@@ -47,18 +47,18 @@ class MaxNorm(UpdateStep):
         return _shortened(update, sent, trained_entries(self.info, sent), self.bound)
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Counts clipped updates, if the server may see the norms."""
+        """Counts clipped updates, if the server is allowed to see the norms."""
         return {"fed/shortened": sum(length > self.bound for length in norms.values())} if norms else {}
 
 
 class MaxMedianNorm(CollectingStep):
-    """Clips client updates to a multiple of the round's median norm (for an even number of clients the lower median).
+    """Clips client updates to a multiple of the round's median norm (the lower median for an even number of clients).
 
-    A median of 0 sets no bound. The server keeps all updates until the round is complete. Logs the number of clipped
+    A median of 0 sets no bound. The server stores all updates until the round is complete. Logs the number of clipped
     updates as ``fed/shortened``.
 
     Args:
-        multiple: Factor for the median norm, greater than 0.
+        multiple: Factor on the median norm, greater than 0.
 
     Raises:
         ValueError: If ``multiple`` is not a positive number, or if client models have different shapes.
@@ -103,18 +103,18 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses entries with only some rows at a client, because the step compares whole entries."""
+    """Refuses entries of which clients hold only some rows, because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
-            f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}: the step compares whole"
-            " entries. Remove the step, or send whole entries."
+            f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "
+            "compares whole entries: remove the step, or send whole entries."
         )
 
 
 def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
-    """Refuses a rule with one of ``capabilities``, for a step that needs the difference from one global model."""
+    """Refuses a rule with one of ``capabilities``, because the step needs the difference from one global model."""
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
-            f"Expected no `{type(step).__name__}` with {type(rule).__name__}: not all clients start from one model of"
-            " the same shapes. Remove the step, or use another method."
+            f"Expected no `{type(step).__name__}` with {type(rule).__name__}, because not all clients start from one "
+            "model with the same shapes: remove the step, or use another method."
         )

@@ -22,18 +22,19 @@ _log = logging.getLogger(__name__)
 
 
 class Chain:
-    """Aggregation rule and the update steps around the rule, from the received update to the new global model.
+    """Aggregation rule with the update steps around it, from the received update to the new global model.
 
-    Updates stream to the rule in the memory of one model, unless a step collects all updates of the round.
+    Updates are passed to the rule one at a time, in the memory of one model, unless a step collects all updates of the
+    round.
 
     Args:
         rule: Aggregation rule.
-        steps: Update steps, the innermost first: next to the model. The chain copies the steps.
+        steps: Update steps, innermost first (next to the model). The chain copies the steps.
 
     Attributes:
         rule: Aggregation rule.
         steps: Update steps.
-        held: Updates collected by each step in this round, or ``None`` for streaming steps.
+        held: Updates that each step has collected in this round; ``None`` for steps that do not collect.
 
     Raises:
         ValueError: If steps are incompatible with each other or with the rule.
@@ -61,33 +62,34 @@ class Chain:
         for step in self.steps[: self._num_hidden]:
             if isinstance(step, CollectingStep):
                 raise OptionError(
-                    f"Expected no `{type(step).__name__}` before `{type(self.steps[self._num_hidden]).__name__}` in"
-                    " `steps`, because it compares single updates, but the server sees no single update there."
+                    f"Expected no `{type(step).__name__}` before `{type(self.steps[self._num_hidden]).__name__}` in "
+                    "`steps`, because the step compares single updates, but the server sees no single update at this "
+                    "position."
                 )
         for step in self.steps:
             step.check(rule, self.steps)
         for step in self.steps[self._num_whole + 1 :]:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
                 raise OptionError(
-                    f"Expected `{type(step).__name__}` before `{type(self.steps[self._num_whole]).__name__}` in"
-                    " `steps`, but got the reverse order: after it, updates are codes instead of models."
+                    f"Expected `{type(step).__name__}` before `{type(self.steps[self._num_whole]).__name__}` in "
+                    "`steps`, but got the reverse order: at this position, updates are encoded and no longer models."
                 )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Describes steps and options, the innermost step first."""
+        """Describes steps and options, innermost step first."""
         return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """The information visible to the server in a round, after all steps."""
+        """Information that the server sees in a round, after all steps."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
     @property
     def is_coded(self) -> bool:
-        """True if a step encodes updates, so the payload differs from a model in names, shapes or dtypes."""
+        """Whether a step encodes updates, so that the payload differs from a model in names, shapes or dtypes."""
         return self._num_whole < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -98,20 +100,20 @@ class Chain:
         self.rule.start(info, state)
 
     def form(self, broadcast: Broadcast) -> State:
-        """Names, shapes and dtypes of the payload in response to a broadcast."""
+        """Returns names, shapes and dtypes of the payload that answers a broadcast."""
         form = self.rule.expected(broadcast) if self.rule.resizes else broadcast.state
         for step in self.steps:
             form = step.form(form)
         return form
 
     def counted(self, num_samples: int) -> int:
-        """Number of examples that count towards the client's weight."""
+        """Returns the number of examples that count towards the client's weight."""
         return counted_samples(self.steps, num_samples)
 
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Transforms a trained update into the payload; ``memory`` is the client's state, changed in place."""
+        """Transforms a trained update into the payload. ``memory`` is the client's state, changed in place."""
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
             step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
@@ -136,14 +138,14 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Passes an update inwards, to the rule or to the first step with :meth:`UpdateStep.hold`.
+        """Passes an update inwards, to the rule or to the first step that collects updates (:meth:`UpdateStep.hold`).
 
         Calls ``inspect`` with the decoded update. An invalid update raises ``BadUpdate``.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Merges the :attr:`part` of another process; refuses another rule or collecting step."""
+        """Merges the :attr:`part` of another process; refuses another rule or another collecting step."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -151,13 +153,13 @@ class Chain:
 
     @property
     def part(self) -> Any:
-        """This process's updates, in the outermost collecting step or in the rule."""
+        """Updates of this process, in the outermost collecting step or in the rule."""
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
-        """Releases all collected updates and computes the new state.
+        """Releases all collected updates, and computes the new state.
 
-        Invalid updates in the complete round raise ``BadUpdates``: repeat the call after excluding these clients.
+        If updates are invalid, raises ``BadUpdates``: call the method again after excluding these clients.
         """
         faults: dict[Client, str] = {}
         for index in reversed(range(len(self.steps))):
@@ -184,23 +186,25 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics for the last aggregated round. Steps receive ``norms`` only if the server may see single updates."""
+        """Metrics of the last aggregated round. Steps receive ``norms`` only if the server may see single updates."""
         metrics = self.rule.metrics()
         for step in self.steps:
             metrics |= step.metrics(norms if self.reveals == "update" else {})
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Rule state, and step states by name."""
+        """State of the rule, and states of the steps by name."""
         steps = {name: step.state_dict() for name, step in self._named_steps().items()}
         return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the states. Steps without a saved state start fresh; unused states are logged."""
+        """Restores the states. Steps without a saved state start anew; unused states are logged."""
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
-            _log.warning("The checkpoint contains states of unused update steps: %s.", ", ".join(unused))
+            _log.warning(
+                "The checkpoint contains states of update steps that this fit does not use: %s.", ", ".join(unused)
+            )
         self.rule.load_state_dict(state["rule"])
         for name, step in steps.items():
             step.load_state_dict(state["steps"].get(name, {}))
@@ -242,7 +246,7 @@ def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
 
 
 def _describe_step(step: UpdateStep) -> str:
-    """Describes the arguments of a step, read from attributes with the same names."""
+    """Describes the arguments of a step, which are read from attributes with the same names."""
     attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: attributes[name] for name in arguments if name in attributes}

@@ -1,6 +1,6 @@
-"""Interface of update steps: layers between local training and the new global model.
+"""Interface of update steps, which form layers between local training and the new global model.
 
-An update passes the layers from inner to outer on the client, and from outer to inner on the server.
+An update passes the steps from inner to outer on the client, and from outer to inner on the server.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, RoundInfo
 
-# Received update, with the broadcast entries of its client.
+# A received update, with the broadcast entries of its client.
 Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates of a round, kept in an update step until the round is complete; a monoid under :meth:`merge`."""
+    """Updates of a round, stored in an update step until the round is complete. Parts can be merged in any order."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
 
     def __getstate__(self) -> dict[str, Any]:
-        # All processes have the step.
+        # The step exists in all processes.
         return {name: value for name, value in vars(self).items() if name != "_step"}
 
     @abstractmethod
@@ -34,24 +34,26 @@ class Held(ABC):
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates from another process."""
+        """Adds the updates of another process."""
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
         """Returns the updates for the next inner step.
 
-        Drops invalid updates, and raises ``BadUpdates`` for them: repeat the call if enough clients remain.
+        Drops invalid updates, and raises ``BadUpdates`` with their reasons: call the method again if enough clients
+        remain.
         """
 
 
 class UpdateStep:
-    """Layer between local training and the new global model. All methods are optional; the base class changes nothing.
+    """Layer between local training and the new global model. All methods are optional; by default nothing changes.
 
-    Steps depend on messages only, not on Lightning. Steps may keep the arguments of :meth:`start` for the round.
+    Steps depend only on messages, not on Lightning. Steps may store the arguments of :meth:`start` for the round.
 
     Attributes:
-        reveals: Information visible to the server inside this layer: single updates (``"update"``), only the sum
-            (``"sum"``), or a model without information on single clients (``"model"``). The log shows no more.
+        reveals: Information that the server sees inside this layer: single updates (``"update"``), only the sum
+            (``"sum"``), or a model without information about single clients (``"model"``). The log shows no more than
+            this.
 
     Example:
         >>> class Half(UpdateStep):
@@ -63,10 +65,10 @@ class UpdateStep:
     reveals: Literal["update", "sum", "model"] = "update"
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses incompatible rules or steps (the innermost first) with ``ValueError`` when the chain is built."""
+        """Refuses incompatible rules or steps (innermost first) with ``ValueError`` when the chain is built."""
 
     def callbacks(self) -> Sequence[Any]:
-        """Lightning callbacks required by the step, for example to check the Trainer before a fit."""
+        """Lightning callbacks that the step requires, for example to check the Trainer before a fit."""
         return ()
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -74,7 +76,7 @@ class UpdateStep:
         self.info, self.state = info, state
 
     def form(self, state: State) -> State:
-        """Names, shapes and dtypes of the encoded update, for an update like ``state``; values do not matter."""
+        """Returns names, shapes and dtypes of the encoded form of an update like ``state``; values do not matter."""
         return state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
@@ -86,30 +88,30 @@ class UpdateStep:
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Client side, before sending: clips, encodes or masks the update.
 
-        The step may change the update's tensors in place, except tensors shared with ``sent``. ``memory`` is this
-        step's state for the client, changed in place, and saved if the server accepts the update.
+        The step may change the update's tensors in place, except tensors shared with ``sent``. ``memory`` is the step's
+        state for the client, changed in place and stored if the server accepts the update.
 
         Raises:
-            ClientFault: If the client has to be excluded.
+            ClientFault: If the client must be excluded.
         """
         return update
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Server side, on receipt: decodes, checks, clips or weighs the update.
+        """Server side, on receipt: decodes, checks, clips or weights the update.
 
         If an outer step hides single updates from the server (``reveals``), this method runs on the client.
 
         Raises:
-            BadUpdate: If the update has to be excluded.
+            BadUpdate: If the update must be excluded.
         """
         return update
 
     def hold(self) -> Held | None:
-        """Container for the updates of a round, or ``None`` to stream updates."""
+        """Returns a container that collects the updates of a round, or ``None`` to pass on each update."""
         return None
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule, inner to outer: server optimizers. The step may change ``new`` in place."""
+        """Server side, after the rule, inner to outer: for example a server optimizer. May change ``new`` in place."""
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
@@ -117,7 +119,7 @@ class UpdateStep:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State across rounds: tensors and primitives."""
+        """State between rounds: tensors and primitives."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,13 +127,13 @@ class UpdateStep:
 
 
 class CollectingStep(UpdateStep, ABC):
-    """Base class for update steps with access to all updates of a round. The server holds n models for n clients."""
+    """Base class of update steps that need all updates of a round. The server stores n models for n clients."""
 
     @abstractmethod
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Computes the updates to pass inwards once the round is complete; invalid updates raise ``BadUpdates``.
+        """Computes the updates to pass inwards after the round is complete. Invalid updates raise ``BadUpdates``.
 
-        The order of ``updates`` is beyond the clients' control.
+        Clients cannot influence the order of ``updates``.
         """
 
     def hold(self) -> Held:
@@ -152,7 +154,7 @@ class HeldUpdates(Held):
         self.updates |= other.updates
 
     def release(self) -> Sequence[Arrived]:
-        """Returns the collected updates after :meth:`CollectingStep.collect`."""
+        """Returns the updates computed by :meth:`CollectingStep.collect`."""
         try:
             arrived: Sequence[Arrived] = self._step.collect(
                 [self.updates[client] for client in sorted(self.updates, key=client_key)]

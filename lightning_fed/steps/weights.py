@@ -1,4 +1,4 @@
-"""Update steps for client weights."""
+"""Update steps that set client weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class for update steps on client weights."""
+    """Base class of update steps that set client weights."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Number of examples to count: an integer, at least 1, that never decreases as ``num_samples`` grows."""
+        """Returns the number of examples to count: an integer from 1 that never decreases as ``num_samples`` grows."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)
@@ -29,10 +29,10 @@ class UniformWeights(WeightStep):
 
 
 class MaxSamples(WeightStep):
-    """Caps each client's number of examples, both as a weight and as the size for integer entries.
+    """Limits each client's number of examples, both as a weight and as the size for integer entries.
 
     Args:
-        most: Largest number to count, a positive integer.
+        most: Maximum number of examples to count, a positive integer.
     """
 
     def __init__(self, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Base class for the ready tasks: one network, one loss, torchmetrics, and an optimizer and schedule by name."""
+"""Base class of the ready tasks: one network, one loss, torchmetrics, and an optimizer and schedule by name."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Task(L.LightningModule, ABC):
 
     Logged values are ``train_loss`` and, for ``val`` and ``test``, the loss and every metric in `configure_metrics`
     (``val_loss``, ``val_acc``, ...). Each of several validation loaders has separate metrics, with Lightning's suffix
-    (``val_acc/dataloader_idx_1``). The state dict only contains the network.
+    (``val_acc/dataloader_idx_1``). The state dict contains only the network.
 
     Args:
         optimizer: Class name in `torch.optim`.
         lr: Learning rate.
-        momentum: Momentum, for optimizers with momentum. None: the optimizer's default.
-        weight_decay: Weight decay. None: the optimizer's default (0 for SGD, 0.01 for AdamW).
+        momentum: Momentum, for optimizers with momentum. None uses the optimizer's default.
+        weight_decay: Weight decay. None uses the optimizer's default (0 for SGD, 0.01 for AdamW).
         optimizer_kwargs: Further arguments for the optimizer.
         scheduler: Class name in `torch.optim.lr_scheduler`, stepped per epoch (per round in federated training). A
             ``ReduceLROnPlateau`` monitors ``val_loss``. None for a constant rate.
         scheduler_kwargs: Arguments for the scheduler.
 
     Raises:
-        ValueError: If the optimizer or the scheduler is unknown, or refuses an argument.
+        ValueError: If the optimizer or the scheduler is unknown or refuses an argument.
     """
 
     input_key: ClassVar[str] = "image"
@@ -64,9 +64,7 @@ class Task(L.LightningModule, ABC):
     ) -> None:
         super().__init__()
         if scheduler_kwargs and scheduler is None:
-            raise ValueError(
-                f"Expected `scheduler` to be given with `scheduler_kwargs` {scheduler_kwargs}, but got None."
-            )
+            raise ValueError(f"Expected `scheduler` together with `scheduler_kwargs` {scheduler_kwargs}, but got None.")
         given = {"momentum": momentum, "weight_decay": weight_decay}
         self.lr = lr  # public and read late, because Lightning's learning-rate finder writes this attribute
         self._optimizer_class = _class_named("optimizer", optimizer, torch.optim, Optimizer)
@@ -74,29 +72,29 @@ class Task(L.LightningModule, ABC):
         self._optimizer_kwargs.update(optimizer_kwargs or {})
         self._scheduler_class = _class_named("scheduler", scheduler, lr_scheduler, LRScheduler) if scheduler else None
         self._scheduler_kwargs = dict(scheduler_kwargs or {})
-        try:  # refuses bad arguments before the data are loaded
+        try:  # refuses invalid arguments before the data are loaded
             self._build_optimizer([nn.Parameter(torch.zeros(1, 1))])
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"Expected arguments that the optimizer '{optimizer}' and the scheduler '{scheduler}' take, "
-                f"but got: {error}"
+                f"Expected arguments accepted by the optimizer '{optimizer}' and the scheduler '{scheduler}', but "
+                f"got: {error}"
             ) from error
 
     @abstractmethod
     def configure_network(self, name: str) -> nn.Module:
-        """Builds the named network."""
+        """Creates the named network."""
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Builds the metrics, updated with (logits, target); keys become ``val_<key>`` and ``test_<key>``."""
+        """Creates the metrics, updated with (logits, target); keys become ``val_<key>`` and ``test_<key>``."""
 
     @abstractmethod
     def example_input(self) -> Tensor:
-        """Builds a batch of two inputs filled with zeros, for tracing the network's neurons."""
+        """Creates a batch of two inputs filled with zeros, for tracing the network's neurons."""
 
     @abstractmethod
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Computes a batch's mean loss, a scalar."""
+        """Computes the mean loss of a batch, a scalar."""
 
     def configure_task(
         self,
@@ -105,17 +103,18 @@ class Task(L.LightningModule, ABC):
         class_weights: list[float] | None,
         num_classes: int,
     ) -> None:
-        """Sets up the network, the metrics and the class weights, at the end of a task's ``__init__``."""
+        """Creates the network, the metrics and the class weights, at the end of a task's ``__init__``."""
         check_option("norm", norm, ("batch", "group"))
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(
-                f"Expected `class_weights` to hold {num_classes} weights, one per class, but got {len(class_weights)}."
+                f"Expected `class_weights` to contain {num_classes} weights, one per class, but got "
+                f"{len(class_weights)}."
             )
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         self.class_weights: Tensor | None
         self.register_buffer(
             "class_weights", weights, persistent=False
-        )  # a setting, not state: clients never send class weights
+        )  # a setting instead of state, so that clients never send class weights
         self.model = model if isinstance(model, nn.Module) else self.configure_network(model)
         if norm == "group":
             self.model = to_group_norm(self.model)
@@ -181,7 +180,7 @@ class Task(L.LightningModule, ABC):
         )
 
     def inputs_of(self, batch: Any) -> Tensor:
-        """Takes the inputs from a batch with or without targets; in prediction a batch can be a tensor."""
+        """Returns the inputs of a batch with or without targets; in prediction a batch can be a tensor."""
         if isinstance(batch, Tensor):
             return batch
         if isinstance(batch, Mapping):
@@ -201,7 +200,7 @@ class Task(L.LightningModule, ABC):
         for index, module in enumerate(metrics):
             collection = cast(MetricCollection, module)
             if not any(metric.update_called for metric in collection.values()):
-                continue  # a loader without batches, or a loader from an earlier run
+                continue  # a loader without batches, or a loader of an earlier run
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
             values = {f"{name}{suffix}": value for name, value in collection.compute().items()}
             self.log_dict(values, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
@@ -224,5 +223,5 @@ def _class_named(kind: str, name: str, module: ModuleType, base: type[T]) -> typ
 
 def _description(batch: Any) -> str:
     if isinstance(batch, list | tuple):
-        return f"a {type(batch).__name__} of {len(batch)}"
+        return f"a {type(batch).__name__} with {len(batch)} elements"
     return type(batch).__name__

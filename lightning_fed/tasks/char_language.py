@@ -30,10 +30,10 @@ class CharLSTM(nn.Module):
     Args:
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
-        hidden_size: Neurons per layer.
+        hidden_size: Number of neurons per layer.
         num_layers: Number of layers.
         dropout: Dropout probability between layers.
-        every_step: Whether to predict the next character at every step, not only at the last step.
+        every_step: Whether to predict the next character at every step instead of only at the last step.
 
     Raises:
         ValueError: If a number is outside the allowed range.
@@ -86,16 +86,16 @@ class CharLanguageTask(Task):
             pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
-        hidden_size: Neurons per LSTM layer.
+        hidden_size: Number of neurons per LSTM layer.
         num_layers: Number of LSTM layers.
         dropout: Dropout between LSTM layers.
-        every_step: Whether to predict the next character at every step, not only at the last step as in LEAF.
+        every_step: Whether to predict the next character at every step instead of only at the last step (as in LEAF).
         lr: Learning rate.
         **options: Optimizer and schedule, see `Task`.
 
     Raises:
-        ValueError: If a choice is unknown, a number is outside the allowed range, or an argument does not fit the
-            optimizer.
+        ValueError: If a choice is unknown, a number is outside the allowed range, or the optimizer does not accept an
+            argument.
 
     Example:
         >>> task = CharLanguageTask(hidden_size=32, num_layers=2, every_step=True)
@@ -146,14 +146,14 @@ class CharLanguageTask(Task):
         shape = (logits.shape[0], *logits.shape[2:])
         if target.shape != shape:
             raise ValueError(
-                f"Expected targets of shape {shape}, one for each prediction, but got {tuple(target.shape)}:"
-                " `every_step` of the task and of the data have to be the same."
+                f"Expected targets of shape {shape}, one for each prediction, but got {tuple(target.shape)}: set the "
+                "same `every_step` on the task and the data."
             )
         return F.cross_entropy(logits, target.long())
 
 
 class _Perplexity(Float64Mean):
-    """Exponential of the mean cross-entropy over all targets. torchmetrics' class expects classes last."""
+    """Exponential of the mean cross-entropy over all targets, because torchmetrics' class expects classes last."""
 
     higher_is_better = False
 

@@ -29,8 +29,8 @@ class ClassificationTask(Task):
         model: Name of a network (see `build_network`), or a module from images to logits. A module is not a saved
             hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels; not needed for `timm` models.
+        in_channels: Number of image channels.
+        input_size: Side length of the square images, in pixels; not needed for `timm` models.
         pretrained: Whether to load `timm`'s published weights (a download).
         model_kwargs: Further arguments for the named network.
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
@@ -38,11 +38,12 @@ class ClassificationTask(Task):
             `to_sampled_softmax` and `SampledSoftmax`), for very many classes.
         head_kwargs: ``scale`` and ``normalize`` for ``head="sampled_softmax"``.
         class_weights: Class weights in the loss; not with ``head="sampled_softmax"``.
-        label_smoothing: Share of the target distributed over all classes, between 0 and 1.
+        label_smoothing: Fraction of the target distributed over all classes, between 0 and 1.
         **options: Optimizer and schedule, see `Task`.
 
     Raises:
-        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
+        ValueError: If a name or a choice is unknown, or the network, optimizer or scheduler does not accept an
+            argument.
 
     Example:
         >>> task = ClassificationTask("mcmahan_cnn", num_classes=10, lr=0.1, scheduler="ExponentialLR",
@@ -75,10 +76,13 @@ class ClassificationTask(Task):
             raise ValueError(f"Expected `label_smoothing` to be between 0 and 1, but got {label_smoothing}.")
         check_option("head", head, ("linear", "sampled_softmax"))
         if head == "sampled_softmax" and class_weights is not None:
-            raise ValueError("Expected no `class_weights` with head='sampled_softmax', which makes labels columns.")
+            raise ValueError(
+                "Expected no `class_weights` with head='sampled_softmax', because labels become column "
+                "indices, but got class weights."
+            )
         unknown = set(head_kwargs or ()) - ({"scale", "normalize"} if head == "sampled_softmax" else set())
         if unknown:
-            raise ValueError(f"Expected only known `head_kwargs` with head={head!r}, but got {sorted(unknown)}.")
+            raise ValueError(f"Expected `head_kwargs` accepted by head={head!r}, but got {sorted(unknown)}.")
         self.num_classes = check_count("num_classes", num_classes, 2)
         self._in_channels = in_channels
         self._input_size = input_size

@@ -18,21 +18,22 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def is_weight_file(weights: str) -> bool:
-    """Distinguishes a file path from the name of published weights."""
+    """Whether a value is a file path instead of the name of published weights."""
     return weights.endswith(_ENDINGS) or os.sep in weights
 
 
 def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads an encoder's weights from a file, with any prefix before the entry names.
+    """Loads the weights of an encoder from a file; entry names in the file may have any prefix.
 
     The file contains safetensors, or a state dict or checkpoint from ``torch.save``. Entry names may come from a timm
-    model, an smp encoder, or a whole network or task with such an encoder (``model.encoder...``). Additional entries (a
-    classifier) are skipped, and named in the log.
+    model, an smp encoder, or a whole network or task with such an encoder (``model.encoder...``). Additional entries
+    (such as a classifier) are skipped and logged.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"Expected `encoder_weights` to be the name of published weights or a file, but there is no {path}."
+            f"Expected `encoder_weights` to be the name of published weights or a file, but the file {path} does not "
+            "exist."
         )
     saved: dict[str, Any] = (
         load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
@@ -43,9 +44,9 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     missing = [name for name in expected if name not in entries]
     if missing:
         raise ValueError(
-            f"Expected {path.name} to hold the encoder's {len(expected)} entries, but {len(missing)} are missing"
-            f" ({', '.join(missing[:3])}, ...). The file has entries named {', '.join(list(state)[:3])}, ...: the file"
-            " may belong to another encoder."
+            f"Expected {path.name} to contain the encoder's {len(expected)} entries, but {len(missing)} are missing "
+            f"({', '.join(missing[:3])}, ...). The file contains entries named {', '.join(list(state)[:3])}, ..., and "
+            "may belong to another encoder."
         )
     wrong = [name for name in expected if entries[name].shape != expected[name].shape]
     if wrong:
@@ -58,15 +59,18 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     left_over = [name for name in entries if name not in encoder.state_dict()]
     if left_over:
         _log.info(
-            "%d entries of %s are not the encoder's: %s, ...", len(left_over), path.name, ", ".join(left_over[:3])
+            "%d entries of %s do not belong to the encoder: %s, ...",
+            len(left_over),
+            path.name,
+            ", ".join(left_over[:3]),
         )
     encoder.load_state_dict({name: entries[name] for name in entries if name in encoder.state_dict()}, strict=False)
 
 
 def _renamed(state: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the file's entries to the encoder's names by exchanging prefixes."""
+    """Renames the file's entries to the encoder's names by replacing prefixes."""
     best, best_count = dict(state), 0
-    for anchor in expected:  # the first entry in the file with any prefix
+    for anchor in expected:  # the file's first entry with any prefix
         starts = [0, *(match.end() for match in re.finditer(r"\.", anchor))]
         for prefix, ending in ((anchor[:start], anchor[start:]) for start in starts):
             for file_prefix in (

@@ -1,7 +1,7 @@
-"""The papers' networks by name, and every `timm` model.
+"""The networks of the papers by name, and every `timm` model.
 
-Each builder returns ``Sequential(features=..., classifier=...)``. ``features`` is the feature extractor, with maps as
-output in convolutional networks. ``classifier`` flattens the features and ends with the output layer,
+Each builder returns ``Sequential(features=..., classifier=...)``. ``features`` is the feature extractor, which outputs
+feature maps in convolutional networks. ``classifier`` flattens the features and ends with the output layer,
 ``classifier[-1]``. McMahan et al., AISTATS 2017; Yao et al., ICIP 2019 (FedFusion); Wang et al., ICLR 2020 (FedMA:
 LeNet and VGG-9); Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022 (NIID-Bench).
 """
@@ -29,20 +29,21 @@ def build_network(
     pretrained: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """Builds a classification network by name, from images (side ``input_size``) to logits, shape ``(N, num_classes)``.
+    """Builds a classification network by name, from images to logits, shape ``(N, num_classes)``.
 
     Args:
         name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``),
-            or any name for `timm.create_model`, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
+            or any name that `timm.create_model` accepts, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
         num_classes: Number of classes.
-        in_channels: Image channels.
-        input_size: Side of the square images, in pixels. `timm` models ignore this argument; some have ``img_size``.
+        in_channels: Number of image channels.
+        input_size: Side length of the square images, in pixels. `timm` models ignore this argument; some accept
+            ``img_size``.
         pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
         **kwargs: Arguments for the builder, or for the `timm` model.
 
     Raises:
-        ValueError: If the name is unknown, a size is below 1 or too small for the network, or there are no published
-            weights.
+        ValueError: If the name is unknown, a size is below 1 or too small for the network, or no published weights
+            exist.
 
     Example:
         >>> network = build_network("mcmahan_cnn", num_classes=10)
@@ -56,9 +57,9 @@ def build_network(
             raise ValueError(f"Expected `pretrained` to be False for '{name}', which has no published weights.")
         return NETWORKS[name](num_classes, in_channels, input_size, **kwargs)
 
-    import timm  # half a second to import, so only on use
+    import timm  # importing takes half a second, and is needed only here
 
-    # a name with a source ("hf-hub:...") is not in timm's own list
+    # a name with a source ("hf-hub:...") is not in timm's list
     if ":" not in name and not timm.is_model(name):
         raise ValueError(
             f"Expected `name` to be one of {sorted(NETWORKS)} or a timm model (`timm.list_models()` lists them), "
@@ -78,7 +79,7 @@ def mlp(
     50,890 parameters by default (784-64-10). ``hidden=()`` gives softmax regression.
     """
     if any(width < 1 for width in hidden):
-        raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
+        raise ValueError(f"Expected `hidden` to contain widths of at least 1, but got {list(hidden)}.")
     layers = _dense(in_channels * input_size**2, hidden, num_classes)
     return _network(layers[:-1], layers[-1:])
 
@@ -94,8 +95,8 @@ def mcmahan_cnn(
 ) -> nn.Sequential:
     """McMahan et al.'s CNN: two 5x5 convolutions (32, 64), each with ReLU and 2x2 max-pooling, then 512 units.
 
-    1,663,370 parameters for 28x28 grey images and 10 classes, the paper's number because of padding 2. Images have at
-    least 4 pixels per side. The paper has no dropout; FedFusion's version has 0.2 after the hidden layer.
+    1,663,370 parameters for 28x28 grey images and 10 classes, the paper's number because of padding 2. Images need at
+    least 4 pixels per side. The paper has no dropout; FedFusion's version has dropout 0.2 after the hidden layer.
     """
     _check_widths(channels, hidden)
     side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
@@ -120,7 +121,7 @@ def fedfusion_cifar_cnn(
     if len(hidden) != 2:
         raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
     _check_widths(channels, *hidden)
-    side = (input_size + 3) // 4  # the padded pools halve and round up
+    side = (input_size + 3) // 4  # the padded pooling layers halve the size and round up
     features = _convolutions(in_channels, channels, 2, pool=(3, 2, 1))
     network = _network(features, _dense(channels[1] * side**2, hidden, num_classes, dropout))
     for module in network.modules():
@@ -141,7 +142,8 @@ def lenet(
 ) -> nn.Sequential:
     """FedMA's LeNet: 5x5 convolutions (20, 50) without padding, each with 2x2 max-pooling, then 500 units.
 
-    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. No activation separates the linear layers.
+    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. There is no activation between the linear
+    layers.
     """
     _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -177,9 +179,9 @@ def vgg9(
 ) -> nn.Sequential:
     """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
 
-    3,491,530 parameters for 32x32 colour images (at least 8x8) and 10 classes, without normalisation layers. Whole
-    channels are dropped (0.05) after the second pool, and units (0.1) before the first and the last linear layer.
-    ``width`` scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
+    3,491,530 parameters for 32x32 colour images (at least 8x8) and 10 classes, without normalisation layers. Dropout
+    applies to whole channels (0.05) after the second pool, and to units (0.1) before the first and the last linear
+    layer. ``width`` scales channels and units. ``init="kaiming"`` draws He et al.'s normal weights, with zero biases.
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)

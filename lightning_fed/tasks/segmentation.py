@@ -26,11 +26,11 @@ class SegmentationTask(Task):
 
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images with shape ``(N, C, H, W)`` and class
     indices with shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with
-    ``"multilabel"`` each class has such a mask, shape ``(N, num_classes, H, W)``. Logged values, without ignored
+    ``"multilabel"`` each class has a binary mask, shape ``(N, num_classes, H, W)``. Logged values, without ignored
     pixels, are ``train_loss`` and ``val_loss``, ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (and ``test_...``):
 
-    - ``miou``: intersection over union over the epoch's pixels, averaged over all classes in truth or prediction;
-    - ``pixel_acc``: share of correct pixels;
+    - ``miou``: intersection over union over the pixels of the epoch, averaged over all classes in truth or prediction;
+    - ``pixel_acc``: fraction of correct pixels;
     - ``mdice``: Dice, averaged like ``miou``; with ``per_class``, ``iou/<class>`` and ``dice/<class>`` for all classes
       in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
 
@@ -44,31 +44,32 @@ class SegmentationTask(Task):
         model: Name of an smp architecture (``"Unet"``, ...), or a module from images to logits ``(N, num_classes, H,
             W)``. A module is not a saved hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
-        encoder_name: The architecture's encoder, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
-        encoder_weights: Pretrained encoder weights: ``"imagenet"``, a download, or a file path with smp's or timm's
-            names; None starts from scratch. To load a task's checkpoint without this file, pass None to
+        encoder_name: Encoder of the architecture, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
+        encoder_weights: Pretrained encoder weights: ``"imagenet"`` (a download), or a file path with smp's or timm's
+            names; None starts from random weights. To load a task's checkpoint without this file, pass None to
             ``load_from_checkpoint``.
-        in_channels: Image channels.
+        in_channels: Number of image channels.
         model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
         loss: ``"ce"`` (cross-entropy), ``"dice"``, ``"jaccard"``, ``"tversky"``, ``"lovasz"``, ``"focal"``, or a sum
-            (``"ce+dice"``), with options as in ``"ce+tversky:alpha=0.3:beta=0.7"``; ``"fedseg"`` for partially
-            labelling clients: in training, a pixel labelled ``ignore_index`` counts as any class missing in the batch
-            (:func:`~lightning_fed.modules.absent_class_loss`); or a function of logits and target. A function must
-            handle ignored pixels itself, and is not a saved hyperparameter.
-        ignore_index: Class index for pixels without a label; None without such pixels.
+            (``"ce+dice"``), with options as in ``"ce+tversky:alpha=0.3:beta=0.7"``; ``"fedseg"`` for clients that label
+            only some classes: in training, a pixel labelled ``ignore_index`` may have any class that is missing in the
+            batch (:func:`~lightning_fed.modules.absent_class_loss`); or a function of logits and target. A function
+            must handle ignored pixels itself, and is not a saved hyperparameter.
+        ignore_index: Class index of pixels without a label; None without such pixels.
         class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned.
         mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one logit), ``"multilabel"`` (independent logits).
         per_class: Whether to log scores per class.
-        class_names: Class names in the log; None for numbers.
-        tile: Height and width of prediction tiles; None for whole images.
-        tile_overlap: Minimum share of a tile in common with the next tile, in [0, 1).
+        class_names: Class names in the log; None for indices.
+        tile: Height and width of tiles for prediction; None for whole images.
+        tile_overlap: Minimum fraction of a tile that overlaps with the next tile, in [0, 1).
         per_image: Whether to average losses over images instead of pixels. :class:`~lightning_fed.privacy.DPSGD` needs
             this option with ignored pixels, and with losses other than cross-entropy.
         **options: Optimizer and schedule, see `Task`.
 
     Raises:
-        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
+        ValueError: If a name or a choice is unknown, or the network, optimizer or scheduler does not accept an
+            argument.
 
     Example:
         >>> task = SegmentationTask("Unet", num_classes=3, encoder_name="resnet18", loss="ce+dice", lr=0.05)
@@ -104,8 +105,8 @@ class SegmentationTask(Task):
         check_option("mode", mode, ("multiclass", "binary", "multilabel"))
         if mode == "multiclass" and num_classes < 2:
             raise ValueError(
-                f"Expected `num_classes` to be at least 2 (the background is a class too), but got {num_classes}. For"
-                " one class or none use mode='binary'."
+                f"Expected `num_classes` to be at least 2 (the background is also a class), but got {num_classes}: "
+                "for a single class use mode='binary'."
             )
         if mode == "binary" and (num_classes != 1 or class_weights is not None):
             raise ValueError(
@@ -130,10 +131,12 @@ class SegmentationTask(Task):
         self.configure_task(model, norm, class_weights, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        import segmentation_models_pytorch as smp  # slow to import, so only on use
+        import segmentation_models_pytorch as smp  # slow to import, and needed only here
 
         if self._model_kwargs.get("aux_params") is not None:
-            raise ValueError("Expected `model_kwargs` without 'aux_params': the task trains the segmentation only.")
+            raise ValueError(
+                "Expected `model_kwargs` without 'aux_params', because the task trains only the segmentation."
+            )
         weights = self._encoder_weights
         is_file = weights is not None and is_weight_file(weights)
         try:
@@ -145,7 +148,7 @@ class SegmentationTask(Task):
                 classes=self.num_classes,
                 **self._model_kwargs,
             )
-        except KeyError as error:  # an unknown architecture or encoder: smp's message lists the known ones
+        except KeyError as error:  # an unknown architecture or encoder: smp's message lists the known names
             raise ValueError(
                 f"Expected `model` and `encoder_name` to be known to segmentation_models_pytorch, but got '{name}' and "
                 f"'{self._encoder_name}'. {error.args[0]}"
@@ -188,17 +191,17 @@ class SegmentationTask(Task):
             return
         if len(wrong):
             raise ValueError(
-                f"Expected masks of 0 and 1, apart from `ignore_index` ({self.ignore_index}), with mode='binary', but"
-                f" got {int(wrong[0])}: make the masks 0 and 1 by `mask > 0`."
+                f"Expected masks of 0 and 1, except `ignore_index` ({self.ignore_index}), with mode='binary', but got "
+                f"{int(wrong[0])}: convert the masks with `mask > 0`."
             )
         if seems_ignored:
             rank_zero_warn(
-                f"No pixel of a batch's masks is 1, but some are {self.ignore_index}, an ignored label. If this label"
-                " means the class, convert the masks by `mask > 0`."
+                f"No pixel in a batch's masks is 1, but some pixels have the ignored label {self.ignore_index}. If "
+                "this label means the class, convert the masks with `mask > 0`."
             )
 
     def example_input(self) -> Tensor:
-        return torch.zeros(2, self._in_channels, 64, 64)  # encoders want multiples of 32
+        return torch.zeros(2, self._in_channels, 64, 64)  # encoders need multiples of 32
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         if not self._per_image:

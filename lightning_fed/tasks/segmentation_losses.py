@@ -1,4 +1,4 @@
-"""Segmentation losses by name: cross-entropy and `segmentation_models_pytorch` losses, without ignored pixels."""
+"""Segmentation losses by name: cross-entropy and `segmentation_models_pytorch` losses, excluding ignored pixels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS_NAMES = ("ce", *_REGION, *_PIXEL, "fedseg")
 
 
 class NamedLoss(nn.Module):
-    """Sum of named losses, without pixels labelled ``ignore_index``.
+    """Sum of named losses, excluding pixels labelled ``ignore_index``.
 
     ``"ce"`` is the cross-entropy, after a sigmoid in the modes ``"binary"`` and ``"multilabel"``; ``"dice"``,
     ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` come from smp
@@ -39,21 +39,21 @@ class NamedLoss(nn.Module):
         self.terms: list[tuple[str, Any]] = []
         for part in text.split("+"):
             name, options = parse_method(part)
-            if "per_image" in options:  # smp's losses receive the pixels of all images as one image here
+            if "per_image" in options:  # here smp's losses receive the pixels of all images as one image
                 raise ValueError(
-                    f"Expected `loss` without `per_image`, but got {text!r}: `SegmentationTask` has an argument of that"
-                    " name, for all losses."
+                    f"Expected `loss` without `per_image`, but got {text!r}: use the argument `per_image` of "
+                    "`SegmentationTask`, which applies to all losses."
                 )
             is_ours = name in ("ce", "fedseg")
             if name not in LOSS_NAMES or (is_ours and options):
                 raise ValueError(
-                    f"Expected `loss` to be a sum of {', '.join(map(repr, LOSS_NAMES))} (with `name:option=value` for"
-                    f" options of smp's) or a function, but got {text!r}."
+                    f"Expected `loss` to be a function or a sum of {', '.join(map(repr, LOSS_NAMES))} (with "
+                    f"`name:option=value` for options of smp), but got {text!r}."
                 )
             if name == "fedseg" and (mode != "multiclass" or ignore_index is None):
                 raise ValueError(
-                    "Expected mode='multiclass' and an `ignore_index`, the class of pixels without a label, for"
-                    f" loss='fedseg', but got {mode!r} and {ignore_index}."
+                    "Expected mode='multiclass' and an `ignore_index` for pixels without a label with loss='fedseg', "
+                    f"but got {mode!r} and {ignore_index}."
                 )
             self.terms.append((name, None if is_ours else self._build(name, options)))
 
@@ -74,13 +74,14 @@ class NamedLoss(nn.Module):
     def _build(self, name: str, options: dict[str, Any]) -> nn.Module:
         import segmentation_models_pytorch as smp
 
-        # Not every smp loss supports `ignore_index` in every version, so only the multiclass Dice loss receives one.
+        # Not every smp loss supports `ignore_index` in every version, so only the multiclass Dice loss receives this
+        # option.
         ignored = {"ignore_index": self.ignore_index} if name == "dice" and self.mode == "multiclass" else {}
         mode = "binary" if name == "focal" and self.mode == "multilabel" else self.mode
         try:
             loss: nn.Module = getattr(smp.losses, {**_REGION, **_PIXEL}[name])(mode, **ignored, **options)
         except (TypeError, ValueError, AssertionError) as error:
-            raise ValueError(f"Expected options that the loss {name!r} takes, but got {options}: {error}") from error
+            raise ValueError(f"Expected options accepted by the loss {name!r}, but got {options}: {error}") from error
         return loss
 
     def _cross_entropy(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:

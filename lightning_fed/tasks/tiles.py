@@ -19,9 +19,10 @@ def tiled_logits(
 ) -> Tensor:
     """Runs a network on overlapping tiles, and joins the logits, shape ``(N, K, H, W)``.
 
-    In overlaps, logits are averaged with weights falling linearly towards a tile's edges, because the network sees less
-    context there. Tiles are evenly spaced, and outer tiles end at the image border. Images smaller than a tile are
-    padded with the last pixels. ``overlap`` is the minimum common share of neighbouring tiles, in [0, 1).
+    In overlaps, logits are averaged with weights that fall linearly towards a tile's edges, because the network sees
+    less context there. Tiles are evenly spaced, and outer tiles end at the image border. Images smaller than a tile are
+    padded by repeating the last pixels. ``overlap`` is the minimum overlapping fraction of neighbouring tiles, in [0,
+    1).
 
     Example:
         >>> images = torch.arange(60.0).reshape(1, 1, 6, 10)
@@ -40,7 +41,7 @@ def tiled_logits(
         area = slice(top, top + tile[0]), slice(left, left + tile[1])
         logits = network(padded[..., *area])
         if logits.shape[-2:] != tuple(tile):
-            raise ValueError(f"Expected logits of {tile[0]} x {tile[1]} pixels, but got {tuple(logits.shape)}.")
+            raise ValueError(f"Expected logits with {tile[0]} x {tile[1]} pixels, but got {tuple(logits.shape)}.")
         if total is None:
             total = logits.new_zeros(*logits.shape[:-2], *padded.shape[-2:])
             weights, ramp = weights.to(logits), ramp.to(logits)

@@ -204,7 +204,7 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
-    """Counts pairs by the leading bits of the squared distance, or by the trailing bits for the leading bits ``head``.
+    """Counts pairs by the leading bits of the squared distance; with ``head``, by the following bits.
 
     For non-negative floats, the bit patterns read as integers have the same order as the floats.
     """
