@@ -3,22 +3,97 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from common import load_json, save_json, table
 from torch.utils.data import DataLoader, Subset
 
+from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks import FeatureFusion
-from lightning_fed.compare import Plan, epochs_to_converge, train_newcomers
+from lightning_fed.compare import Plan
 from lightning_fed.compare.run import CHECKPOINT, Run, quiet
 from lightning_fed.data import PartitionedData
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.messages import Client
+from lightning_fed.model.entries import copy_state
+from lightning_fed.numerics.seeds import client_key, derive_seed
 
 FILE = "newcomers.json"
 EPOCHS_SHOWN = (1, 2, 5, 10)
+
+_QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def train_newcomers(
+    module: L.LightningModule,
+    clients: Mapping[Client, tuple[Iterable[Any], Iterable[Any]]],
+    max_epochs: int = 50,
+    monitor: str = "val_acc",
+    seed: int = 0,
+    **trainer_options: Any,
+) -> dict[Client, list[float]]:
+    """Trains a copy of the global model on each client's data; evaluates before training and after each epoch.
+
+    A module with `FeatureFusion` fuses features with the initial weights. The module's weights are restored. Returns
+    ``max_epochs + 1`` values by client.
+    """
+    check_count("max_epochs", max_epochs)
+    start, fusion = copy_state(module.state_dict()), find_fusion(module)
+    former = fusion.frozen.state() if fusion is not None and fusion.is_referring else None
+    curves = {}
+    try:
+        for client, (train, val) in clients.items():
+            module.load_state_dict(start)
+            if fusion is not None:
+                fusion.refer()
+            curve = _Curve(monitor)
+            with seeded_generators(derive_seed(seed, client_key(client))):
+                trainer = L.Trainer(**{**_QUIET, **trainer_options, "max_epochs": max_epochs, "callbacks": [curve]})
+                trainer.validate(module, val, verbose=False)
+                trainer.fit(module, train, val)
+            curves[client] = curve.values
+    finally:
+        module.load_state_dict(start)
+        if fusion is not None:
+            fusion.release() if former is None else fusion.refer(former)
+    return curves
+
+
+def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: Literal["max", "min"] = "max") -> int:
+    """First epoch with a value within ``tolerance`` of the best value; 0 if the model needs no training.
+
+    The paper gives no definition of convergence: the criterion is ours.
+    """
+    check_option("mode", mode, ("max", "min"))
+    if not values:
+        raise ValueError("Expected at least one value, but got none.")
+    scores = [value if mode == "max" else -value for value in values]
+    return next(epoch for epoch, score in enumerate(scores) if score >= max(scores) - tolerance)
+
+
+class _Curve(L.Callback):
+    def __init__(self, monitor: str) -> None:
+        self.values: list[float] = []
+        self._monitor = monitor
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._monitor not in trainer.callback_metrics:
+            raise ValueError(
+                f"Expected `monitor` to be logged in validation, but {self._monitor!r} is not one of"
+                f" {sorted(trainer.callback_metrics)}."
+            )
+        self.values.append(float(trainer.callback_metrics[self._monitor]))
 
 
 class Unseen(L.LightningDataModule):

@@ -4,8 +4,6 @@ from lightning_fed.compare.method_options import CENTRAL as CENTRAL
 from lightning_fed.compare.method_options import LOCAL as LOCAL
 from lightning_fed.compare.method_options import MethodChoice as MethodChoice
 from lightning_fed.compare.method_options import method_choices as method_choices
-from lightning_fed.compare.newcomers import epochs_to_converge as epochs_to_converge
-from lightning_fed.compare.newcomers import train_newcomers as train_newcomers
 from lightning_fed.compare.plan import Plan as Plan
 from lightning_fed.compare.plan import Progress as Progress
 from lightning_fed.compare.plan import load_results as load_results
@@ -24,12 +22,10 @@ __all__ = [
     "Plan",
     "Progress",
     "draw",
-    "epochs_to_converge",
     "load_results",
     "markdown",
     "method_choices",
     "run_comparison",
     "summarize",
-    "train_newcomers",
     "write_report",
 ]

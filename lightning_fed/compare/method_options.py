@@ -59,9 +59,8 @@ class MethodChoice:
     def federation(self, recipe: Federation) -> Federation:
         """Returns the recipe's federation with this method; for ``"central"`` the unchanged federation.
 
-        ``"local"`` keeps all trained entries on the clients, without update steps.
-
-        A method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
+        With ``"local"``, all trained entries stay on the clients, and the federation has no update steps. A method with
+        an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
         """
         if self.name == CENTRAL:
             return recipe

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.evaluation.data_pass import Stage
-from lightning_fed.callbacks.evaluation.results import is_score, monitored_name
+from lightning_fed.callbacks.evaluation.results import is_score
 from lightning_fed.compare.central import check_central
 from lightning_fed.compare.method_options import CENTRAL, MethodChoice
 from lightning_fed.compare.run import Run, evaluate, quiet, train
@@ -28,7 +28,7 @@ from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.method import Method
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.recipe import FederatedCLI
-from lightning_fed.study.site_scores import SiteScores, check_sites
+from lightning_fed.study.site_scores import SITES, SiteScores, check_sites
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,8 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
 
     All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: with each client's own statistics if a method
     cannot report statistics (secure sums, central privacy, FedSS), otherwise by the first run's decision. Every run has
-    a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run continues
-    after the last complete round.
-
-    Args:
-        plan: The plan.
-        progress: Output for a line per run; ``None`` for the standard output.
+    a folder in ``<out>/runs``. An interrupted run continues after the last complete round. ``progress`` writes a line
+    per run, by default to the standard output.
 
     Returns:
         The results of all finished runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every
@@ -163,8 +159,12 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
             with quiet():
                 result["test"] = evaluate(plan.build(run.seed), run, folder)
             write_text_atomically(folder / "result.json", json.dumps(result))
-        if plan.sites is not None:
-            result["sites"] = _score_sites(plan, run, folder, target[0])
+        for scores in _site_scores(plan, target[0]):
+            if not scores.load(folder / SITES):
+                with quiet():
+                    evaluate(plan.build(run.seed), run, folder, scores.stage, [scores])
+                scores.save(folder / SITES)
+            result["sites"] = scores.state()
         results.append(result)
     if len(results) < len(runs):
         progress.start(f"{len(results)} of {len(runs)} runs are finished")
@@ -172,24 +172,8 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     return results
 
 
-def _site_scores(plan: Plan, monitor: str) -> SiteScores | None:
-    if plan.sites is None:
-        return None
-    metric = monitored_name(monitor)
-    return SiteScores(metric.replace("val", "test", 1) if plan.sites == "test" else metric, plan.sites, plan.patient)
-
-
-def _score_sites(plan: Plan, run: Run, folder: Path, monitor: str) -> dict[str, Any]:
-    scores, path = _site_scores(plan, monitor), folder / "sites.json"
-    assert scores is not None
-    known = {"metric": scores.metric, "stage": scores.stage, "patient": scores.patient}
-    saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if {name: saved.get(name) for name in known} != known:
-        with quiet():
-            evaluate(plan.build(run.seed), run, folder, scores.stage, [scores])
-        saved = {**known, "scores": scores.scores}
-        write_text_atomically(path, json.dumps(saved))
-    return saved
+def _site_scores(plan: Plan, monitor: str) -> list[SiteScores]:
+    return [] if plan.sites is None else [SiteScores.of(monitor, plan.sites, plan.patient)]
 
 
 def load_results(plan: Plan) -> list[dict[str, Any]]:
@@ -216,9 +200,7 @@ def _run(
 
     write_text_atomically(folder / "plan.json", json.dumps(_identity(plan, run)))
     with quiet():
-        scores = _site_scores(plan, monitor)
-        callbacks = [] if scores is None else [scores]
-        logs = plan.out / "tensorboard"
+        logs, callbacks = plan.out / "tensorboard", _site_scores(plan, monitor)
         result = train(plan.build(run.seed), run, folder, logs, show, decision, deadline, callbacks)
     if result is None:
         progress.end("not finished")

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.compare.method_options import CENTRAL
+from lightning_fed.console import markdown_table
 from lightning_fed.study.statistics import difference_of_sums, paired_sums
 
 _log = logging.getLogger(__name__)
@@ -52,22 +53,19 @@ class Cell:
 def summarize(
     results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1
 ) -> dict[tuple[str, float | None], Cell]:
-    """Summarises results by method and fraction of stragglers (``None`` for centralised training).
+    """Results by method and fraction of stragglers (``None`` for centralised training).
 
     Args:
         results: Results from :func:`~lightning_fed.compare.run_comparison`.
-        target: Target as a fraction of the centralised score with the same seed (``#R@80%``); with mode ``"min"`` the
-            score is divided by this fraction.
-        last: Final rounds in the mean score.
+        target: Target as a fraction of the centralised score for the same seed (``#R@80%``); a divisor with mode
+            ``"min"``.
+        last: Number of final rounds in the mean score.
 
     Example:
-        >>> rounds = [{"val_acc": score, "seconds": 2.0, "cpu_seconds": 1.0} for score in (0.5, 0.75)]
-        >>> run = {"seed": 0, "monitor": "val_acc", "mode": "max", "rounds": rounds, "test": {}}
-        >>> cells = summarize(
-        ...     [{**run, "method": "central", "stragglers": None}, {**run, "method": "fedavg", "stragglers": 0.5}]
-        ... )
-        >>> cells["fedavg", 0.5].score, cells["fedavg", 0.5].rounds_to_target
-        ([0.75], [2])
+        >>> rounds = [{"val_acc": 0.75, "seconds": 2.0, "cpu_seconds": 1.0}]
+        >>> run = {"method": "fedavg", "stragglers": 0.5, "seed": 0, "monitor": "val_acc", "rounds": rounds, "test": {}}
+        >>> summarize([run])["fedavg", 0.5].score
+        [0.75]
     """
     central = {run["seed"]: _score(run, last) for run in results if run["method"] == CENTRAL}
     cells: dict[tuple[str, float | None], Cell] = {}
@@ -137,9 +135,8 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
         line.append(_shown(_over_parts(by_seed, method, "seconds"), 1))
         line.append(_shown(_over_parts(by_seed, method, "cpu_seconds"), 1))
         lines.append(line)
-    rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
-    notes = [_note(results, target, last), *_differences(results, last)]
-    return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", "\n\n".join(notes)])
+    table = markdown_table([header, *lines], "---:")
+    return "\n\n".join([table, _note(results, target, last), *_differences(results, last)])
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
@@ -233,34 +230,31 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
     if len(methods) < 2:
         return []
     if len({run["seed"] for run in results}) < 2:
-        return [
-            "One seed cannot distinguish a difference from chance: `--seeds 5` adds seeds and reuses finished runs."
-        ]
-    scores = {(run["method"], run["stragglers"], run["seed"]): _score(run, last) for run in results}
+        return ["One seed cannot separate a difference from chance: `--seeds 5` adds seeds and keeps finished runs."]
+    scores: dict[tuple[str, float], dict[int, float]] = {}
+    for run in results:
+        scores.setdefault((run["method"], run["stragglers"]), {})[run["seed"]] = _score(run, last)
     sign = 1 if results[0]["mode"] == "max" else -1
     lines = []
     for part in _parts(results):
-        seeds = {method: [seed for one, share, seed in scores if (one, share) == (method, part)] for method in methods}
         where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
         lines.append(
             f"Compared with `{methods[0]}`{where}: mean difference and 95 % confidence interval, paired by seed:\n"
         )
+        baseline = scores.get((methods[0], part), {})
         for method in methods[1:]:
-            common = [seed for seed in seeds[methods[0]] if seed in seeds[method]]
-            if len(common) < 2:
-                continue
-            method_scores, baseline_scores = (
-                [scores[one, part, seed] for seed in common] for one in (method, methods[0])
-            )
-            differences = [score - other for score, other in zip(method_scores, baseline_scores, strict=True)]
-            if len(common) == 2:
-                both = " and ".join(f"{difference:+.3f}" for difference in differences)
+            pairs = [
+                (score, baseline[seed]) for seed, score in scores.get((method, part), {}).items() if seed in baseline
+            ]
+            if len(pairs) == 2:
+                both = " and ".join(f"{score - other:+.3f}" for score, other in pairs)
                 lines[-1] += f"\n- `{method}`: {both}; two seeds cannot show a difference"
-                continue
-            estimate = difference_of_sums(paired_sums(method_scores, baseline_scores))
-            (low, high), p = estimate.interval(), float(estimate.p_value())
-            verdict = "no difference shown" if not p < 0.05 else "better" if sign * estimate.value > 0 else "worse"
-            lines[-1] += f"\n- `{method}`: {float(estimate.value):+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
+            elif len(pairs) > 2:
+                first, second = zip(*pairs, strict=True)
+                estimate = difference_of_sums(paired_sums(first, second))
+                is_better, (low, high) = sign * estimate.value > 0, estimate.interval()
+                verdict = "no difference shown" if not estimate.p_value() < 0.05 else "better" if is_better else "worse"
+                lines[-1] += f"\n- `{method}`: {float(estimate.value):+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
     return lines
 
 

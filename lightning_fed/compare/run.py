@@ -54,11 +54,7 @@ class Run:
 
 
 class RoundCurve(Callback):
-    """Records every round's logged values and training time, also in checkpoints; ``on_round`` counts from 1.
-
-    The fit stops after a round if another round as long as the longest would end after ``deadline``, a time from
-    ``time.monotonic``.
-    """
+    """Records every round's values and training time; ``on_round`` counts from 1. Stops the fit near the deadline."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
@@ -84,6 +80,7 @@ class RoundCurve(Callback):
         self._on_round(len(self.rounds), self.rounds[-1])
         now = time.monotonic()
         self._longest, self._last_end = max(self._longest, now - self._last_end), now
+        # Another round may be as long as the longest.
         if now + self._longest > self._deadline and len(self.rounds) != trainer.max_epochs:
             self.is_out_of_time = trainer.should_stop = True
 
@@ -111,13 +108,11 @@ def train(
     deadline: float = math.inf,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any] | None:
-    """Trains a run, and returns the results as JSON-compatible values; ``None`` if the time is over.
+    """Trains a run, and returns the results as JSON-compatible values; ``None`` after the ``deadline``.
 
-    An interrupted run resumes after the last round.
-
-    ``folder`` has ``last.ckpt``, written after every round. ``on_round`` is called after each round with the round's
+    An interrupted run resumes after the last round, from ``last.ckpt`` in ``folder``. ``on_round`` receives the round's
     number (from 1), the number of rounds, and the values. ``decision`` is an earlier run's decision for
-    ``batch_norm="auto"``. ``callbacks`` are added to the Trainer.
+    ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)

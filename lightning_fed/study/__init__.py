@@ -9,11 +9,8 @@ from lightning_fed.study.statistics import Estimate as Estimate
 from lightning_fed.study.statistics import RandomEffects as RandomEffects
 from lightning_fed.study.statistics import area_sums as area_sums
 from lightning_fed.study.statistics import difference_of_areas as difference_of_areas
-from lightning_fed.study.statistics import difference_of_replicates as difference_of_replicates
 from lightning_fed.study.statistics import difference_of_sums as difference_of_sums
-from lightning_fed.study.statistics import draw_cases as draw_cases
 from lightning_fed.study.statistics import holm as holm
-from lightning_fed.study.statistics import mean_by_group as mean_by_group
 from lightning_fed.study.statistics import paired_sums as paired_sums
 from lightning_fed.study.statistics import placements as placements
 from lightning_fed.study.statistics import random_effects as random_effects
@@ -26,12 +23,9 @@ __all__ = [
     "answer_site",
     "area_sums",
     "difference_of_areas",
-    "difference_of_replicates",
     "difference_of_sums",
-    "draw_cases",
     "holm",
     "load_study",
-    "mean_by_group",
     "paired_sums",
     "placements",
     "random_effects",

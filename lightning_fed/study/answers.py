@@ -28,19 +28,15 @@ _log = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["scores", "areas", "replicates"]
 Answer: TypeAlias = dict[str, dict[str, list[float]]]
-"""Sums by pair (``"fedavg|local"``) and by seed; ``"all"`` for the mean over seeds. Empty: too few cases."""
+"""Sums by pair of models (``"fedavg|local"``) and by seed; ``"all"`` for the mean over seeds."""
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Computes a site's answer from the site's scores.
+    """Computes a site's sums; without sums, the site has too few cases.
 
     Args:
-        runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`.
-        min_support: Smallest number of cases, or patients, for an answer; for an area under the ROC curve, half of the
-            number for each class.
-
-    Raises:
-        MisconfigurationException: If the cases differ between runs.
+        runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. The cases must be equal.
+        min_support: Smallest number of cases, or patients; for an area under the ROC curve, half for each class.
 
     Example:
         >>> site = {"cases": ["a", "b"], "patients": None}
@@ -67,7 +63,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Estimates a difference from a site's sums. Returns the number of cases, and the values of both models, too."""
+    """Estimates a difference from a site's sums; also returns the number of cases and both models' values."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":
@@ -122,7 +118,6 @@ def _answer_replicates(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], coun
 
 
 def _pairs(runs: Mapping[str, Mapping[int, Any]], values: Mapping[str, Any], sums: Any) -> Answer:
-    """Sums for each pair of models, over the mean of all seeds and for each seed."""
     answer: Answer = {}
     for first, second in combinations(runs, 2):
         seeds = {"all": slice(None)} | {str(seed): slice(place, place + 1) for place, seed in enumerate(runs[first])}

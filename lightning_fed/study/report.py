@@ -30,18 +30,17 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study: the sites' answers, with the plan.
+    """Results of a study.
 
     Args:
         metric: Name of the score.
         higher_is_better: Direction of the score.
-        models: Names of the methods: the primary method, then other federated methods, ``central`` if trained, and
-            ``local``.
-        seeds: Seeds of the trainings.
+        models: Methods: the primary method, other federated methods, ``central`` if trained, and ``local``.
+        seeds: Seeds.
         min_support: Smallest number of cases for an answer.
         kinds: Kind of the sums by site.
         answers: Sums by site.
-        megabytes: Megabytes sent in a training, by method.
+        megabytes: Megabytes per training, by method.
     """
 
     metric: str
@@ -56,18 +55,10 @@ class Study:
 
 @dataclass(frozen=True)
 class SiteGain:
-    """One method's gain over another method at a site, positive if better.
+    """Gain from one method over another method at a site, positive if better; without a name, over all sites.
 
-    Args:
-        site: The site; empty for all sites together.
-        method: The method.
-        baseline: The other method.
-        count: Number of cases (or patients); for all sites, of sites.
-        values: Score of both methods.
-        gain: Gain with the 95 % interval.
-        by_seed: Gains by seed.
-        adjusted: p-value, adjusted for several sites.
-        detectable: Smallest gain with a power of 80 % at this size.
+    ``count`` is the number of cases (or sites), ``adjusted`` the p-value for several sites, ``detectable`` the smallest
+    gain with a power of 80 %.
     """
 
     site: str
@@ -82,7 +73,6 @@ class SiteGain:
 
     @property
     def verdict(self) -> str:
-        """Verdict in words, by the adjusted p-value."""
         if self.gain is None:
             return TOO_FEW
         if not self.adjusted < LEVEL:
@@ -98,15 +88,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Asks every site for sums.
-
-    Args:
-        results: Results of :func:`~lightning_fed.compare.run_comparison` with ``sites``, for the same seeds of all
-            methods.
-        models: Names of the methods, in the order of :class:`Study`.
-        min_support: Smallest number of cases for an answer.
-        megabytes: Megabytes sent in a training, by method.
-    """
+    """Asks every site for sums, after :func:`~lightning_fed.compare.run_comparison` with ``sites``."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:
@@ -123,7 +105,7 @@ def gather_study(
 
 
 def keep_primary(path: Path, method: str) -> None:
-    """Writes the primary method into a file before the first training, and refuses another one afterwards."""
+    """Writes the primary method into a file before the first training; later refuses another method."""
     known = json.loads(path.read_text()) if path.exists() else method
     if known != method:
         raise MisconfigurationException(
@@ -134,7 +116,7 @@ def keep_primary(path: Path, method: str) -> None:
 
 
 def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
-    """Gains of a method over another method by site, with Holm's correction over the sites; losing sites come first."""
+    """Gains by site with Holm's correction over the sites; losing sites come first."""
     sign = 1 if study.higher_is_better else -1
     rows = []
     for site, answer in study.answers.items():
@@ -156,7 +138,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
 
 
 def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
-    """Mean gain over the sites with a variance, by random effects; a single site's own gain."""
+    """Mean gain over all sites with a variance, by random effects; for a single site, the site's gain."""
     used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
     gains = [row.gain for row in used if row.gain is not None]
     if not gains:
@@ -173,10 +155,7 @@ def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
 
 
 def write_study(study: Study, folder: Path) -> str:
-    """Writes ``study.json`` (all sums), ``study.csv`` (all pairs), ``study.md``, and with matplotlib ``forest.png``.
-
-    Returns the tables in Markdown.
-    """
+    """Writes ``study.json``, ``study.csv``, ``study.md`` and, with matplotlib, ``forest.png``; returns the Markdown."""
     write_text_atomically(folder / "study.json", json.dumps(vars(study), indent=1))
     write_text_atomically(folder / "study.csv", _csv(study))
     text = describe(study)
@@ -193,7 +172,7 @@ def load_study(path: Path) -> Study:
 
 
 def describe(study: Study) -> str:
-    """Tables by site in Markdown, the primary comparison first, with notes. Sites with a loss are named first."""
+    """Tables by site in Markdown, the primary comparison first, with notes."""
     baseline = study.models[-1]
     methods = [model for model in study.models[:-1] if model != "central"]
     tables = [compare_sites(study, method, baseline) for method in methods]
@@ -237,7 +216,7 @@ def align_tables(text: str) -> str:
 
 
 def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
-    """Draws the gains with intervals, a line per site, and the mean over sites at the bottom."""
+    """Draws gains with intervals: a line per site, the mean at the bottom."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
     from matplotlib.figure import Figure
 

@@ -1,10 +1,12 @@
-"""Scores for single cases at every site. The scores stay at the site; see :mod:`lightning_fed.study.answers`."""
+"""Scores for single cases at every site; the scores stay at the site."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,6 +16,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_fed.argument_checks import check_option
+from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.evaluation.client_evaluation import has_clients, loaders_of
 from lightning_fed.callbacks.evaluation.data_pass import (
     Stage,
@@ -31,6 +34,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
     metric_of,
     named_metrics,
 )
+from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.evaluation.tables import row_name
 from lightning_fed.callbacks.federation import Federation, federation_of
 from lightning_fed.data.federated import EvaluationData, split_loaders
@@ -46,14 +50,16 @@ from lightning_fed.study.statistics import draw_cases
 REPLICATES = 1000
 """Number of bootstrap replicates for metrics without a value for single cases."""
 
+SITES = "sites.json"
+"""File name for the scores of a run."""
+
 _ALL_STATES = StateRules(lists=("*",))
 
 
 class SiteScores(AskableCallback):
-    """Evaluates every site's model on single cases of the site, in ``trainer.test`` or ``trainer.validate``.
+    """Evaluates every site's model (without a federation, the module) on single cases of the site.
 
-    With a federation, each client's own model is evaluated; without, the module. The cases' scores never leave the
-    process in a message.
+    The evaluation runs in ``trainer.test`` or ``trainer.validate``, and sends no score.
 
     Args:
         metric: Name of a logged value: ``"val_acc"``, or ``"test_acc"`` for test data.
@@ -65,8 +71,7 @@ class SiteScores(AskableCallback):
             under the ROC curve ``positives`` and ``negatives``; otherwise ``value`` and bootstrap ``replicates``.
 
     Raises:
-        MisconfigurationException: With several processes, clients on other machines, hidden client models, or without
-            data and metric for every site.
+        MisconfigurationException: With several processes, hidden models, or sites without data or metric.
 
     Example:
         >>> scores = SiteScores("test_acc")
@@ -79,6 +84,25 @@ class SiteScores(AskableCallback):
         check_option("stage", stage, ("validation", "test"))
         self.metric, self.stage, self.patient = metric, stage, patient
         self.scores: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def of(cls, monitor: str, stage: Stage, patient: str | None = None) -> SiteScores:
+        metric = monitored_name(monitor)
+        return cls(metric.replace("val", "test", 1) if stage == "test" else metric, stage, patient)
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("metric", "stage", "patient", "scores")}
+
+    def save(self, path: Path) -> None:
+        write_text_atomically(path, json.dumps(self.state()))
+
+    def load(self, path: Path) -> bool:
+        """Loads scores from a file; false if the file is missing or has other scores."""
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        if saved | {"scores": self.scores} != self.state():
+            return False
+        self.scores = saved["scores"]
+        return True
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         check_sites(trainer, federation_of(trainer))
@@ -150,7 +174,7 @@ def score_site(
     stage: Stage = "test",
     patient: str | None = None,
 ) -> dict[str, Any]:
-    """Scores a site's cases one by one with the loaded module; the attribute :attr:`SiteScores.scores` has the form."""
+    """Scores a site's cases one by one with the loaded module, in the form of :attr:`SiteScores.scores`."""
     loaders = split_loaders(data)
     if len(loaders) > 1:
         raise MisconfigurationException(f"Expected one {stage} loader for client {client!r}, but got {len(loaders)}.")
@@ -203,10 +227,7 @@ def bootstrap(module: L.LightningModule, client: Client, key: str, states: list[
 
 
 def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
-    """Splits batches into batches with one case each.
-
-    Raises:
-        MisconfigurationException: If a tensor in a batch has another length than the batch.
+    """Splits batches into batches with one case each; refuses tensors with another length than the batch.
 
     Example:
         >>> [case["x"].tolist() for case in single_cases([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])]

@@ -1,8 +1,4 @@
-"""Statistics for paired models from sums over cases, in float64. Arrays may have leading axes.
-
-Sites send sums only: moments for paired scores, or DeLong's components (DeLong, DeLong and Clarke-Pearson, Biometrics
-1988).
-"""
+"""Statistics for paired models from sums over cases, in float64. Arrays may have leading axes."""
 
 from __future__ import annotations
 
@@ -33,10 +29,8 @@ class Estimate:
         degrees: Degrees of freedom for Student's t; infinity for the normal distribution.
 
     Example:
-        >>> estimate = Estimate(np.array(0.1), np.array(0.0025), np.array(np.inf))
-        >>> low, high = estimate.interval()
-        >>> round(float(low), 3), round(float(high), 3), round(float(estimate.p_value()), 4)
-        (0.002, 0.198, 0.0455)
+        >>> round(float(Estimate(np.array(0.1), np.array(0.0025), np.array(np.inf)).p_value()), 4)
+        0.0455
     """
 
     value: Floats
@@ -71,10 +65,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RandomEffects(Estimate):
-    """Mean difference over sites in a random-effects model.
+    """Mean difference over sites.
 
     Args:
-        value: Mean difference.
+        value: Mean difference in a random-effects model.
         variance: Variance of the mean.
         degrees: Number of sites, minus one.
         fixed: Mean with the weights ``1 / variance``.
@@ -105,10 +99,8 @@ def difference_of_sums(sums: ArrayLike) -> Estimate:
     """Mean difference between two models with the variance in a paired t-test, from :func:`paired_sums`.
 
     Example:
-        >>> first, second = [0.81, 0.77, 0.90, 0.65, 0.72, 0.88], [0.79, 0.70, 0.91, 0.60, 0.69, 0.80]
-        >>> low, high = difference_of_sums(paired_sums(first, second)).interval()
-        >>> round(float(low), 6), round(float(high), 6)
-        (0.004879, 0.075121)
+        >>> float(difference_of_sums(paired_sums([0.5, 1.0], [0.5, 0.5])).variance)
+        0.0625
     """
     count, a, b, a_squared, b_squared, product = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     total = a - b
@@ -121,12 +113,7 @@ def difference_of_sums(sums: ArrayLike) -> Estimate:
 
 
 def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
-    """Mean score by group, for several cases ``(..., n)`` from one patient; groups in order of appearance.
-
-    Example:
-        >>> mean_by_group([0.5, 1.0, 0.25], ["ann", "ann", "bob"]).tolist()
-        [0.75, 0.25]
-    """
+    """Mean score by group, for several cases ``(..., n)`` from one patient."""
     values = np.asarray(scores, np.float64)
     places: dict[Hashable, list[int]] = {}
     for place, group in enumerate(groups):
@@ -135,9 +122,9 @@ def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
 
 
 def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floats]:
-    """DeLong's components: for each positive the share of lower negatives, for each negative of higher positives.
+    """Shares of lower negatives for each positive, and of higher positives for each negative; equal scores count half.
 
-    Equal scores count one half. Both means equal the area under the ROC curve.
+    Both means equal the area under the ROC curve (DeLong, DeLong and Clarke-Pearson, Biometrics 1988).
 
     Example:
         >>> above, below = placements([0.9, 0.4], [0.5, 0.4])
@@ -153,14 +140,12 @@ def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floa
 
 
 def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
-    """DeLong's sums for two models from :func:`placements`: m, n, two areas, and six covariances.
+    """DeLong's sums for two models from :func:`placements`: m, n, two areas, three covariances over each class.
 
-    The covariances over positives come first (first model, both models, second model), then over negatives. A
-    covariance over fewer than two cases is NaN.
+    A covariance over fewer than two cases is NaN.
 
     Example:
-        >>> one, two = placements([0.9, 0.4], [0.5, 0.4]), placements([0.9, 0.6], [0.5, 0.4])
-        >>> area_sums(one, two).tolist()
+        >>> area_sums(placements([0.9, 0.4], [0.5, 0.4]), placements([0.9, 0.6], [0.5, 0.4])).tolist()
         [2.0, 2.0, 0.625, 1.0, 0.28125, 0.0, 0.0, 0.03125, 0.0, 0.0]
     """
     counts, covariances = [], list[float]()
@@ -183,31 +168,20 @@ def difference_of_areas(sums: ArrayLike) -> Estimate:
 
 
 def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray[np.int64]:
-    """Draws a bootstrap replicate from a site's cases: equal for all models, independent between sites.
-
-    Example:
-        >>> draw_cases(0, 1, "a", 5).tolist() == draw_cases(0, 1, "a", 5).tolist()
-        True
-    """
+    """Draws a bootstrap replicate from a site's cases: equal for all models, independent between sites."""
     generator = np.random.default_rng(np.random.SeedSequence([seed, replicate, client_key(client)]))
     return generator.integers(count, size=count)
 
 
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
-    """Difference between two statistics, from both values, then :func:`paired_sums` over bootstrap replicates.
-
-    Example:
-        >>> estimate = difference_of_replicates([0.75, 0.5, *paired_sums([0.5, 1.0], [0.5, 0.5])])
-        >>> float(estimate.value), float(estimate.variance)
-        (0.25, 0.125)
-    """
+    """Difference between two statistics, from both values, then :func:`paired_sums` over bootstrap replicates."""
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
     return Estimate(values[0] - values[1], spread.variance * values[2], np.full_like(values[0], np.inf))
 
 
 def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
-    """Mean difference over at least two sites ``(..., k)``: random effects (DerSimonian and Laird 1986).
+    """Mean difference over sites ``(..., k)``: random effects (DerSimonian and Laird 1986).
 
     The variance is Hartung and Knapp's (2001), but never below the variance for known weights (Röver, Knapp and
     Friede 2015).
@@ -216,10 +190,8 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
         ValueError: With fewer than two sites, or a variance of 0.
 
     Example:
-        >>> pooled = random_effects([0.04, 0.01, 0.07, -0.02], [0.0004, 0.0009, 0.0016, 0.0001])
-        >>> low, high = pooled.interval()
-        >>> round(float(pooled.value), 6), round(float(low), 6), round(float(high), 6)
-        (0.017701, -0.04985, 0.085252)
+        >>> round(float(random_effects([0.04, 0.01, 0.07, -0.02], [0.0004, 0.0009, 0.0016, 0.0001]).value), 6)
+        0.017701
     """
     y, v = np.broadcast_arrays(np.asarray(values, np.float64), np.asarray(variances, np.float64))
     sites = y.shape[-1]

@@ -33,6 +33,7 @@ CASES = [
     (C.BinaryJaccardIndex(), SCORES, NONE, 0.0),
     (C.BinaryJaccardIndex(), LOW, NONE, NAN),
     (C.BinaryMatthewsCorrCoef(), SCORES, ALL, NAN),
+    (C.BinaryMatthewsCorrCoef(), SCORES[1:], ALL[1:], NAN),  # an integer from torchmetrics
     (C.BinaryAccuracy(), LOW, ALL, 0.0),
     (C.MulticlassRecall(3, average=None), SURE, SOME, [0.5, 1.0, NAN]),
     (C.MulticlassRecall(3), SURE, SOME, NAN),

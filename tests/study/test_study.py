@@ -20,9 +20,10 @@ from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.cli.main import main
 from lightning_fed.compare import MethodChoice
 from lightning_fed.recipe import remembered_subclasses
-from lightning_fed.study import SiteScores, draw_cases, site_scores
+from lightning_fed.study import SiteScores, site_scores
 from lightning_fed.study.answers import answer_site
 from lightning_fed.study.site_scores import score_site, single_cases
+from lightning_fed.study.statistics import draw_cases
 from tests import references_study as reference
 from tests.conftest import QUIET
 from tests.generators import same_random_numbers

@@ -1,18 +1,31 @@
-"""Evaluation on new clients, starting from the global model."""
+"""Evaluation on new clients, starting from the global model: the functions of `benchmarks/newcomers.py`."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed.compare import epochs_to_converge, train_newcomers
 from lightning_fed.modules import fuse
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net, disturb
 from tests.recorders import assert_same, state_of
 from tests.references_fusion import FusedReference
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def newcomers():
+    spec = importlib.util.spec_from_file_location("newcomers", BENCHMARKS / "newcomers.py")
+    program = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        spec.loader.exec_module(program)
+    return program
 
 
 def loaders(sizes):
@@ -26,7 +39,7 @@ def loaders(sizes):
 
 @pytest.mark.parametrize("kind", ["conv", "multi", None])
 @pytest.mark.parametrize("referring", [True, False])
-def test_every_client_trains_the_global_model_by_itself(kind, referring):
+def test_every_client_trains_the_global_model_by_itself(newcomers, kind, referring):
     net = Net()
     net.features[3].p = 0.0  # without dropout, training is deterministic
     plain, module = copy.deepcopy(net), models.Module(net, models.momentum)
@@ -39,7 +52,7 @@ def test_every_client_trains_the_global_model_by_itself(kind, referring):
     before, start = state_of(module), state_of(reference)
     frozen = None if fusion is None else fusion.frozen.state()
     clients = loaders({"ann": 12, "bob": 9})
-    curves = train_newcomers(module, clients, max_epochs=3, monitor="val_loss", accelerator="cpu")
+    curves = newcomers.train_newcomers(module, clients, max_epochs=3, monitor="val_loss", accelerator="cpu")
     assert list(curves) == ["ann", "bob"]
     assert_same(before, state_of(module))
     if fusion is not None:
@@ -72,17 +85,17 @@ def test_every_client_trains_the_global_model_by_itself(kind, referring):
         ([3.0, 1.0, 0.4, 0.5], {"mode": "min", "tolerance": 0.1}, 2),
     ],
 )
-def test_epochs_to_converge(values, options, epoch):
-    assert epochs_to_converge(values, **options) == epoch
+def test_epochs_to_converge(newcomers, values, options, epoch):
+    assert newcomers.epochs_to_converge(values, **options) == epoch
 
 
-def test_what_cannot_be_asked():
+def test_what_cannot_be_asked(newcomers):
     module = models.Module(Net())
     with pytest.raises(ValueError, match="Expected at least one value"):
-        epochs_to_converge([])
+        newcomers.epochs_to_converge([])
     with pytest.raises(ValueError, match="Expected `max_epochs` to be at least 1"):
-        train_newcomers(module, loaders({"ann": 4}), max_epochs=0)
+        newcomers.train_newcomers(module, loaders({"ann": 4}), max_epochs=0)
     before = state_of(module)
     with pytest.raises(ValueError, match=r"'val_f1' is not one of \['val_acc', 'val_loss'\]"):
-        train_newcomers(module, loaders({"ann": 4}), max_epochs=1, monitor="val_f1", accelerator="cpu")
+        newcomers.train_newcomers(module, loaders({"ann": 4}), max_epochs=1, monitor="val_f1", accelerator="cpu")
     assert_same(before, state_of(module))

@@ -1,0 +1,151 @@
+"""Tables of a study: losing sites come first, verdicts hold over all sites, and the mean is a random effect."""
+
+import csv
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from PIL import Image
+from scipy import stats
+
+from lightning_fed.study import Study, load_study, paired_sums, write_study
+from lightning_fed.study.report import align_tables, compare_sites, describe, pool_sites
+from tests import references_study as reference
+
+GAINS = {"a": 0.1, "loser": -0.2, "equal": 0.0, "weak": 0.02}  # of the federation, for noise 0.05 and 20 cases
+
+
+def scores_of(site, gain):
+    rng = np.random.default_rng(list(GAINS).index(site))
+    local = rng.uniform(0.3, 0.7, 20)
+    fedavg = local + gain + rng.normal(0, 0.05, 20) if gain else local
+    return {"fedavg": fedavg, "fedprox": local + rng.normal(0, 0.05, 20), "central": local + 0.2, "local": local}
+
+
+SCORES = {site: scores_of(site, gain) for site, gain in GAINS.items()}
+MODELS = ("fedavg", "fedprox", "central", "local")
+
+
+def made_up(higher_is_better=True, seeds=(0, 1)):
+    answers = {}
+    for site, scores in SCORES.items():
+        answer = answers[site] = {}
+        for place, first in enumerate(MODELS):
+            for second in MODELS[place + 1 :]:
+                sums = paired_sums(scores[first], scores[second]).tolist()
+                answer[f"{first}|{second}"] = {"all": sums} | {str(seed): sums for seed in seeds}
+    answers["tiny"] = {}
+    kinds = dict.fromkeys(answers, "scores")
+    sent = {"fedavg": 12.34, "local": 0.0}
+    return Study("test_dice", higher_is_better, list(MODELS), list(seeds), 10, kinds, answers, sent)
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def tables(text):
+    """The tables of a page, by heading."""
+    found, heading = {}, ""
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            header, _, *rows = map(cells, block.split("\n"))
+            found[heading] = [dict(zip(header, row, strict=True)) for row in rows]
+        heading = block
+    return found
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_losing_sites_are_named_first(higher_is_better):
+    """For a loss the planted signs are reversed."""
+    text = describe(made_up(higher_is_better))
+    primary = tables(text)["`fedavg` against `local` (primary comparison):"]
+    verdicts = {row["site"]: row["verdict"] for row in primary}
+    loser, winner = ("loser", "a") if higher_is_better else ("a", "loser")
+    assert verdicts[loser] == "hurts"
+    assert verdicts[winner] == "helps"
+    assert (verdicts["equal"], verdicts["tiny"]) == ("no difference shown", "too few cases")
+    assert primary[0]["site"] == loser
+    assert [row["site"] for row in primary][-2:] == ["tiny", "all sites"]
+    row = next(row for row in primary if row["site"] == loser)
+    assert text.startswith(f"`fedavg` hurts at {loser} ({row['gain']})")
+    difference = np.mean(SCORES[loser]["fedavg"] - SCORES[loser]["local"])
+    assert float(row["gain"]) == pytest.approx(difference if higher_is_better else -difference, abs=6e-4)
+    low, high = map(float, row["95 % interval"].split(" to "))
+    assert low < float(row["gain"]) < high < 0
+    assert float(row["central"]) == pytest.approx(SCORES[loser]["central"].mean(), abs=6e-4)
+    assert row["gain by seed"] == f"{row['gain']} to {row['gain']}"
+    assert ("positive if the score falls" in text) == (not higher_is_better)
+
+
+def test_verdicts_hold_over_all_sites():
+    """A p-value below 5 % at one site is not enough: Holm's correction counts the sites with an answer."""
+    rows = {row.site: row for row in compare_sites(made_up(), "fedavg", "local")}
+    p = {site: stats.ttest_rel(SCORES[site]["fedavg"], SCORES[site]["local"]).pvalue for site in ("a", "loser", "weak")}
+    rejected = reference.holm_rejects([p["a"], p["loser"], p["weak"], 1.0], 0.05)
+    assert {place for place, site in enumerate(("a", "loser", "weak")) if rows[site].adjusted < 0.05} == rejected
+    assert rows["a"].adjusted == pytest.approx(4 * p["a"] if p["a"] < p["loser"] else 3 * p["a"])
+    study = made_up()
+    weak = replace(study, answers={"weak": study.answers["weak"]})
+    assert compare_sites(weak, "fedavg", "local")[0].adjusted == pytest.approx(p["weak"])
+
+
+def test_the_mean_excludes_sites_without_a_variance():
+    rows = compare_sites(made_up(), "fedavg", "local")
+    pooled, sites = pool_sites(rows), ("a", "loser", "weak")
+    differences = [SCORES[site]["fedavg"] - SCORES[site]["local"] for site in sites]
+    mean, variance, _ = reference.random_effects(
+        [values.mean() for values in differences], [values.var(ddof=1) / 20 for values in differences]
+    )
+    assert (pooled.count, float(pooled.gain.value)) == (3, pytest.approx(mean))
+    half = stats.t.ppf(0.975, 2) * np.sqrt(variance)
+    assert pooled.interval == pytest.approx((mean - half, mean + half))
+    assert "The mean excludes equal: the gain has no variance." in describe(made_up())
+    one = pool_sites([row for row in rows if row.site == "a"])
+    assert one.interval == next(row.interval for row in rows if row.site == "a")
+    assert pool_sites([row for row in rows if row.site == "tiny"]).gain is None
+
+
+def test_other_methods_are_exploratory():
+    text = describe(made_up(seeds=(0,)))
+    assert list(tables(text)) == [
+        "`fedavg` against `local` (primary comparison):",
+        "`fedprox` against `local` (exploratory):",
+    ]
+    assert "gain by seed" not in text
+    assert "Another seed gives other models" in text
+    assert "Megabytes sent in a training: `fedavg` 12.3, `local` 0." in text
+
+
+def test_the_files_of_a_study(tmp_path, monkeypatch):
+    """The tables follow from the sums in `study.json` alone; the plot shows each site with an answer."""
+    drawn, plot = [], Axes.plot
+
+    def noting(axes, x, *args, **kwargs):
+        drawn.append((list(x), kwargs["color"]))
+        return plot(axes, x, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "plot", noting)
+    text = write_study(made_up(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["forest.png", "study.csv", "study.json", "study.md"]
+    assert describe(load_study(tmp_path / "study.json")) == text == (tmp_path / "study.md").read_text().strip()
+    with (tmp_path / "study.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6 * 6  # pairs; five sites and the mean
+    rows = [row for row in rows if (row["method"], row["baseline"], row["gain"] != "") == ("fedavg", "local", True)]
+    intervals = [(x, color) for x, color in drawn if len(x) == 2]
+    assert [x for x, _ in intervals] == [pytest.approx([float(row["low"]), float(row["high"])]) for row in rows]
+    colors = {"hurts": "tab:red", "helps": "tab:green", "no difference shown": "0.3"}
+    assert [color for _, color in intervals] == [colors[row["verdict"]] for row in rows]
+    with Image.open(tmp_path / "forest.png") as picture:
+        assert picture.size[1] > 200
+
+
+def test_tables_for_a_terminal():
+    text = "Before\n\n| a | wide |\n|---|---:|\n| long name | 1 |\n\nafter | not a table\n| b |\n|---|"
+    assert align_tables(text).split("\n") == [
+        "Before", "", "| a         | wide |", "|-----------|------|", "| long name | 1    |", "", "after | not a table",
+        "| b |", "|---|",
+    ]  # fmt: skip
+    assert align_tables("no table") == "no table"
