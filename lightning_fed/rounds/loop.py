@@ -62,21 +62,20 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: creates a loader for each round, and closes the round.
+    """Runs the rounds inside a Trainer's fit: provides a loader for each round, and closes the round.
 
     Attributes:
-        remote: Interface to the other side of the federation, if on another machine; otherwise ``None``.
-        hooks: Overrides for batch hooks, with the current round.
-        failed_rounds: Counter of rounds without a new model because of failed clients.
-        is_planned: Whether the first round has been planned.
-        is_ready: Whether ``setup`` and ``on_fit_start`` have run.
+        open_round: The current round; ``None`` between rounds.
+        is_attached: True during a fit, while methods in the user's objects are replaced.
+        is_planned: True once the first round has been planned.
+        is_ready: True after ``setup`` and ``on_fit_start``.
     """
 
     def __init__(self, fit: FederatedFit) -> None:
         self.fit = fit
         self.is_attached = self.is_planned = self.is_ready = self._is_started = False
         self._plan = VisitPlan()
-        self.round: Round | None = None
+        self.open_round: Round | None = None
         self._batch_loop: BatchLoop | None = None
         self._waiting: list[Callable[[], object]] = []  # delayed callbacks
         self._averages: RoundAverages | None = None
@@ -84,11 +83,6 @@ class RoundLoop:
         self._reload_interval = 0  # the user's
         self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
-
-    @property
-    def open_round(self) -> Round | None:
-        """The current round; ``None`` between rounds."""
-        return None if self.round is None or self.round.is_over else self.round
 
     @property
     def trains_at_once(self) -> bool:
@@ -233,15 +227,14 @@ class RoundLoop:
 
     def end_training(self, module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, with the layers' original training modes."""
-        if self.open_round is not None:
-            self.open_round.abandon()
+        self._abandon_round()
         if self.is_attached and self.fit.is_batch_norm_fixed:  # not without `setup`
             thaw_batch_norm(module)
 
     def detach(self) -> None:
         """Reverts all changes by :meth:`attach` and the rounds."""
-        if self.round is not None:
-            self.round.driver.detach()
+        if self.open_round is not None:
+            self.open_round.driver.detach()
         self.fit.close()
         self._averages, self.is_attached = None, False
 
@@ -358,9 +351,9 @@ class RoundLoop:
                 )
             if self.fit.remote is not None:
                 self.fit.remote.start(self.fit)
-            self.round = Round(self.fit, loader, cohort, self._plan)
-            self.round.driver.attach(partial(self._close_round, self.round), self._batch_loop)
-            self.round.open()
+            self.open_round = Round(self.fit, loader, cohort, self._plan)
+            self.open_round.driver.attach(partial(self._close_round, self.open_round), self._batch_loop)
+            self.open_round.open()
 
     def _close_round(self, round: Round) -> bool:
         """Ends the round; returns whether the server has a new model."""
@@ -370,6 +363,7 @@ class RoundLoop:
             fit.remote.exchange(round)
         move_log_position(fit.trainer, -min(self._padded_steps(loader), log_position(fit.trainer)))
         has_aggregate = round.close()
+        self.open_round = None
         fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
         fit.rounds = server.report.round + 1
         if has_aggregate and self._averages is not None:
@@ -414,8 +408,15 @@ class RoundLoop:
         if round is not None:
             self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
             number = round_number(self.fit.server.report.round)
-            _log.warning("Round %d was cut short, so the global model does not change.", number)
+            _log.warning("Round %d was cut short: the global model stays as it was.", number)
+            self._abandon_round()
+
+    def _abandon_round(self) -> None:
+        round = self.open_round
+        if round is not None:
             round.abandon()
+            self.open_round = None
+            round.end()
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # A checkpoint inside a round holds the last complete global model.

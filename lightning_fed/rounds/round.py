@@ -1,11 +1,11 @@
-"""One round, from start to end.
+"""One round, from top to bottom.
 
-1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model. 2. The visits, one after
-another: :mod:`lightning_fed.rounds.visit_flow`. 3. :meth:`Round.join`: results of other processes are merged, and
-answers of remote clients arrive.
+1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
+2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
+3. :meth:`Round.join`: the processes with shares of the visits join, and answers from remote clients arrive.
    :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, logs; then :meth:`Round.end`.
 
-At any time :meth:`Round.abandon` ends the round and restores the initial global model.
+At any time :meth:`Round.abandon`, and then :meth:`Round.end`, end the round and restore the initial global model.
 """
 
 from __future__ import annotations
@@ -47,24 +47,23 @@ _log = logging.getLogger(__name__)
 
 
 class Round:
-    """An open round: the visits between the start of the server and the aggregation.
+    """An open round: the visits between the server's start and aggregate.
 
     Attributes:
         fit: The fit; the module holds the global model.
-        loader: Loader for all batches.
+        loader: Loader with all batches.
         cohort: The round's clients.
-        local: Gives access to each client's model.
-        state: The global model's shared entries at the start of the round.
+        local: The module as each client's model in turn.
+        state: The global model's shared entries at the round's start.
         optimizers: Optimizers and schedulers, reset for every visit.
         driver: Drives the visits.
-        is_over: Whether :meth:`close` or :meth:`abandon` was called.
     """
 
     # 1. Open
 
     def __init__(self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, plan: VisitPlan) -> None:
         self.fit, self.cohort, self.loader = fit, cohort, loader
-        self.is_over = self._is_new = False
+        self._is_new = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         fit.progress.start_round(fit.trainer)
         if fit.is_batch_norm_fixed:
@@ -173,7 +172,7 @@ class Round:
         self._server.held.record_clients(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
         self.fit.synchronisation.end_round()
-        self.is_over, self._is_new = True, is_new
+        self._is_new = is_new
         return state is not None
 
     def aggregate(self) -> State | None:
@@ -250,8 +249,6 @@ class Round:
         self.optimizers.start_visit()
         self._server.abandon_round()
         self._commit(())
-        self.is_over = True
-        self.end()
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Replaces a client's state in a checkpoint by the global model at the start of the round."""
