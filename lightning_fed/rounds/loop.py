@@ -408,7 +408,7 @@ class RoundLoop:
         if round is not None:
             self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
             number = round_number(self.fit.server.report.round)
-            _log.warning("Round %d was cut short: the global model stays as it was.", number)
+            _log.warning("Round %d was cut short, so the global model does not change.", number)
             self._abandon_round()
 
     def _abandon_round(self) -> None:

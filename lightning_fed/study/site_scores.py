@@ -137,7 +137,7 @@ class SiteScores(AskableCallback):
                 self.on_client_question(trainer, module, client, {})
             return
         with federation.averages_in_place():
-            answers = federation.ask(trainer, module, self, clients, {}, own=True)
+            answers = federation.ask(module, self, clients, {}, own=True)
         if answers.failed or federation.has_lost_entries:
             raise MisconfigurationException(f"Expected a model for every site, but some are lost: {answers.failed}.")
 

@@ -209,17 +209,17 @@ class Gateway:
         try:
             node = await self._registry.find_node(headers)
         except sqlite3.Error:  # a SuperNode exits after 401 and retries after 503
-            await _answer(send, 503, "the gateway cannot read the registered keys at the moment")
+            await _answer(send, 503, b"the gateway cannot read the registered keys at the moment")
             return
         if node is None:
             await _answer(send, 401, b"the gateway only forwards signed calls from registered SuperNodes")
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > _MOST_BYTES:
-            await _answer(send, 413, "the call is too large")
+            await _answer(send, 413, b"the call is too large")
             return
         if self._calls[node] >= _CALLS_PER_NODE:
-            await _answer(send, 503, "this SuperNode has too many concurrent calls")
+            await _answer(send, 503, b"this SuperNode has too many concurrent calls")
             return
         trusted = [
             (listener, connection)
@@ -253,7 +253,7 @@ class Gateway:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except _TooLargeError:
-            await _answer(send, 413, "the call is too large")
+            await _answer(send, 413, b"the call is too large")
         except (httpx.HTTPError, TimeoutError) as error:
             _log.warning("The SuperLink does not answer: %r.", error)
             if has_begun:
