@@ -320,7 +320,7 @@ def main() -> None:
     ]
     for key in arguments.works:
         if key == "deeplab" and find_spec("segmentation_models_pytorch") is None:
-            parts.append("DeepLabV3+ is left out: `segmentation_models_pytorch` is not installed.")
+            parts.append("DeepLabV3+ is excluded: `segmentation_models_pytorch` is not installed.")
             continue
         parts.append(measure(key, arguments))
         write_section(arguments.out, "gpu", "\n\n".join(parts))

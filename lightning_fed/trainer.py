@@ -64,12 +64,10 @@ class FederatedTrainer(L.Trainer):
         else:
             given = [name for name, value in options.items() if value != defaults[name].default]
             if given:
-                raise ValueError(f"Expected either `federation` or its arguments, but got `federation` and {given}.")
+                raise ValueError(f"Expected `federation` or its arguments, but got `federation` and {given}.")
         if max_rounds is not None:
             if kwargs.get("max_epochs") is not None:
-                raise ValueError(
-                    "Expected only one of `max_rounds` and `max_epochs`, which mean the same, but got both."
-                )
+                raise ValueError("Expected one of `max_rounds` and `max_epochs`, which mean the same, but got both.")
             kwargs["max_epochs"] = max_rounds
         if "strategy" not in kwargs and kwargs.get("devices", "auto") == "auto":
             kwargs["devices"] = 1  # Lightning would start a process for every device
@@ -78,7 +76,7 @@ class FederatedTrainer(L.Trainer):
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         refuse_foreign(*callbacks)
         if any(isinstance(callback, Federation) for callback in callbacks):
-            raise ValueError("Expected a `Federation` in the argument `federation`, but got one among the `callbacks`.")
+            raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
         _add_evaluation(callbacks)
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
@@ -121,7 +119,7 @@ def _add_evaluation(callbacks: list[Callback]) -> None:
     try:
         kind = load_feature("lightning_fed.callbacks.evaluation.client_evaluation").ClientEvaluation
     except ModuleNotFoundError as error:
-        _log.warning("The model is not evaluated on the clients' data: %s", error)
+        _log.warning("The model is not evaluated on the clients' own data: %s", error)
         return
     if not any(isinstance(callback, kind) for callback in callbacks):
         evaluation = kind()

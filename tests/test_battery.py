@@ -553,7 +553,7 @@ def test_too_few_clients_leave_the_global_model_as_it_was(federated_trainer, cap
     assert len(recorder.aggregates) == 2
     assert_same(recorder.validated[0], recorder.validated[1])
     assert_same(recorder.aggregates[1], recorder.validated[2])
-    assert "client 'ann' is left out" in caplog.text
+    assert "client 'ann' is excluded" in caplog.text
     assert "fewer than min_clients=4" in caplog.text
 
 

@@ -53,8 +53,8 @@ def test_a_program_that_has_set_a_level_keeps_it(capsys, plain_script):
     LOGGER.setLevel(logging.WARNING)
     show_log()
     logging.getLogger("lightning_fed.rounds").info("3 clients.")
-    logging.getLogger("lightning_fed.rounds").warning("A client is left out.")
-    assert lines(capsys) == ["A client is left out."]
+    logging.getLogger("lightning_fed.rounds").warning("A client is excluded.")
+    assert lines(capsys) == ["A client is excluded."]
 
 
 def test_a_library_that_sets_up_logging(plain_script):

@@ -375,10 +375,10 @@ def train(clients, callbacks=(), data_options=None, module=None, door="trainer",
 
 
 def assert_left_out(caplog, reason, rounds=range(ROUNDS)):
-    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    left_out = [record.getMessage() for record in caplog.records if "is excluded" in record.getMessage()]
     assert len(left_out) == len(rounds)
     for round, message in zip(rounds, left_out, strict=True):
-        assert message.startswith(f"Round {round + 1}: client 'bad' is left out: ")
+        assert message.startswith(f"Round {round + 1}: client 'bad' is excluded: ")
         assert re.search(reason, message), message
 
 
@@ -650,7 +650,7 @@ def test_all_clients_fail(kind, door, caplog):
     assert_nothing_changed(module, rows)
     for row in rows.values():
         assert (row["fed/clients"], row["fed/failed"], row["fed/num_samples"]) == (0, 3, 0)
-    left_out = [message for message in caplog.messages if "is left out" in message]
+    left_out = [message for message in caplog.messages if "is excluded" in message]
     assert [message.split(" is left")[0] for message in left_out] == [
         f"Round {round + 1}: client {client}" for round in range(ROUNDS) for client in range(3)
     ]
@@ -898,7 +898,7 @@ def test_personal_entries_that_cannot_be_kept(change, reason, caplog):
     """The client resumes from the earlier personal entries."""
     _, rows = train(good_clients(), module=Spoils(change), personal=["head.*", "bank"], local_epochs=1)
     assert [row["fed/failed"] for row in rows.values()] == [0, 1, 0]
-    assert re.search(f"Round 2: client 'good' is left out: of its personal entries, entry {reason}", caplog.text)
+    assert re.search(f"Round 2: client 'good' is excluded: of its personal entries, entry {reason}", caplog.text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -913,7 +913,7 @@ def test_a_loader_shorter_than_its_length(place, caplog):
     exact = train(with_bad(clients, place, Exact), local_epochs=1)
     assert_same(short[0].state_dict(), exact[0].state_dict())
     assert [row["fed/failed"] for row in short[1].values()] == [0] * ROUNDS
-    assert "is left out" not in caplog.text
+    assert "is excluded" not in caplog.text
 
 
 class Exact(Loader):
@@ -1208,7 +1208,7 @@ def test_the_server_by_itself(caplog):
     reasons |= dict.fromkeys(["good", "stranger"], "it sent an update that was not asked for")
     assert server.report.failed == reasons | {"silent": "it never answered"}
     for client, reason in server.report.failed.items():
-        assert f"Round 5: client {client!r} is left out: {reason}." in caplog.messages
+        assert f"Round 5: client {client!r} is excluded: {reason}." in caplog.messages
     assert server.report.received == {"good": 2, "better": 6}
 
 

@@ -150,8 +150,8 @@ class ServerOptimizer(UpdateStep):
             self._is_elementwise = self._goes_by_element()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Expected `optimizer` to work with only gradients and the arguments {self.optimizer_kwargs}, but "
-                f"{name} failed: {error}"
+                f"Expected `optimizer` to need only gradients, with the arguments {self.optimizer_kwargs}, but {name} "
+                f"does not: {error}"
             ) from error
         if not value.isfinite():
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
@@ -175,7 +175,7 @@ def _find_optimizer(optimizer: type[Optimizer] | str) -> type[Optimizer]:
     optimizer_class = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(
-            f"Expected `optimizer` to be an optimizer class or its name in torch.optim, but got {optimizer!r}."
+            f"Expected `optimizer` to be an optimizer's class or its name in torch.optim, but got {optimizer!r}."
         )
     return optimizer_class
 

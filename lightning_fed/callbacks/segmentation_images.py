@@ -98,7 +98,7 @@ class SegmentationImages(PeriodicPictures):
             check_option("maps", name, EntropyMap)
         check_option("activation", activation, Activation)
         if images is not None and not (isinstance(images, Sequence) and len(images)):
-            raise ValueError(f"Expected `images` to be a list with at least one position, but got {images!r}.")
+            raise ValueError(f"Expected `images` to be a list of at least one position, but got {images!r}.")
         self.tag = "_".join([self.tag, *maps])
         self._positions = (
             range(num_images) if images is None else [check_count("images", position, 0) for position in images]
@@ -170,7 +170,7 @@ class SegmentationImages(PeriodicPictures):
         missing = [position for position in self._positions if position not in self._samples]
         if missing and self._needs_all and self._num_seen:
             raise OptionError(
-                f"Expected `images` of `SegmentationImages` to be positions among the {self._num_seen} validation "
+                f"Expected `images` of `SegmentationImages` to be positions in the {self._num_seen} validation "
                 f"images, 0 to {self._num_seen - 1}, but got {missing}."
             )
         if not self._samples:

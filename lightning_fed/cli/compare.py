@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--last",
         type=int,
         default=1,
-        help="number of final rounds over which the score is averaged (default: %(default)s)",
+        help="number of final rounds in the mean score (default: %(default)s)",
     )
     parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
     return parser

@@ -103,11 +103,11 @@ def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], netwo
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():
-        raise OptionError(f"Expected a folder name that starts with a letter, but got {folder.name!r}.")
+        raise OptionError(f"Expected a folder name with a letter at the start, but got {folder.name!r}.")
     installed = importlib.util.find_spec(module)
     if keyword.iskeyword(module) or (installed is not None and installed.origin is not None):
         raise OptionError(
-            f"Expected an unused package name, but {module!r} is a Python keyword or package: choose another folder."
+            f"Expected a new package name, but {module!r} is a Python keyword or package: choose another folder."
         )
     if not recipe.is_file():
         raise FileNotFoundError(f"Expected a recipe (a YAML file), but {str(recipe)!r} does not exist.")

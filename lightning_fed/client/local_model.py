@@ -265,7 +265,7 @@ class LocalModel:
             current = getattr(layer, attribute, None)
             if not isinstance(current, Tensor):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but training replaced it by {current!r}.")
+                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but in training it became {current!r}.")
             self.entries[name] = as_real(current.detach())
 
 

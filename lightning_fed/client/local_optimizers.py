@@ -225,8 +225,8 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
                     )
                 elif value is not None:
                     raise TypeError(
-                        f"Expected the state of {type(optimizer).__name__} to contain tensors and numbers, but "
-                        f"{name!r} is a {type(value).__name__}: use optimizer_state='reset'."
+                        f"Expected the state of {type(optimizer).__name__} to hold tensors and numbers, but {name!r} "
+                        f"is a {type(value).__name__}: use optimizer_state='reset'."
                     )
     return packed
 

@@ -97,7 +97,7 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
     try:
         draw(results, folder / "curves.png", target, last)
     except ModuleNotFoundError:
-        _log.warning("No figure of the curves: install matplotlib with `pip install lightning-fed[demo]`.")
+        _log.warning("No figure with curves: install matplotlib with `pip install lightning-fed[demo]`.")
     return text
 
 
@@ -208,7 +208,7 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
     monitor, seeds = results[0]["monitor"], len({run["seed"] for run in results})
     lengths = sorted({len(run["rounds"]) for run in results if run["method"] != CENTRAL})
     rounds = f", {'-'.join(map(str, lengths))} {'round' if lengths == [1] else 'rounds'}" if lengths else ""
-    over = "in the last round" if last == 1 else f"over the last {last} rounds"
+    over = "of the last round" if last == 1 else f"over the last {last} rounds"
     notes = [f"{seeds} {'seed' if seeds == 1 else 'seeds'}{rounds}; `{monitor}` {over}, mean ± standard deviation."]
     if any(run["method"] == CENTRAL for run in results):
         notes.append(
@@ -239,7 +239,7 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
     for part in _parts(results):
         where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
         lines.append(
-            f"Compared with `{methods[0]}`{where}: mean difference and 95 % confidence interval, paired by seed:\n"
+            f"Compared with `{methods[0]}`{where}: mean difference and 95 % interval, paired over the seeds:\n"
         )
         baseline = scores.get((methods[0], part), {})
         for method in methods[1:]:

@@ -66,7 +66,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         self._mean = _per_channel("mean", mean, inputs)
         self._std = _per_channel("std", std, inputs)
         if self._std is not None and bool((self._std == 0).any()):
-            raise ValueError("Expected `std` to contain no zero, but it does.")
+            raise ValueError("Expected `std` to have no zero, but got one.")
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -145,8 +145,5 @@ def _per_channel(name: str, value: float | Sequence[float] | Tensor | None, inpu
     numbers = torch.as_tensor(value, dtype=torch.float32).flatten()
     channels = inputs.shape[1] if inputs.ndim > 1 else 1
     if len(numbers) not in (1, channels):
-        raise ValueError(
-            f"Expected `{name}` to have one number, or one number for each of {channels} channels, but "
-            f"got {len(numbers)}."
-        )
+        raise ValueError(f"Expected `{name}` to be one number or {channels}, one per channel, but got {len(numbers)}.")
     return numbers.reshape([-1] + [1] * (inputs.ndim - 2)) if inputs.ndim > 1 else numbers.reshape(())

@@ -57,9 +57,7 @@ class LabelPartition(NumberedPartition):
             labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
         except NoLabels as error:
             name, number = type(self).__name__, self.num_clients
-            raise NoLabels(
-                f"`{name}` needs labels but found none; without labels use `IID({number})`. {error}"
-            ) from None
+            raise NoLabels(f"`{name}` needs labels and found none; without labels: `IID({number})`. {error}") from None
         return self.assign_by_label(labels, seed)
 
 
@@ -138,11 +136,11 @@ class Dirichlet(LabelPartition):
             raise ValueError(f"Expected `alpha` to be at least 0, but got {alpha}.")
         if definition == "per_client" and balance:
             raise ValueError(
-                "Expected `balance` only with definition='per_class', but got it with 'per_client', which gives all "
-                "clients the same size."
+                "Expected `balance` with definition='per_class' only, but got it with 'per_client', where all "
+                "clients have the same size."
             )
         if definition == "per_class" and prior != "empirical":
-            raise ValueError(f"Expected `prior` only with definition='per_client', but got {prior!r} with 'per_class'.")
+            raise ValueError(f"Expected `prior` with definition='per_client' only, but got {prior!r} with 'per_class'.")
         self.alpha = alpha
         self.definition = definition
         self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
@@ -329,9 +327,8 @@ class LabelsPerClient(LabelPartition):
         num_owners = owned.sum(axis=0)
         if (short := self.min_per_label * num_owners > class_sizes).any():
             raise PartitionError(
-                f"Expected every label to have at least `min_per_label` ({self.min_per_label}) samples for each "
-                f"client with the label, but one label has only {class_sizes[short][0]} samples for "
-                f"{num_owners[short][0]} clients."
+                f"Expected every label to have `min_per_label` ({self.min_per_label}) samples for each client with "
+                f"the label, but one label has {class_sizes[short][0]} samples for {num_owners[short][0]} clients."
             )
         if self.sigma > 0:
             return assign_by_class(rng, classes, self._skewed(rng, owned, class_sizes))

@@ -210,7 +210,7 @@ class ByGroup(Partition):
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         names, owner = np.unique(groups_of(dataset, self.group), return_inverse=True)
         if names.size == 0:
-            raise PartitionError("Expected a data set with at least one sample, but got an empty data set.")
+            raise PartitionError("Expected a data set with at least one sample, but got an empty one.")
         return dict(zip(names.tolist(), group_by_owner(owner.astype(np.int64), names.size), strict=True))
 
 

@@ -271,9 +271,9 @@ class RoundLoader:
             pass_batches=passes,
         )
         if planned.num_batches == 0 and is_counted:
-            return "its loader returned no batch"
+            return "its loader has no batch"
         if planned.num_batches == 0:
-            return f"its {num_samples} examples do not fill a batch, and `drop_last` is set"
+            return f"its {num_samples} examples make no full batch and `drop_last` is set"
         return planned
 
     def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None) -> None:
@@ -343,7 +343,7 @@ class RoundLoader:
         if not self.population.has_raised:
             self.population.has_raised = True
             _log.warning(
-                "The data of client %r raised an exception (logged only for the first client):\n%s",
+                "The data of client %r raised (shown for the first client only):\n%s",
                 client,
                 item.trace or f"{describe(item.error)}\n",
             )
@@ -358,8 +358,8 @@ class RoundLoader:
             reason, count = Counter(self._reasons).most_common(1)[0]
             assert self.round is not None
             _log.error(
-                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. The data set is "
-                "probably at fault.",
+                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. Look for the "
+                "fault in the data set.",
                 round_number(self.round),
                 self._chosen,
                 count,
@@ -378,7 +378,7 @@ class RoundLoader:
             if planned.num_batches:
                 visits.append(planned)
         _log.warning(
-            "`limit_train_batches` shortens the round from %d visits and %d batches to %d visits and %d batches.",
+            "`limit_train_batches` cuts the round from %d visits and %d batches to %d visits and %d batches.",
             len(self.visits),
             total,
             len(visits),

@@ -29,9 +29,7 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     with np.load(path, allow_pickle=False) as archive:
         missing = sorted(set(names) - set(archive.files))
         if missing:
-            raise ValueError(
-                f"Expected {path} to contain the arrays {missing}, but it contains only {sorted(archive.files)}."
-            )
+            raise ValueError(f"Expected {path} to hold the arrays {missing}, but it has only {sorted(archive.files)}.")
         return {name: archive[name] for name in names}
 
 

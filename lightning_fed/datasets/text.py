@@ -28,7 +28,7 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:
-        raise ValueError("Expected `vocabulary` to contain every character of the text, or a space, but it does not.")
+        raise ValueError("Expected `vocabulary` to have every character, or a space, but got neither.")
     return torch.tensor(codes, dtype=torch.int64)
 
 
@@ -69,7 +69,7 @@ def read_roles(path: Path) -> dict[str, str]:
             if colon:
                 speeches.setdefault(role, []).append(speech)
         if not speeches:
-            raise ValueError(f"Expected {path} to contain blocks that begin with the line `ROLE:`, but found none.")
+            raise ValueError(f"Expected {path} to hold blocks that begin with the line `ROLE:`, but it has none.")
     return {role: "\n".join(texts) for role, texts in speeches.items()}
 
 

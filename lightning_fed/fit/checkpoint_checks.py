@@ -40,8 +40,8 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
         ) from error
     if damaged is not None:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: the bytes of {damaged!r} do not match the checksum. Resume "
-            "from another checkpoint."
+            f"The checkpoint {str(path)!r} is damaged: the bytes of {damaged!r} have changed since they were written. "
+            "Resume from another checkpoint."
         )
 
 
@@ -50,9 +50,9 @@ def check_model(state: Mapping[str, Tensor]) -> None:
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(
-            f"The fit would start from a model that no client can train: {fault}. If the model comes from a "
-            "checkpoint, resume from an earlier one. A constant with infinite values need not be sent: make it a "
-            "buffer, or name it in `frozen`."
+            f"The fit would start from a model that no client can train: {fault}. If the model is from a checkpoint, "
+            "resume from an earlier one. A constant that holds infinities does not have to travel: make it a buffer, "
+            "or name it in `frozen`."
         )
 
 
@@ -60,8 +60,8 @@ def check_option(name: str, then: str, now: str) -> None:
     """Refuses an option that differs from the checkpoint's option, both as text (empty in older checkpoints)."""
     if then and then != now:
         raise ValueError(
-            f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the checkpoint's "
-            f"value, or start a new fit from the model's weights: {_LOAD_WEIGHTS}."
+            f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "
+            f"start a new fit from the model's weights: {_LOAD_WEIGHTS}."
         )
 
 

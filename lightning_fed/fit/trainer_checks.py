@@ -29,11 +29,11 @@ _TUNES = "it trains some steps before the fit, which would run as visits: tune w
 _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: _TUNES,
     LearningRateFinder: _TUNES,
-    StochasticWeightAveraging: "it replaces the schedules of optimizers, which every visit creates anew, and adds an "
-    "epoch without training: use `WeightAveraging` (from Lightning 2.6 on), which "
-    "averages the global models, or a server-side rule",
-    ModelPruning: "it renames entries of the module between rounds, but server and clients identify entries by name: "
-    "prune the trained model with `torch.nn.utils.prune`",
+    StochasticWeightAveraging: "it replaces the schedule of optimizers that every visit makes anew, and adds an "
+    "epoch in which nothing trains: use `WeightAveraging` (from Lightning 2.6 on), which "
+    "averages the global models here, or a rule of the server",
+    ModelPruning: "it renames entries of the module between rounds, by whose names the server and the clients keep "
+    "theirs: prune the trained model with `torch.nn.utils.prune`",
 }
 
 
@@ -66,7 +66,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
-        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has several.")
+        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has more.")
     callbacks.remove(callback)
     callbacks.insert(0, callback)
 
@@ -76,8 +76,8 @@ def check_processes(trainer: L.Trainer) -> None:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
-            f"{trainer.world_size} processes: use strategy='client_parallel', which distributes the clients over "
-            "processes, or `devices=1`."
+            f"{trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, or "
+            "`devices=1`."
         )
 
 
@@ -110,9 +110,9 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Gradients of {window} batches are accumulated, and {odd}: the last accumulation window would span two "
-        f"{between}. Set `local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger "
-        f"batch size instead of `accumulate_grad_batches={window}`."
+        f"Gradients of {window} batches are accumulated, and {odd}: a window would straddle two {between}. Set "
+        f"`local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger batch size "
+        f"instead of `accumulate_grad_batches={window}`."
     )
 
 
@@ -153,15 +153,13 @@ def check_trainer(trainer: L.Trainer) -> None:
     check_processes(trainer)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
-            "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "
-            "its first batch: use `training_step(self, batch, batch_idx)` instead."
+            "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client "
+            "should have begun: take the batch instead, `training_step(self, batch, batch_idx)`."
         )
     for callback in callbacks_of(trainer):
         for refused, reason in _REFUSED.items():
             if isinstance(callback, refused):
-                raise MisconfigurationException(
-                    f"`{type(callback).__name__}` is not supported in a federation: {reason}."
-                )
+                raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
         if isinstance(callback, ModelCheckpoint):
             _check_saver(callback)
 

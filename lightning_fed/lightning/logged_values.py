@@ -140,8 +140,8 @@ class LoggedValues:
             return
         if call.reduction is None:
             raise MisconfigurationException(
-                f"Expected `reduce_fx` of {call.name!r} to be mean, sum, max or min, but got {call.reduce_fx!r}: log "
-                "a `torchmetrics.Metric` instead."
+                f"Expected `reduce_fx` of {call.name!r} to be one of mean, sum, max and min, but got "
+                f"{call.reduce_fx!r}: log a `torchmetrics.Metric` instead."
             )
         logged = self.sums.setdefault(name, LoggedValue(call.reduction))
         logged.add(torch.as_tensor(call.value).detach().reshape(()), call.weight(self.batch))

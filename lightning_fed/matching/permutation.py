@@ -160,7 +160,7 @@ def permute_neurons(
     for group, order in zip(groups, orders, strict=True):
         identity = torch.arange(group.size)
         if order.shape != identity.shape or not torch.equal(order.cpu().sort().values, identity):
-            raise ValueError(f"Expected the order of {group.name!r} to contain each of {group.size} neurons once.")
+            raise ValueError(f"Expected the order of {group.name!r} to have each of {group.size} neurons once.")
     return _rearranged(state, groups, groups, list(orders))
 
 
@@ -218,7 +218,7 @@ def grow_neurons(
     for group, indices, size in zip(groups, assignments, sizes, strict=True):
         if len(indices) != group.size:
             raise ValueError(
-                f"Expected an index for each of the {group.size} neurons in {group.name!r}, but got {len(indices)}."
+                f"Expected an index for each of {group.size} neurons of {group.name!r}, but got {len(indices)}."
             )
         _check_indices(group.name, indices, size)
         source = torch.full((size,), -1)
@@ -307,7 +307,7 @@ def _rearranged(
             continue
         blocks = source.cpu().view(group.blocks, -1) // (group.size // group.blocks)
         if not bool((blocks == blocks[:, :1]).all()):
-            raise ValueError(f"Expected the neurons of {group.name!r} to stay within their {group.blocks} blocks.")
+            raise ValueError(f"Expected the neurons of {group.name!r} to stay in their {group.blocks} blocks.")
     parts: dict[Axis, list[tuple[GroupEntry, GroupEntry, Tensor]]] = {}
     for old, new, source in zip(before, after, sources, strict=True):
         for axis, entry in old.entries.items():
@@ -339,8 +339,8 @@ def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
 def _check_length(name: str, axis: int, entry: GroupEntry, value: Tensor) -> None:
     if axis >= value.ndim or value.shape[axis] != entry.length:
         raise ValueError(
-            f"Expected axis {axis} of {name!r} to have length {entry.length}, but the shape is {tuple(value.shape)}: "
-            "pass the groups of this network."
+            f"Expected axis {axis} of {name!r} to have the length {entry.length}, but its shape is "
+            f"{tuple(value.shape)}: are these the groups of this network?"
         )
 
 

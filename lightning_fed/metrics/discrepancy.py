@@ -98,7 +98,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         if self.num_classes is not None:
             self._check_type(self.num_classes)
             if labels is None:
-                raise ValueError("Expected `labels`, because `num_classes` is set, but got None.")
+                raise ValueError("Expected `labels`, because `num_classes` is given, but got None.")
             reference_labels = labels if reference_labels is None else reference_labels
             pairs = (("labels", labels, features), ("reference_labels", reference_labels, reference))
             for name, values, samples in pairs:
@@ -126,6 +126,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
     def _check_type(self, num_classes: int) -> None:
         if num_classes - 1 > 2 / torch.finfo(self.dtype).eps:
             raise ValueError(
-                f"Expected a dtype that can represent {num_classes} different classes (`num_classes`), but got "
-                f"{self.dtype}: labels are stored in the metric's dtype."
+                f"Expected a type for {num_classes} different classes (`num_classes`), but got {self.dtype}: labels "
+                "are kept in the metric's type."
             )

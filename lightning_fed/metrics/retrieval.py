@@ -68,9 +68,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
             raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
         labels_in_type = labels.to(self.dtype)
         if labels.is_floating_point() or not bool((labels_in_type.long() == labels).all()):
-            raise ValueError(
-                f"Expected `labels` to be integers that {self.dtype} represents exactly, but got {labels}."
-            )
+            raise ValueError(f"Expected `labels` to be integers that {self.dtype} holds exactly, but got {labels}.")
         self.append(embeddings=embeddings, labels=labels_in_type)
 
     def compute(self) -> Tensor:

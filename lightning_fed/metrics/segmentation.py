@@ -62,9 +62,9 @@ class SegmentationScores(Metric):
         self.num_classes = check_count("num_classes", num_classes)
         check_option("mode", mode, ("multiclass", "binary", "multilabel"))
         if class_names is not None and len(class_names) != num_classes:
-            raise ValueError(f"Expected `class_names` to contain {num_classes} names, but got {len(class_names)}.")
+            raise ValueError(f"Expected `class_names` to hold {num_classes} names, but got {len(class_names)}.")
         if class_names is not None and len(set(class_names)) != num_classes:
-            raise ValueError(f"Expected `class_names` to be distinct, but got {list(class_names)}.")
+            raise ValueError(f"Expected `class_names` to differ from one another, but got {list(class_names)}.")
         self.mode, self.ignore_index, self.per_class = mode, ignore_index, per_class
         self.class_names = tuple(class_names or map(str, range(num_classes)))
         self.add_state("counts", torch.zeros(num_classes, 5, dtype=torch.int64), dist_reduce_fx="sum")

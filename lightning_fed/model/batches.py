@@ -31,9 +31,7 @@ def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
     """Converts labels to integers; refuses non-integers. Drops a channel axis of size 1 if the features have none."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
-            raise ValueError(
-                "Expected integer class labels, but got non-integer values: select other labels with `target`."
-            )
+            raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")
         labels = labels.long()
     has_channel = labels.ndim > 1 and labels.shape[1] == 1 and labels.ndim != feature_dims - 1
     return labels.squeeze(1) if has_channel else labels
@@ -51,7 +49,7 @@ def _find(batch: Any, key: BatchKey, usual_keys: Sequence[str], default: Any, na
             if isinstance(batch, Sequence):
                 contents = f"positions 0 to {len(batch) - 1}"
             raise ValueError(
-                f"Expected `{name}` to be in the batch, but got {key!r} for a batch with {contents}."
+                f"Expected `{name}` to be in the batch, but got {key!r} for a batch of {contents}."
             ) from error
     elif isinstance(batch, Mapping):
         value = next((batch[usual] for usual in usual_keys if usual in batch), None)

@@ -174,8 +174,8 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
     if lazy:
         raise OptionError(
-            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: run the module once before "
-            "`fit`, such as `module(batch)` with one batch, or specify the layer's sizes."
+            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: make a dry run of the module "
+            "before `fit`, such as `module(batch)` with one batch, or write the layer's sizes."
         )
     names = entry_names(module)
     missing = [
@@ -187,9 +187,9 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     ]
     if missing:
         raise OptionError(
-            f"Expected `{owner}.state_dict()` to contain the running statistics of every layer in training mode, but "
-            f"{_some(missing)} shares no memory with such an entry, so the server would not receive the statistics: "
-            "include the statistics in `state_dict` under names that end in `.running_mean` and `.running_var`, or "
+            f"Expected `{owner}.state_dict()` to hold the running statistics of every layer in training mode, but "
+            f"{_some(missing)} shares no memory with an entry of this kind, and the server would see no statistic: "
+            "keep the statistics in `state_dict` under names with the endings `.running_mean` and `.running_var`, or "
             "put the layer in evaluation mode (`.eval()`)."
         )
     entries = _state_tensors(module, slots)
@@ -205,9 +205,9 @@ def _check_optimizers(owner: str, optimizers: Iterable[Optimizer], saved: Iterab
             if tensor.requires_grad and tensor.numel() and tensor not in known and _memory(tensor) not in memories:
                 raise OptionError(
                     f"Expected {type(optimizer).__name__} to train tensors with an entry in `{owner}.state_dict()`, "
-                    f"but got a tensor of shape {tuple(tensor.shape)} without an entry, so the server would never "
-                    "receive the tensor: make the tensor an `nn.Parameter` of the module, and register layers as "
-                    "attributes or in an `nn.ModuleList`; a loss with parameters must be an `nn.Module`."
+                    f"but got a tensor of shape {tuple(tensor.shape)} without an entry, and the server would never "
+                    "see the tensor: make the tensor an `nn.Parameter` of the module, and register layers as "
+                    "attributes or in an `nn.ModuleList`; a criterion with parameters has to be an `nn.Module`."
                 )
 
 
@@ -305,7 +305,7 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
     """
     missing = [name for name in reference if name not in state]
     if missing:
-        return f"{len(missing)} entries are missing: {_some(missing)}"
+        return f"{len(missing)} missing entries: {_some(missing)}"
     unexpected = [name for name in state if name not in reference]
     if unexpected:
         return f"{len(unexpected)} entries are unexpected: {_some(unexpected)}"
@@ -359,7 +359,7 @@ def _find_excessive(state: Mapping[str, Tensor]) -> str | None:
     root = float(norm(values)) / max(1, count) ** 0.5
     if root <= _MOST_MEAN_SQUARE:
         return None
-    return f"its values have a root mean square of {root:.3g}, but the limit is {_MOST_MEAN_SQUARE:.3g}"
+    return f"its values have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
 
 
 def _is_never_negative(name: str) -> bool:
@@ -402,7 +402,7 @@ def entry_policies(
     is_frozen = select_entries(module, names, frozen, "frozen")
     both = sorted(is_personal & is_frozen)
     if both:
-        raise OptionError(f"Expected an entry to be personal or frozen, but these entries are both: {_some(both)}.")
+        raise OptionError(f"Expected an entry to be personal or frozen, but these are both: {_some(both)}.")
     return {name: "personal" if name in is_personal else "frozen" if name in is_frozen else "shared" for name in names}
 
 
@@ -461,7 +461,7 @@ def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
         if isinstance(selector, nn.Module) or not (isinstance(selector, str) or callable(selector)):
             raise ValueError(
                 f"Expected `{name}` to be a list of name patterns ('head.*'), module types (nn.BatchNorm2d) and "
-                f"functions, but it contains {selector!r}."
+                f"functions, but got {selector!r} in it."
             )
     return checked
 

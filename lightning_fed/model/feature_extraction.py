@@ -64,7 +64,7 @@ def extract_features(
             if sample.is_awaited:
                 raise ValueError(f"Expected the model to compute its features, but {feature_layer} did not run.")
     if sample.vectors is None:
-        raise ValueError("Expected `batches` to contain at least one batch, but got none.")
+        raise ValueError("Expected at least one batch, but got none.")
     return sample.vectors
 
 

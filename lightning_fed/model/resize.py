@@ -49,7 +49,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"Expected only entries of the module, but got {name!r}.")
         if value.ndim != tensors[name].ndim:
             raise ValueError(
-                f"Expected {name!r} to have {tensors[name].ndim} axes, but got shape {tuple(value.shape)}."
+                f"Expected {name!r} to have {tensors[name].ndim} axes, but got the shape {tuple(value.shape)}."
             )
     for name, value in state.items():
         tensor = tensors[name]

@@ -94,8 +94,8 @@ def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupN
                 setattr(group_norm, part, getattr(batch_norm, part))
     else:
         raise TypeError(
-            f"Expected batch normalisations of torch or timm, but {name} has a custom `forward`: replace the layer "
-            "manually, then call `to_group_norm`."
+            f"Expected batch normalisations of torch or timm, but {name} has a custom `forward`: replace it by hand, "
+            "then call `to_group_norm`."
         )
     group_norm.affine = batch_norm.affine
     group_norm.weight = batch_norm.weight

@@ -165,15 +165,15 @@ class DPSGD(FederatedCallback):
         if epsilon is not None:
             check_positive("epsilon", epsilon)
             self.needs_local_clients = (
-                "the noise for an `epsilon` depends on the numbers of examples, which stay on the clients: pass a "
-                "`noise_multiplier` from `lightning_fed.privacy.calibrate`"
+                "the noise for an `epsilon` depends on all clients' numbers of examples, which stay on the clients; "
+                "pass a `noise_multiplier` from `lightning_fed.privacy.calibrate`"
             )
             max_epsilon = epsilon if max_epsilon is None else max_epsilon
             noise_multiplier = math.nan  # set in the fit
         else:
             noise_multiplier = check_nonnegative("noise_multiplier", noise_multiplier)
         if noise_multiplier and max_grad_norm == math.inf:
-            raise ValueError("Expected `max_grad_norm` to be finite if noise is added, but got inf.")
+            raise ValueError("Expected `max_grad_norm` to be finite with noise, but got inf.")
         check_inside("delta", delta)
         if max_epsilon is not None and not (noise_multiplier and check_number("max_epsilon", max_epsilon) > 0):
             raise ValueError(
@@ -423,8 +423,8 @@ class DPSGD(FederatedCallback):
             return
         if times is None or times < 1:
             raise OptionError(
-                "Expected a number of epochs (`max_rounds`, `max_epochs`) to compute the noise for an epsilon, but "
-                f"got {times}: set the number, or pass a `noise_multiplier`."
+                "Expected a number of epochs (`max_rounds`, `max_epochs`) to find the noise for an epsilon, but got "
+                f"{times}: set it, or pass a `noise_multiplier`."
             )
         self.noise_multiplier = 0.0
         for visit in visits():
@@ -434,7 +434,7 @@ class DPSGD(FederatedCallback):
                     epsilon, self.delta, visit.num_samples, visit.expected, account.steps, "poisson", self.accountant
                 ).noise_multiplier
         if not self.noise_multiplier:
-            raise OptionError("Expected clients with examples to compute the noise for an epsilon, but got none.")
+            raise OptionError("Expected clients with examples to find the noise for an epsilon, but got none.")
         _log.info(
             "Noise multiplier %.4g: epsilon is at most %g after %d visits of every client.",
             self.noise_multiplier, epsilon, times,
@@ -466,7 +466,7 @@ class DPSGD(FederatedCallback):
         content = {"noise_multiplier": self.noise_multiplier, "account": astuple(account)}
         write_text_atomically(path, json.dumps(content))
         _log.info(
-            "Round %d: client %r has taken %d steps so far, with epsilon %.4g at delta %g.",
+            "Round %d: client %r has taken %d steps so far, epsilon %.4g at delta %g.",
             round_number(trainer.current_epoch), client, account.steps, self.epsilon(client), self.delta,
         )  # fmt: skip
 
@@ -492,8 +492,7 @@ class DPSGD(FederatedCallback):
         self._end()
         if self.delta >= 1 / visit.planned.num_samples and not self._has_warned:
             _log.warning(
-                "delta=%g is not below one over the number of examples (%d), so the bound would allow revealing an "
-                "example.",
+                "delta=%g is not below one over the number of examples (%d): the bound allows to reveal an example.",
                 self.delta,
                 visit.planned.num_samples,
             )

@@ -96,8 +96,8 @@ class ExampleGradients:
             earlier = self.values.get(parameter)
             if earlier is not None and len(earlier) != len(values):
                 raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} receives {len(earlier)} and {len(values)} rows for one batch, "
-                    "so per-example gradients are unknown."
+                    f"The layer {self._names[layer]!r} sees {len(earlier)} and {len(values)} rows of one batch, so "
+                    "gradients per example are unknown."
                 )
             self.values[parameter] = values if earlier is None else earlier + values
 
@@ -233,5 +233,5 @@ def _opacus(name: str) -> Any:
             return import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "`DPSGD` requires the package `opacus`: pip install 'lightning-fed[privacy]'", name=error.name
+            "`DPSGD` needs the package `opacus`: pip install 'lightning-fed[privacy]'", name=error.name
         ) from error

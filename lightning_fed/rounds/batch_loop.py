@@ -261,11 +261,11 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {
-        f"Lightning {L.__version__} has an unknown training loop": not L.__version__.startswith(KNOWN_VERSIONS),
-        f"{type(profiler).__name__} measures calls in Lightning's loop": (
+        f"Lightning {L.__version__} has an unknown loop": not L.__version__.startswith(KNOWN_VERSIONS),
+        f"{type(profiler).__name__} measures what Lightning calls in its own loop": (
             not isinstance(profiler, PassThroughProfiler)
         ),
-        f"{type(strategy).__name__} may change how a step is performed": (
+        f"{type(strategy).__name__} may change how a step is made": (
             type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
         )
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,

@@ -47,8 +47,8 @@ class RoundAverages:
                 )
             if fit.trainer.is_global_zero:
                 _log.info(
-                    "%s averages global models instead of client models: the average has one step per round, and the "
-                    "decay applies per round.",
+                    "%s averages the global models, not the clients' models: the average has one step per round, and "
+                    "the decay applies per round.",
                     name,
                 )
         self._overridden = [self._override(callback) for callback in self._callbacks]
@@ -74,8 +74,8 @@ class RoundAverages:
             )
             if average != current:
                 raise MisconfigurationException(
-                    f"Expected `{type(callback).__name__}` after `Federation` in the Trainer's `callbacks`, because "
-                    "the method changes the module, but it comes before `Federation`."
+                    f"Expected `{type(callback).__name__}` behind `Federation` in the Trainer's `callbacks`, because "
+                    "the method changes the module, but got the callback in front of `Federation`."
                 )
 
     def end_round(self) -> None:

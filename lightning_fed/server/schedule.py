@@ -161,7 +161,7 @@ class Schedule:
     def cohort_size(self, population: int) -> int:
         """Number of clients drawn per round; refuses a population smaller than the requested number."""
         if population < 1:
-            raise ValueError("Expected at least one client in the population, but got none.")
+            raise ValueError("Expected at least one client, but got none.")
         if isinstance(self.clients_per_round, float):
             return max(math.ceil(self.clients_per_round * population - 1e-9), 1)  # 0.07 * 100 is a little over 7
         if self.clients_per_round > population:
@@ -202,10 +202,7 @@ class Schedule:
         for client in always:
             if client not in chosen:
                 if client not in clients:
-                    raise OptionError(
-                        f"Expected the data to contain client {client!r}, because this client takes "
-                        "part in every round."
-                    )
+                    raise OptionError(f"Expected a client {client!r}, because this client takes part in every round.")
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 

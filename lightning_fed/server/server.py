@@ -135,7 +135,7 @@ class ServerInterface(ABC):
         self.report.failed[client] = reason
         if error is not None:
             self.errors[client] = error
-        _log.warning("Round %d: client %r is left out: %s.", round_number(self.report.round), client, reason)
+        _log.warning("Round %d: client %r is excluded: %s.", round_number(self.report.round), client, reason)
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
@@ -217,7 +217,7 @@ class Server(ServerInterface):
         """Counts a received update, and sets the update's rows to the rows in the broadcast."""
         self.report.up_bytes += update.nbytes
         update.rows = self._rows.pop(update.client, {})
-        return update.client in self._expected or self.fail(update.client, "it sent an update that was not requested")
+        return update.client in self._expected or self.fail(update.client, "it sent an update that was not asked for")
 
     def accept(self, update: ClientUpdate) -> bool:
         """Checks an update after :meth:`count`, and passes the update to the chain."""
@@ -235,7 +235,7 @@ class Server(ServerInterface):
         except BadUpdate as error:
             return self._take_back(client, str(error))
         except Exception as error:
-            reason = f"its update raised {describe(error)} on the server"
+            reason = f"the server cannot use its update: {describe(error)}"
             return self._take_back(client, reason, without_frames(error))
         return True
 
@@ -259,7 +259,7 @@ class Server(ServerInterface):
             return None
         fault = find_implausible(state)
         if fault is not None:
-            _log.error("Round %d: the aggregate is discarded: %s.", round_number(self.report.round), fault)
+            _log.error("Round %d: the aggregate is not used: %s.", round_number(self.report.round), fault)
             self.abandon_round()
             return None
         return state
@@ -273,7 +273,7 @@ class Server(ServerInterface):
             count = len(self.report.received)
             if count < self.min_clients and self.chain.reveals != "model":
                 _log.warning(
-                    "Round %d: %d valid updates, fewer than min_clients=%d, so the global model does not change.",
+                    "Round %d: %d good updates, fewer than min_clients=%d: the global model stays as it was.",
                     round_number(self.report.round),
                     count,
                     self.min_clients,
@@ -301,7 +301,7 @@ class Server(ServerInterface):
             length = distance(update.state, sent, names) or 0.0
             self.report.norms[update.client] = length
         if not length <= _FARTHEST * self._length:
-            raise BadUpdate(f"its update has norm {length:.3g}, but the model has norm {self._length:.3g}")
+            raise BadUpdate(f"its step has the length {length:.3g}, and the model {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         self.report.received.pop(client, None)
@@ -314,7 +314,7 @@ class Server(ServerInterface):
         """Replaces entries of a message by the requested rows."""
         if not self.rule.accepts_rows:
             raise ValueError(
-                f"Expected a rule that supports partial rows of {sorted(request.rows)}, but "
+                f"Expected a rule that can do with some rows of {sorted(request.rows)}, but "
                 f"{type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."
             )
         for name, rows in request.rows.items():

@@ -64,7 +64,9 @@ class Task(L.LightningModule, ABC):
     ) -> None:
         super().__init__()
         if scheduler_kwargs and scheduler is None:
-            raise ValueError(f"Expected `scheduler` together with `scheduler_kwargs` {scheduler_kwargs}, but got None.")
+            raise ValueError(
+                f"Expected `scheduler` to be given with `scheduler_kwargs` {scheduler_kwargs}, but got None."
+            )
         given = {"momentum": momentum, "weight_decay": weight_decay}
         self.lr = lr  # public and read late, because Lightning's learning-rate finder writes this attribute
         self._optimizer_class = _class_named("optimizer", optimizer, torch.optim, Optimizer)
@@ -107,8 +109,7 @@ class Task(L.LightningModule, ABC):
         check_option("norm", norm, ("batch", "group"))
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(
-                f"Expected `class_weights` to contain {num_classes} weights, one per class, but got "
-                f"{len(class_weights)}."
+                f"Expected `class_weights` to hold {num_classes} weights, one per class, but got {len(class_weights)}."
             )
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         self.class_weights: Tensor | None

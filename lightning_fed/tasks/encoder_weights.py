@@ -32,8 +32,7 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"Expected `encoder_weights` to be the name of published weights or a file, but the file {path} does not "
-            "exist."
+            f"Expected `encoder_weights` to be the name of published weights or a file, but there is no {path}."
         )
     saved: dict[str, Any] = (
         load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
@@ -44,8 +43,8 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     missing = [name for name in expected if name not in entries]
     if missing:
         raise ValueError(
-            f"Expected {path.name} to contain the encoder's {len(expected)} entries, but {len(missing)} are missing "
-            f"({', '.join(missing[:3])}, ...). The file contains entries named {', '.join(list(state)[:3])}, ..., and "
+            f"Expected {path.name} to hold the encoder's {len(expected)} entries, but {len(missing)} are missing "
+            f"({', '.join(missing[:3])}, ...). The file has entries named {', '.join(list(state)[:3])}, ...: the file "
             "may belong to another encoder."
         )
     wrong = [name for name in expected if entries[name].shape != expected[name].shape]
@@ -59,7 +58,7 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     left_over = [name for name in entries if name not in encoder.state_dict()]
     if left_over:
         _log.info(
-            "%d entries of %s do not belong to the encoder: %s, ...",
+            "%d entries of %s are not the encoder's: %s, ...",
             len(left_over),
             path.name,
             ", ".join(left_over[:3]),

@@ -79,7 +79,7 @@ def mlp(
     50,890 parameters by default (784-64-10). ``hidden=()`` gives softmax regression.
     """
     if any(width < 1 for width in hidden):
-        raise ValueError(f"Expected `hidden` to contain widths of at least 1, but got {list(hidden)}.")
+        raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
     layers = _dense(in_channels * input_size**2, hidden, num_classes)
     return _network(layers[:-1], layers[-1:])
 

@@ -41,7 +41,7 @@ def tiled_logits(
         area = slice(top, top + tile[0]), slice(left, left + tile[1])
         logits = network(padded[..., *area])
         if logits.shape[-2:] != tuple(tile):
-            raise ValueError(f"Expected logits with {tile[0]} x {tile[1]} pixels, but got {tuple(logits.shape)}.")
+            raise ValueError(f"Expected logits of {tile[0]} x {tile[1]} pixels, but got {tuple(logits.shape)}.")
         if total is None:
             total = logits.new_zeros(*logits.shape[:-2], *padded.shape[-2:])
             weights, ramp = weights.to(logits), ramp.to(logits)

@@ -565,7 +565,7 @@ def test_a_client_whose_folder_is_gone_is_left_out(tmp_path, caplog):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(Module(nn.Linear(2, 3)), data, data)
-    assert "Round 2: client 'a' is left out: its stored state is missing." in caplog.text
+    assert "Round 2: client 'a' is excluded: its stored state is missing." in caplog.text
     assert "Client 'a' does not answer: its stored state is missing." in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 2
 

@@ -14,7 +14,7 @@ def test_failures_end_the_fit_also_where_fewer_clients_came_than_are_needed(min_
     failed = FailedRounds(limit=2)
     reports = [RoundReport(round, received=received, failed={"bob": CAUSE, "cid": CAUSE}) for round in range(2)]
     failed.end_round(reports[0], has_aggregate=False, min_clients=min_clients, num_clients=4)
-    with pytest.raises(RuntimeError, match=f"2 rounds in a row, up to round 2, .*client 'bob' is left out: {CAUSE}"):
+    with pytest.raises(RuntimeError, match=f"2 rounds in a row, up to round 2, .*client 'bob' is excluded: {CAUSE}"):
         failed.end_round(reports[1], has_aggregate=False, min_clients=min_clients, num_clients=4)
 
 
@@ -65,5 +65,5 @@ def test_a_fit_that_ends_after_failures_alone_raises():
     resumed.load_state_dict(failed.state_dict())
     resumed.end_round(RoundReport(1, failed={"bob": CAUSE}), has_aggregate=False, num_clients=4)
     assert resumed.in_a_row == 2
-    with pytest.raises(RuntimeError, match="No new model has come of 2 rounds in a row"):
+    with pytest.raises(RuntimeError, match="There is no new model after 2 rounds in a row"):
         resumed.end_fit()

@@ -42,7 +42,7 @@ def test_the_line_at_the_start(federated_trainer, caplog):
     first, *_, end = fit(federated_trainer, caplog, module, clients_per_round=2, personal=["net.0.*"])
     size = bytes_of(module, "net.0.")
     assert first.startswith("FedAvg: rounds 1 to 2, 2 of 3 clients in each, one after another.")
-    assert f"{size} bytes travel to a client and back" in first
+    assert f"{size} bytes each way per client" in first
     assert "2 personal ones stay" in first
     assert "BatchNorm: 'auto', for which clients are sent the new model too." in first
     assert ", new models once more for BatchNorm" in end
@@ -69,7 +69,7 @@ def test_what_travels_of_a_momentum_encoder(federated_trainer, caplog):
     module = Teacher()
     first, *_, end = fit(federated_trainer, caplog, module, rounds=1, local_epochs=2)
     half = bytes_of(module, "teacher.")
-    assert f" {half} bytes travel to a client and back (4 entries)." in first
+    assert f" {half} bytes each way per client (4 entries)." in first
     assert f" {half} bytes more (4 entries without gradient) travel where the module writes into them" in first
     assert f"sent back         {3 * 2 * half / 1000:.1f} kB" in end
 
@@ -98,7 +98,7 @@ def test_the_table_at_the_end(federated_trainer, caplog):
     assert table[0] == "FedAvg:"
     assert rows["rounds"].startswith("4, ")
     assert rows["updates used"] == str(used)
-    assert rows["clients left out"] == f"0 failed, {dropped} dropped out"
+    assert rows["clients excluded"] == f"0 failed, {dropped} dropped out"
     assert dropped > 0
     assert rows["sent back"] == f"{used * bytes_of(module) / 1000:.1f} kB"
     assert not any(name.startswith(("fed/", "comm/")) for name in rows)

@@ -166,7 +166,7 @@ def test_failing_by_hand(server, caplog):
     send(server, "a")
     assert server.fail("a", "its battery is empty") is False
     assert not receive(server, answer("a", 1.0))
-    assert "Round 6: client 'a' is left out: its battery is empty." in caplog.messages
+    assert "Round 6: client 'a' is excluded: its battery is empty." in caplog.messages
 
 
 def test_nobody_is_missing_twice(server):

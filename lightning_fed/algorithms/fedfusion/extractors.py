@@ -88,7 +88,7 @@ def find_extractor(
             )
     root = _find_called_module(module, layer) if network == "auto" else network
     if layer.path != root and root and not layer.path.startswith(f"{root}."):
-        raise ValueError(f"Expected `network` to contain the layer {layer.path!r}, but got {root!r}.")
+        raise ValueError(f"Expected `network` to hold the layer {layer.path!r}, but got {root!r}.")
     if layer == FeatureLayer(root, "input"):
         raise ValueError(f"Expected a layer with features as input or output, but {layer} is the data.")
     return Extractor(root, layer._replace(path=layer.path[len(root) :].lstrip(".")))
@@ -151,7 +151,7 @@ def find_extractor_in_fit(
     if at != "auto":
         return find_extractor(module, at, network)
     try:
-        classifier = find_class_task(trainer, module, f"name the layer with the features in `{option}`").layer
+        classifier = find_class_task(trainer, module, f"name the layer of the features in `{option}`").layer
     except MisconfigurationException:
         layer = _find_extractor_module(dict(trained_layers(module)), None)
         if layer is None:
@@ -181,8 +181,8 @@ def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], c
         heads = get_classifier() if callable(get_classifier) else None
         if isinstance(heads, tuple | list | nn.ModuleList) and len(heads) > 1:
             raise ValueError(
-                f"Expected {type(layer).__name__} to have one layer that computes the logits, but the module has "
-                f"{len(heads)}: name the layer with the features."
+                f"Expected {type(layer).__name__} to have one layer that makes the logits, but it has {len(heads)}: "
+                "name the layer of its features."
             )
     names = list(layers)
     before = names[: names.index(head)]

@@ -33,13 +33,13 @@ def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequ
     """
     if not len(layers) == len(counts) == len(weights) > 0:
         raise ValueError(
-            "Expected `layers`, `counts` and `weights` to have one element per client, at least one, but got "
+            "Expected `layers`, `counts` and `weights` to be of the same clients, at least one, but got "
             f"{len(layers)}, {len(counts)} and {len(weights)}."
         )
     for layer, count in zip(layers, counts, strict=True):
         if layer.shape != layers[0].shape or count.shape != layer.shape[:1]:
             raise ValueError(
-                f"Expected layers of shape {tuple(layers[0].shape)} and a count for each class, but got shapes "
+                f"Expected layers of shape {tuple(layers[0].shape)} and a count for each class, but got the shapes "
                 f"{tuple(layer.shape)} and {tuple(count.shape)}."
             )
     class_counts = torch.stack([to_float64(count.to(layers[0].device)) for count in counts])

@@ -160,7 +160,7 @@ class ClassPrototypes(FederatedCallback):
         classifier, classes, void, target = None, self.num_classes, self.ignore_index, self.target
         excluded = set(self.exclude_classes)
         if "auto" in (self.layer, classes):
-            remedy = "pass `ClassPrototypes` a `layer`, `num_classes` and a `target`"
+            remedy = "give `ClassPrototypes` a `layer`, `num_classes` and a `target`"
             task = find_class_task(trainer, pl_module, remedy, needs_target=target is None)
             classifier, target = task.layer, task.target if target is None else target
             classes = task.num_classes if classes == "auto" else classes
@@ -277,8 +277,8 @@ class ClassPrototypes(FederatedCallback):
             return
         self._has_warned = True
         _log.warning(
-            "Client %r trains on a single batch, so online passes cannot measure its local prototype margin (logged "
-            "once). FedMargin uses the mean of the other clients instead. Use passes='exact' to measure the margin.",
+            "Client %r trains on a single batch, so online passes measure no local prototype margin (logged once). "
+            "FedMargin uses the other clients' mean instead. Use passes='exact' to measure the margin.",
             planned.visit.client,
         )
 

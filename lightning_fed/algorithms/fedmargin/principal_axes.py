@@ -55,7 +55,7 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
                 [10.,  0.]], dtype=torch.float64)
     """
     if points.ndim != 2 or len(points) < 1:
-        raise ValueError(f"Expected `points` of shape (n, d) with n at least 1, but got {tuple(points.shape)}.")
+        raise ValueError(f"Expected `points` of shape (n, d) with n of at least 1, but got {tuple(points.shape)}.")
     check_count("count", count)
     values = points.double()
     center = values.mean(0)

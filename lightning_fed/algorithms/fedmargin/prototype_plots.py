@@ -103,14 +103,11 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
-            raise MisconfigurationException(
-                "Expected a `ClassPrototypes` callback for `PrototypePlots`, but the "
-                "Trainer has none: add one before `PrototypePlots`."
-            )
+            raise MisconfigurationException("PrototypePlots needs a `ClassPrototypes` among the Trainer's callbacks.")
         if not federation_of(trainer) and positions[0] > callbacks.index(self):
             raise MisconfigurationException(
-                "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but it comes after: "
-                "prototypes are measured at the end of an epoch, and must exist before the plot is drawn."
+                "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but got it after: "
+                "the prototypes of an epoch are measured at its end."
             )
 
     # A federation
@@ -206,7 +203,7 @@ def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color
     for (x, y), (name, color) in zip(points.tolist(), shown, strict=True):
         axes.scatter(x, y, s=100, color=[v / 255 for v in color], edgecolors="black", linewidths=0.5, zorder=4)
         axes.annotate(name, (x, y), xytext=(7, 7), textcoords="offset points", zorder=3)
-    axes.set_title(f"{title}: {plane_variance / variance if variance else 1:.0%} of the variance")
+    axes.set_title(f"{title}: {plane_variance / variance if variance else 1:.0%} of the spread")
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.15)
     axes.grid(alpha=0.3)

@@ -154,7 +154,7 @@ class ProcessSynchronisation(RoundSynchronisation):
             return
         if max(norms) - min(norms) > _ROUNDING * max(norms):
             raise RuntimeError(
-                f"The global models differ between processes (norms {norms}): an aggregator or a callback's "
+                f"The processes have different global models (norms {norms}): an aggregator or a callback's "
                 "`on_server_aggregate` differs between processes. Draw random numbers only from PyTorch's, NumPy's "
                 "or Python's global generators (with equal seeds), and share values recorded in `on_server_receive`: "
                 "see `FederatedCallback.share_round`."
@@ -213,9 +213,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
             )
             if notes and uses:
                 raise MisconfigurationException(
-                    f"`{name}` receives an update only in the process that trained the client, but aggregates in all "
-                    "processes: implement `share_round` to share data with all processes, or return None if there is "
-                    "no data to share."
+                    f"`{name}` only sees a client's update in the client's process, but aggregates in all processes: "
+                    "implement `share_round` to share its data with all processes, or return None without data."
                 )
 
 

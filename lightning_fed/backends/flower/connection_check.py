@@ -37,7 +37,7 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
     try:
         socket.create_connection((name, port), _SECONDS).close()
     except OSError as error:
-        raise Broken(f"port: no server listens at {address} ({error}); check that the server runs") from error
+        raise Broken(f"port: nothing listens at {address} ({error}); does the server run?") from error
     yield f"port: {port} is open"
     answer, text = _ask(name, port, ca)
     yield "certificate: valid for this name and signed by the authority"
@@ -81,9 +81,7 @@ def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]
             f"certificate: {error.verify_message}; check `ca.crt`, the server's name and this machine's clock"
         ) from error
     except ssl.SSLError as error:
-        raise Broken(
-            f"certificate: {name}:{port} does not use TLS ({error.reason}); the server may run with `--insecure`"
-        ) from error
+        raise Broken(f"certificate: {name}:{port} does not speak TLS ({error.reason}); is it `--insecure`?") from error
     except (OSError, http.client.HTTPException) as error:
         raise Broken(f"port: {name}:{port} does not answer ({error!r})") from error
     finally:
@@ -101,7 +99,7 @@ def _find_skew(date: str | None) -> float:
 def _start_supernode(address: str, ca: Path, key: Path) -> str:
     """Starts a SuperNode, waits for the server's approval, and returns the node number."""
     if not key.is_file():
-        raise Broken(f"key: {str(key)!r} is missing; create a key with `lightning-fed flower certificates --node`")
+        raise Broken(f"key: {str(key)!r} is missing; make a key with `lightning-fed flower certificates --node`")
     command = [
         "flower-supernode", "--root-certificates", str(ca), "--auth-supernode-private-key", str(key),
         "--superlink", address, "--port", str(free_port()), "--isolation", "process", "--max-retries", "0",

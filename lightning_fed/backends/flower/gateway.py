@@ -89,7 +89,7 @@ class Registry:
         try:
             is_there = await asyncio.to_thread(self._look_up, key)  # a locked database must not block other calls
         except sqlite3.Error as error:
-            _log.error("Cannot read the SuperLink's database: %s.", error)
+            _log.error("The SuperLink's database cannot be read: %s.", error)
             if last > now - _STALE:
                 return True
             raise

@@ -28,16 +28,16 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
     worker. Messages are never unpickled.
     """
     if not isinstance(app, LightningClientApp):
-        raise TypeError(f"Expected an app from `client_app`, but got {app!r}.")
+        raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")
     path = Path(socket)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_mode & 0o077:
         raise PermissionError(
-            "Expected a folder for the socket that only you can access (chmod 700), but other users can access "
+            "Expected a folder for the socket that only you can reach (chmod 700), but others can reach "
             f"{str(path.parent)!r}."
         )
     if path.exists() and not path.is_socket():
-        raise FileExistsError(f"Expected the path of a socket, but {str(path)!r} is a regular file.")
+        raise FileExistsError(f"Expected a path for a socket, but {str(path)!r} is a file.")
     if _is_served(path):
         raise FileExistsError(f"Another worker uses the socket {str(path)!r}.")
     path.unlink(missing_ok=True)

@@ -79,7 +79,7 @@ class SiteGate:
     def _guard(self, kind: str, packet: Packet, bare: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         order = read_order(kind, packet.text, packet.data)
         if order is None:
-            raise PacketError("the message is not from lightning-fed")
+            raise PacketError("it is not a message from lightning-fed")
         refused = self._decide(order, None)
         if refused is not None:
             return refused

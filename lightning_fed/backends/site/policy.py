@@ -296,7 +296,7 @@ def _read_own_file(path: Path) -> bytes:
             raise OSError("the path is not a regular file")
         content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise OSError(f"the file is larger than {_LARGEST} bytes")
+            raise OSError(f"the file has more than {_LARGEST} bytes")
         return content
 
 
@@ -304,7 +304,7 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
     known = [item.name for item in fields(SitePolicy) if item.name != "digest"]
     unknown = sorted(values.keys() - set(known))
     if unknown:
-        raise ValueError(f"expected only rules from {known}, but got {unknown[0]!r}")
+        raise ValueError(f"expected rules from {known}, but got {unknown[0]!r}")
     needs = [name for name in values if name in _NEEDS]
     if list(values)[: len(needs)] != needs:  # a partially written file lacks the end
         raise ValueError(f"expected {', '.join(_NEEDS)} before all other rules, in the form `steps = [...]`")
@@ -322,11 +322,11 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
             read[name] = value
         elif name in ("rounds_per_day", "bytes_per_day", "clients_per_sum"):
             if type(value) is not int or value < 0:
-                raise ValueError(f"expected `{name}` to be an integer, but got {value!r}")
+                raise ValueError(f"expected `{name}` to be a whole number, but got {value!r}")
             read[name] = value
         else:
             if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-                raise ValueError(f"expected `{name}` to be a list of strings, but got {value!r}")
+                raise ValueError(f"expected `{name}` to be a list of texts, but got {value!r}")
             read[name] = tuple(value)
     kinds = [kind for kind in ANSWERS.values() if kind != "clients"]
     for name, allowed in (("answers", kinds), ("counts", [*COUNTS])):
@@ -343,9 +343,7 @@ def _make_step(value: Any) -> RequiredStep:
     step = RequiredStep(**value)
     bounds = [*step.at_least.values(), *step.at_most.values()]
     if not isinstance(step.name, str) or not all(type(bound) in (int, float) for bound in bounds):
-        raise ValueError(
-            f"expected each step to have a `name`, and numbers in `at_least` and `at_most`, but got {value!r}"
-        )
+        raise ValueError(f"expected a step with a `name`, and numbers in `at_least` and `at_most`, but got {value!r}")
     return step
 
 

@@ -211,7 +211,7 @@ class Record:
         if head is None:
             return
         if self.last.number < count or digest not in (None, expected):
-            raise RecordError(f"line {count} is missing or contradicts the head in {str(self._head)!r}")
+            raise RecordError(f"line {count} is missing, or differs from the head in {str(self._head)!r}")
         if not count and self.last.number > 1:  # a crash after the first line leaves no head file
             raise RecordError(
                 f"the record has {self.last.number} lines, but the head file {str(self._head)!r} is missing"

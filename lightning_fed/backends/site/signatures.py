@@ -34,9 +34,9 @@ def read_public_key(line: str) -> Ed25519PublicKey:
     try:
         key = load_ssh_public_key(line.encode())
     except Exception as error:  # a malformed line can raise several exception types
-        raise ValueError(f"Expected a line such as 'ssh-ed25519 AAAA... name', but got {line!r}.") from error
+        raise ValueError(f"Expected a line like 'ssh-ed25519 AAAA... name', but got {line!r}.") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(f"Expected a key of type ssh-ed25519, but got {line!r}.")
+        raise ValueError(f"Expected a key of the type ssh-ed25519, but got {line!r}.")
     return key
 
 

@@ -30,7 +30,7 @@ from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, loss_i
 from lightning_fed.lightning.logged_values import LogCall, intercepted
 from lightning_fed.model.entries import copy_state, tensors_by_path
 
-_WRITES = "`training_step` sets the attribute {!r}, which all clients would share"
+_WRITES = "`training_step` writes the attribute {!r}, which all clients would share"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _SEEDS = (1, 2)  # values for the two clients
 _TOLERANCE = 0.01  # tolerance for rounding, also on devices with low internal precision; real differences are larger
@@ -56,7 +56,7 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
         except Obstacle:
             raise
         except Exception as error:
-            raise Obstacle(f"in a trial step `training_step` raised {describe(error)}") from error
+            raise Obstacle(f"in a trial `training_step` raised {describe(error)}") from error
     try:
         _try_optimizer(optimizer)
     except Obstacle:
@@ -121,8 +121,8 @@ class _TwoClients:
                 )
         if not self._run_at_once(batch, draws, is_isolated=True)[0].isfinite().all() and together[0].isfinite().all():
             raise Obstacle(
-                "`training_step` uses parameters or buffers that are not attributes of the module (from a list or "
-                "the optimizer), which all clients would share"
+                "`training_step` uses parameters or buffers outside the module's attributes (a list, the optimizer), "
+                "which all clients would share"
             )
         return draws
 
@@ -133,11 +133,9 @@ class _TwoClients:
         with detect_draws() as has_drawn:
             output = self._step(batch, *self._rest)
         if versions != [tensor_version(parameter) for parameter in self._trained]:
-            raise Obstacle("`training_step` writes to parameters that the optimizer trains")
+            raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
-            raise Obstacle(
-                "`training_step` draws from Python's or NumPy's random generator, which all clients would share"
-            )
+            raise Obstacle("`training_step` draws from Python's or NumPy's generator, which all clients would share")
         loss = loss_in(output)
         return self._results(loss, lambda value: [value])
 

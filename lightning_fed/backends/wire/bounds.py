@@ -43,7 +43,7 @@ class OrderBounds:
             check_positive("max_lr", self.max_lr)
         if self.max_batches is not None and self.min_batches > self.max_batches:
             raise ValueError(
-                f"Expected `min_batches` to be at most max_batches={self.max_batches}, but got {self.min_batches}."
+                f"Expected `min_batches` of at most max_batches={self.max_batches}, but got {self.min_batches}."
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:
@@ -61,4 +61,4 @@ class OrderBounds:
         if 0 < batches < self.min_batches:
             return f"the server asks for {batches} batches, but this client requires at least {self.min_batches}"
         rate = None if self.max_lr is None else find_bad_rate(train_request.hyperparameters, self.max_lr)
-        return None if rate is None else f"the server's option {rate}, but this client allows {self.max_lr}"
+        return None if rate is None else f"the server's learning rate {rate}, but this client allows {self.max_lr}"

@@ -115,10 +115,10 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
     because two halves could then restore different secrets.
     """
     if peers.get(client) != own:
-        raise SumError("its keys are missing in the sum")
+        raise SumError("its own keys are missing in the sum")
     for part in (slice(0, KEY), slice(KEY, 2 * KEY)):
         if len({public[part] for public in peers.values()}) < len(peers):
-            raise SumError("two clients in the sum have the same key")
+            raise SumError("two clients of the sum have the same key")
     if not len(peers) / 2 < least <= len(peers):
         raise SumError(
             f"{least} of {len(peers)} clients could restore its secrets, but more than half must be necessary"
@@ -181,7 +181,7 @@ def find_masks(
     restored secrets do not match the published rows.
     """
     if len(shares) < least:
-        raise SumError(f"{len(shares)} clients have answered, but {least} are required to unmask the sum")
+        raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
     total, liars = np.zeros(size, np.uint32), set[Client]()
     for peer, public in peers.items():
         is_there = peer in survivors
@@ -214,7 +214,7 @@ def _restore(
     if len(opened) < least:
         raise SumError(
             f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r}, and its "
-            f"{secret_name} requires {least} shares: either this client or all of these clients are at fault",
+            f"{secret_name} needs {least} shares: either it or all of these clients are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
@@ -228,7 +228,7 @@ def _restore(
         }  # fmt: skip
         return secret, wrong
     raise SumError(
-        f"the shares of client {dealer!r} do not restore its {secret_name}: either this client or more than "
+        f"the shares of client {dealer!r} do not restore its {secret_name}: either it or more than "
         f"{len(opened) - least} of the {len(opened)} answering clients are at fault",
         dealer,
     )

@@ -53,7 +53,7 @@ class ServerSum:
         unusable shares is also excluded; the other clients restart with new keys, because no update is masked yet.
         """
         for client in [client for client in clients if client in self.distrusted]:
-            self._server.fail(client, "its shares failed in an earlier secure sum of this run")
+            self._server.fail(client, "its shares failed in an earlier sum of this run")
         clients = [client for client in clients if client not in self.distrusted]
         while self._are_enough(clients):
             published = self._publish(clients)
@@ -70,7 +70,7 @@ class ServerSum:
             if len(clients) == len(opened):
                 self.peers = {client: published[client] for client in clients}
                 return
-            words = "Round %d: the secure sum restarts with new keys of the other %d clients."
+            words = "Round %d: the secure sum restarts with new keys from the other %d clients."
             _log.warning(words, round_number(self._server.report.round), len(clients))
 
     def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
@@ -113,8 +113,7 @@ class ServerSum:
         self.distrusted.add(client)
         self._server.fail(
             client,
-            f"{words}: either this client or all of these clients are at fault; excluded from further secure "
-            "sums in this run",
+            f"{words}: either it or all of these clients are at fault; excluded from further sums of this run",
         )
         return True
 
@@ -139,8 +138,8 @@ class ServerSum:
             if dealer is not None:
                 self.distrusted.add(dealer)
                 words = (
-                    "Round %d: client %r is excluded from further secure sums in this run. The round is not repeated "
-                    "without this client, because the difference between two sums could reveal an update."
+                    "Round %d: client %r is excluded from further sums of this run. The round is not repeated "
+                    "without the client, because the difference between two sums could reveal an update."
                 )
                 _log.warning(words, round_number(self._server.report.round), dealer)
             return
@@ -156,7 +155,7 @@ class ServerSum:
         if len(clients) >= self._sum.least:
             return True
         for client in clients:
-            reason = f"a secure sum requires at least {self._sum.least} clients, but only {len(clients)} remain"
+            reason = f"a secure sum needs at least {self._sum.least} clients, but only {len(clients)} are left"
             self._server.fail(client, reason)
         return False
 

@@ -104,9 +104,7 @@ def run_server(
     )
     if stage != "fit":
         if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
-            raise MisconfigurationException(
-                "Expected a `ClientEvaluation` callback, which evaluates on the clients: add one to `callbacks`."
-            )
+            raise MisconfigurationException("Expected `ClientEvaluation` among the callbacks: it evaluates at clients.")
         path = last if not ckpt_path and last.exists() else ckpt_path or None
         getattr(trainer, stage)(module, datamodule=HalfData(ClientsBatch()), ckpt_path=path)
         return trainer
@@ -131,5 +129,5 @@ def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Ca
             reason = "batch_norm='recalibrate' would need additional messages to clients: choose another `batch_norm`"
         if reason:
             raise MisconfigurationException(
-                f"`{type(callback).__name__}` does not support clients on other machines: {reason}."
+                f"`{type(callback).__name__}` does not work yet with clients on other machines: {reason}."
             )

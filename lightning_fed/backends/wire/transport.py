@@ -203,7 +203,7 @@ class Transport(ABC):
                 del self._unanswered[name]
             if isinstance(answer, Packet):
                 self.late += 1
-                words = "Discarded the late answer of client %r to round %d."
+                words = "Dropped the late answer of client %r to round %d."
                 _log.warning(words, client, round_number(round))
 
 
@@ -235,7 +235,7 @@ def put_aside(answer: Answer) -> Callable[[], Answer]:
         file.write(answer.data)
         file.flush()
     except OSError as error:
-        _log.warning("An answer stays in memory, because its temporary file cannot be written: %s.", error)
+        _log.warning("An answer stays in memory, because a temporary file cannot be written: %s.", error)
         if file is not None:
             with contextlib.suppress(OSError):  # a failed flush
                 file.close()

@@ -68,7 +68,7 @@ class EvaluationReport:
         """Reads the report from a message; raises `BadUpdate` for an invalid report."""
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
-            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, but the limit is {20 * _MOST_NAMES}")
+            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, more than {20 * _MOST_NAMES}")
         try:
             for entry, value in update.extras.items():
                 report._read(entry, value)
@@ -77,14 +77,14 @@ class EvaluationReport:
         except (ArithmeticError, ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
             raise BadUpdate(f"its evaluation cannot be read: {type(error).__name__}") from error
         if any(key not in report.states and metric_of(key) not in report.stays for key in report.metrics.values()):
-            raise BadUpdate("it logged a metric without a state")
+            raise BadUpdate("it has logged a metric without a state")
         if not report.values.keys() >= report.logged.keys() | report.metrics.keys():
-            raise BadUpdate("it logged a name without a value")
+            raise BadUpdate("it has logged a name without a value")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
-                raise BadUpdate(f"a value has the invalid name {name[:50]!r}")
+                raise BadUpdate(f"the name {name[:50]!r} of a value is invalid")
         if len(report.values) > _MOST_NAMES:
-            raise BadUpdate(f"it has {len(report.values)} values, but the limit is {_MOST_NAMES}")
+            raise BadUpdate(f"it has {len(report.values)} values, more than {_MOST_NAMES}")
         return report
 
     def keep_names(self, names: set[str]) -> None:

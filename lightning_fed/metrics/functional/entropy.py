@@ -89,7 +89,7 @@ def feature_entropy(
     _check_channels("features", features)
     if size is not None and (features.ndim != 4 or len(size) != 2):
         raise ValueError(
-            "Expected `features` of shape (N, d, H, W) and `size` with height and width, but got "
+            "Expected `features` of shape (N, d, H, W) and `size` to be a height and a width, but got "
             f"{tuple(features.shape)} and {tuple(size)}."
         )
     maps = _by_pieces(features, lambda piece: shannon_entropy(_shares(piece, activation), 1, normalize=normalize))
@@ -120,6 +120,6 @@ def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 def _check_channels(name: str, values: Tensor) -> None:
     if values.ndim < 2 or values.shape[1] < 2:
         raise ValueError(
-            f"Expected `{name}` of shape (N, C, *size) with C at least 2, but got {tuple(values.shape)}. For a single "
-            "class with logit l, pass the two logits 0 and l."
+            f"Expected `{name}` of shape (N, C, *size) with C of at least 2, but got {tuple(values.shape)}. For a "
+            "single class with logit l, pass the two logits 0 and l."
         )

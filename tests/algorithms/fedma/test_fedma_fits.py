@@ -265,7 +265,7 @@ def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog):
     fit(trainer, models.Module(mlp(), momentum), data_of(parts([9, 14, 6] * 2 + [8], [3] * 7)))
     assert len(received) == 7
     assert list(trainer.federation.server.report.failed) == received[:5]
-    assert all(f"client '{client}' is left out: " in caplog.text for client in received[:5])
+    assert all(f"client '{client}' is excluded: " in caplog.text for client in received[:5])
     assert "fedma/growth" in trainer.callback_metrics
 
 

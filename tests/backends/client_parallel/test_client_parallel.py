@@ -253,7 +253,7 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
         assert one["rounds"] == 3
         assert one["report"]["failed"] == {}  # from the last round
     assert [found[0]["lines"][round]["fed/failed"] for round in range(3)] == [0, 1, 0]
-    said = f"Round 2: client {client!r} is left out: its visit took longer than visit_timeout=8 seconds"
+    said = f"Round 2: client {client!r} is excluded: its visit took longer than visit_timeout=8 seconds"
     assert said in two.log(1, "stuck")
 
 
@@ -268,7 +268,7 @@ REFUSED = {
     "on_server_aggregate": "RuntimeError: The processes have different global models",
     "store": "MisconfigurationException: `OwnStore` keeps client states in one process",
     "all_fail": "OSError: the disk is gone",
-    "all_empty": "RuntimeError: No new model has come of 1 round, up to round 1, in which 5 of 5 clients failed",
+    "all_empty": "RuntimeError: There is no new model after 1 round, up to round 1, in which 5 of 5 clients failed",
 }
 
 

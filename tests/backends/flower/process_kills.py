@@ -199,7 +199,7 @@ def kill(folder, process, point):
         wait_until((folder / "killed").exists)
         fit.restart(process)
         fit.finish()
-        lost = re.findall(rf"Round (\d+): client '{LOST}' is left out", deployment.log("run"))
+        lost = re.findall(rf"Round (\d+): client '{LOST}' is excluded", deployment.log("run"))
     stores = [folder / "store0", folder / "store1"]
     return ending(folder / "run", stores), rows(folder / "run"), frozenset(int(round) - 1 for round in lost)
 

@@ -58,7 +58,7 @@ def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_pa
             link.cut(SECONDS)
         finish(deployment, process)
         assert link.cuts == 1
-        assert "is left out" not in deployment.log("run")
+        assert "is excluded" not in deployment.log("run")
     compare(tmp_path / "run", here)
 
 
@@ -73,7 +73,7 @@ def test_the_link_is_back_after_the_time_limit(federated_trainer, tmp_path, slee
         log = deployment.log("run")
     assert "Dropped the late answer of client 'bob' to round 2." in log
     left_out = [
-        (client, int(round) - 1) for round, client in re.findall(r"Round (\d+): client '(\w+)' is left out", log)
+        (client, int(round) - 1) for round, client in re.findall(r"Round (\d+): client '(\w+)' is excluded", log)
     ]
     assert ("bob", 1) in left_out
     losses = [Loses(client, (round,)) for client, round in left_out]

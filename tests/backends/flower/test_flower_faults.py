@@ -176,9 +176,9 @@ def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog):
     )
     assert_same(state_of(there), state_of(here))
     assert trainer.callbacks[0].rounds == rounds
-    left_out = [message for message in caplog.messages if "is left out" in message]
+    left_out = [message for message in caplog.messages if "is excluded" in message]
     for round, (message, reason) in enumerate(zip(left_out, reasons, strict=True)):
-        assert message.startswith(f"Round {round + 1}: client {LOST!r} is left out")
+        assert message.startswith(f"Round {round + 1}: client {LOST!r} is excluded")
         assert reason in message
 
 
@@ -250,7 +250,7 @@ def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, cap
     )
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
-    assert "Round 2: client 'bob' is left out: it is not connected." in caplog.text
+    assert "Round 2: client 'bob' is excluded: it is not connected." in caplog.text
     assert {node for node, message in grids[0].sent if message.metadata.group_id == "2"} == {11, 13}
 
 
@@ -267,7 +267,7 @@ def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, c
         tmp_path, make_module, models.vectors(SIZES), Federation, server_callbacks=[Coming()], grids=grids, limit=3600
     )
     assert trainer.current_epoch == 3
-    assert caplog.text.count("client 'bob' is left out: it is not connected.") == 2
+    assert caplog.text.count("client 'bob' is excluded: it is not connected.") == 2
 
 
 @pytest.mark.parametrize(("days", "lost"), [(-1, ()), (1, ("bob", "cid"))])
@@ -294,7 +294,7 @@ def test_the_clock_of_the_servers_machine_is_set(days, lost, federated_trainer, 
         callbacks=[Loses(name) for name in lost],
     )
     assert_same(state_of(there), state_of(here))
-    said = [f"Round 2: client {name!r} is left out: Flower reports: the message has expired." for name in lost]
+    said = [f"Round 2: client {name!r} is excluded: Flower reports: the message has expired." for name in lost]
     assert [line.getMessage() for line in caplog.records if "Flower reports" in line.getMessage()] == said
 
 
@@ -322,7 +322,7 @@ def test_a_client_whose_disk_is_full_misses_the_round(federated_trainer, tmp_pat
     assert sum(f"s-{LOST}" in path for path in written) == 3
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
-    assert f"Round 2: client {LOST!r} is left out: its program raised OSError" in caplog.text
+    assert f"Round 2: client {LOST!r} is excluded: its program raised OSError" in caplog.text
 
 
 def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_trainer):
@@ -407,7 +407,7 @@ def test_a_client_whose_folder_is_lost(tmp_path, caplog):
         tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: Federation(FedPer("net.head.*")),
         change=lose, rounds=2, server_callbacks=[Lose()],
     )  # fmt: skip
-    assert "client 'bob' is left out: it has lost its state from round 1." in caplog.text
+    assert "client 'bob' is excluded: it has lost its state from round 1." in caplog.text
 
 
 # --- Faulty programs --------------------------------------------------------------------------------------------------
@@ -436,9 +436,9 @@ def test_one_client_that_says_its_program_is_at_fault_ends_no_run(tmp_path, capl
         change=on_the_way,
     )  # fmt: skip
     assert trainer.current_epoch == 6
-    left_out = [message for message in caplog.messages if "is left out" in message]
+    left_out = [message for message in caplog.messages if "is excluded" in message]
     assert left_out
-    assert all("client 'bob' is left out: its program raised KeyError" in message for message in left_out)
+    assert all("client 'bob' is excluded: its program raised KeyError" in message for message in left_out)
 
 
 @pytest.mark.parametrize(

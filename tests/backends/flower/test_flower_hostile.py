@@ -75,7 +75,7 @@ def test_numbers_that_cannot_be_used(case, header, reason, tmp_path, caplog):
         return changed(**header)(content) if is_lost(message, content) else [content]
 
     _, trainer, _, _ = on_flower(tmp_path, case.module, case.data(SIZES), case.federation, 2, change=on_the_way)
-    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    left_out = [record.getMessage() for record in caplog.records if "is excluded" in record.getMessage()]
     assert len(left_out) == 1
     assert reason in left_out[0]
     assert "\n" not in left_out[0]
@@ -182,7 +182,7 @@ def test_another_folder_is_noticed(federation, callbacks, how, tmp_path, caplog)
     on_flower(
         tmp_path, case_module, models.vectors(SIZES), federation, callbacks=callbacks, server_callbacks=[Change()]
     )
-    assert "Round 3: client 'bob' is left out: it has lost its state from round 2." in caplog.text
+    assert "Round 3: client 'bob' is excluded: it has lost its state from round 2." in caplog.text
 
 
 def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
@@ -197,7 +197,7 @@ def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
     _, trainer, _, _ = on_flower(
         tmp_path, make_module, models.vectors(SIZES), Federation, 4, server_callbacks=[Swap()], grids=grids
     )
-    assert "Round 2: client 'bob' is left out: its data are not at this node." in caplog.text
+    assert "Round 2: client 'bob' is excluded: its data are not at this node." in caplog.text
     assert trainer.callbacks[0].round_log.state_dict()["last"]["fed/failed"] == 0
 
 
@@ -325,10 +325,10 @@ def test_answers_at_the_limit_and_over_it(checked_by, monkeypatch, federated_tra
         tmp_path, make_module, data, lambda: Federation(seed=1), callbacks=lambda: callbacks, change=lengthen
     )
     assert list(trainer.callbacks[0].server.report.received) == ["ann", "cid"]
-    left_out = [text for text in caplog.messages if "is left out" in text]
+    left_out = [text for text in caplog.messages if "is excluded" in text]
     assert len(left_out) == 3
     for round, text in enumerate(left_out):
-        assert text.startswith(f"Round {round + 1}: client 'bob' is left out: its answer has ")
+        assert text.startswith(f"Round {round + 1}: client 'bob' is excluded: its answer has ")
         assert f" and {most + 1} bytes, and no more than " in text
         assert f" and {most} are read" in text
     assert max(seen) == most + (checked_by == "server")
@@ -362,8 +362,8 @@ def test_answers_that_flower_cannot_put_together(damage, federated_trainer, tmp_
         return [content]
 
     there, _, _, _ = on_flower(tmp_path, make_module, data, lambda: Federation(seed=1), change=put_together)
-    left_out = [text for text in caplog.messages if "is left out" in text]
-    assert [text.startswith("Round 2: client 'bob' is left out: its answer cannot be read:") for text in left_out] == [
+    left_out = [text for text in caplog.messages if "is excluded" in text]
+    assert [text.startswith("Round 2: client 'bob' is excluded: its answer cannot be read:") for text in left_out] == [
         True
     ]
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])

@@ -178,9 +178,9 @@ def test_answers_of_the_largest_size(federated_trainer, tmp_path):
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", "padded", rounds=len(rounds)))
         limit = packets._DATA[0] + packets._DATA[1] * tensor_bytes(here.state_dict())  # noqa: SLF001
         for round in rounds:
-            assert f"Round {round + 1}: client 'bob' is left out: its answer has" in deployment.log("run")
+            assert f"Round {round + 1}: client 'bob' is excluded: its answer has" in deployment.log("run")
         assert deployment.log("run").count(f"{limit + 1} bytes, and no more than") == len(rounds)
-        assert deployment.log("run").count("is left out") == len(rounds)
+        assert deployment.log("run").count("is excluded") == len(rounds)
     compare(tmp_path / "run", here)
 
 
@@ -198,9 +198,9 @@ def test_two_sites_with_policies(federated_trainer, tmp_path):
         key = f'key="{tmp_path / "keys" / "server"}"'
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2, more=key))
         for round in range(2):
-            refused = f"Round {round + 1}: client 'bob' is left out: the site policy does not allow"
+            refused = f"Round {round + 1}: client 'bob' is excluded: the site policy does not allow"
             assert refused in deployment.log("run")
-        assert deployment.log("run").count("is left out") == 2
+        assert deployment.log("run").count("is excluded") == 2
     compare(tmp_path / "run", here)
     assert [line["rule"]["servers"] for line in lines_of(tmp_path / "store0")] == [public] * 5
     refused = [line["rule"].get("refused") for line in lines_of(tmp_path / "store1")]
@@ -241,8 +241,8 @@ def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
         deployment.kill("node1")
         workers.processes[1].kill()
         finish(deployment, process)
-        assert "Round 2: client 'bob' is left out" in deployment.log("run")
-        assert deployment.log("run").count("is left out") == 1
+        assert "Round 2: client 'bob' is excluded" in deployment.log("run")
+        assert deployment.log("run").count("is excluded") == 1
     compare(tmp_path / "run", here)
 
 
@@ -341,7 +341,7 @@ def test_a_node_that_comes_back(has_key, tmp_path):
             refused += 1
             time.sleep(5)
         finish(deployment, process)
-        lost = re.findall(r"Round (\d+): client 'bob' is left out", deployment.log("run"))
+        lost = re.findall(r"Round (\d+): client 'bob' is excluded", deployment.log("run"))
         numbers = re.findall(r'Node (\d+) has the clients \["bob"\]', deployment.log("run"))
     first = int(lost[0]) if lost else 0
     assert lost == [f"{first + index}" for index in range(len(lost))]

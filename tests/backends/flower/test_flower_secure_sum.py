@@ -121,7 +121,7 @@ def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, c
     for expected, found in zip(here.aggregates, there.aggregates, strict=True):
         assert_same(expected, found)
     assert_same(state_of(masked), state_of(plain))
-    assert f"Round 2: client {lost!r} is left out: its answer cannot be read" in caplog.text
+    assert f"Round 2: client {lost!r} is excluded: its answer cannot be read" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
 
 
@@ -177,10 +177,10 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
     masked, _, _, grid = on_flower(
         tmp_path, module, models.vectors(SIZES), federation, change=seal_nonsense, server_callbacks=[there]
     )
-    words = "client 'bob' is left out: 4 of 5 clients cannot open its shares: either it or all of these clients"
+    words = "client 'bob' is excluded: 4 of 5 clients cannot open its shares: either it or all of these clients"
     assert words in caplog.text
     assert "Round 1: the secure sum restarts with new keys from the other 4 clients." in caplog.text
-    assert "Round 2: client 'bob' is left out: its shares failed in an earlier sum of this run" in caplog.text
+    assert "Round 2: client 'bob' is excluded: its shares failed in an earlier sum of this run" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [1, 1, 1]
     asked = [stage_of(message) for _, message in grid.sent]
     assert {stage: asked.count((stage, 0, "ann")) for stage in ("keys", "shares", "open", "train", "unmask")} == {
@@ -226,7 +226,7 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     assert len(there.aggregates) == 2
     assert "the shares of client 'bob' do not restore its mask: either it or more than 1 of the 5" in caplog.text
     assert "Round 1: client 'bob' is excluded from further sums of this run. The round is not repeated" in caplog.text
-    assert "Round 2: client 'bob' is left out: its shares failed in an earlier sum of this run" in caplog.text
+    assert "Round 2: client 'bob' is excluded: its shares failed in an earlier sum of this run" in caplog.text
 
 
 def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, monkeypatch, caplog):
@@ -242,7 +242,7 @@ def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, m
     (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "", ["bob"])
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
-    assert "Round 2: client 'bob' is left out: Flower reports: <class " in caplog.text
+    assert "Round 2: client 'bob' is excluded: Flower reports: <class " in caplog.text
 
 
 @needs_accountant
@@ -323,5 +323,5 @@ def test_private_halves_with_other_clips(clip, secure, tmp_path, caplog):
     halves = iter([Federation(steps=[KnownKey(own, 1e-3, 0.5), *secure]) for own in (0.05, 0.05, clip)])
     on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
     for name in SIZES:
-        words = f"client {name!r} is left out: its federation has a clip of 0.05, but the server {clip}"
+        words = f"client {name!r} is excluded: its federation has a clip of 0.05, but the server {clip}"
         assert words in caplog.text

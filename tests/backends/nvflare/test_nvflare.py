@@ -118,7 +118,7 @@ def test_hostile_answers_exclude_their_site(federated_trainer, tmp_path, monkeyp
     hostile = importlib.import_module("fedjob.halves").HOSTILE
     assert len(hostile) > 30
     said = simulate(tmp_path, "fedavg", seconds=600, min_clients=1, rest=20)
-    reasons = dict(re.findall(r"Round (\d+): client 'site-2' is left out: (.*)", said))
+    reasons = dict(re.findall(r"Round (\d+): client 'site-2' is excluded: (.*)", said))
     for number, (name, (_, reason)) in enumerate(hostile.items(), 1):
         assert reason in reasons.get(str(number), ""), name
     assert len(reasons) == len(hostile)

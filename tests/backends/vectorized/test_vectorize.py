@@ -415,7 +415,7 @@ def test_a_client_that_fails_is_left_out_and_the_others_are_not_disturbed(fault,
         data["bob"] = Breaking(data["bob"].tensors, **fault)
         caplog.clear()
         results.append(fit(federated_trainer, models.Module(models.mlp(), models.momentum), data, size, max_rounds=1))
-        assert "client 'bob' is left out" in caplog.text
+        assert "client 'bob' is excluded" in caplog.text
         assert "one after another" not in caplog.text
     assert_close(results[0][0], results[1][0])
     assert results[1][1]["fed/clients"] == 4
@@ -441,7 +441,7 @@ def test_a_single_example_on_which_batch_norm_cannot_train(federated_trainer, ca
         fit(federated_trainer, make(), models.as_datasets(models.vectors(sizes)), size, max_rounds=1)[0]
         for size in (1, 3)
     ]
-    assert caplog.text.count("client 'b' is left out: it has a single example") == 2
+    assert caplog.text.count("client 'b' is excluded: it has a single example") == 2
     assert_close(*states)
 
 
@@ -451,8 +451,8 @@ def test_a_client_whose_step_raises_is_excluded_by_name(make, federated_trainer,
     clients = models.vectors({"a": 40, "b": 40, "c": 33, "d": 40})
     clients["b"][1][20] = 99  # a label without a class, in the first or second batch
     compare(federated_trainer, wrapped(make), clients, size=4, batch_size=16)
-    assert caplog.text.count("client 'b' is left out: its training step raised ") == 4
-    assert caplog.text.count("is left out") == 4
+    assert caplog.text.count("client 'b' is excluded: its training step raised ") == 4
+    assert caplog.text.count("is excluded") == 4
 
 
 class Branches(models.Module):
