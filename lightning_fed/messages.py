@@ -1,9 +1,8 @@
 """The three messages between server and client, with flat dictionaries of tensors.
 
-The server sends a :class:`Broadcast`, and the client answers with a :class:`ClientUpdate`. Before that, a client may
-send a :class:`Request` for some rows of a large table (classes of a head, words of an embedding), or with the names of
-model parts that the client already has. Only requested rows are sent, in both directions. Bytes are counted, not
-estimated.
+The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
+:class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with names of known parts
+of the model. Only requested rows are sent, in both directions. Bytes are counted, not estimated.
 
 Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver already has the values:
 ``unsent`` contains their names, and the receiver adds the values.
@@ -36,7 +35,7 @@ def plain_keys(clients: Iterable[Client]) -> list[Client]:
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Number of bytes in the tensors."""
+    """The tensors' size in bytes."""
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
@@ -46,7 +45,7 @@ def file_name(client: Client) -> str:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Hash of names, types, shapes and values in a state."""
+    """Digest for names, types, shapes and values in a state."""
     hasher = hashlib.sha256()
     for name in sorted(state):
         value = state[name].detach().cpu().contiguous().reshape(-1)
@@ -57,7 +56,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """Returns the tensors without duplicates of earlier tensors.
+    """The tensors, without tensors equal to an earlier one.
 
     Example:
         >>> import torch
@@ -113,8 +112,8 @@ class Broadcast:
 
     Args:
         round: Index of the round, from 0.
-        state: Entries of the client's initial model.
-        extras: Additional tensors of the method (such as control variates).
+        state: Entries for the client's initial model.
+        extras: Further tensors from the method (control variates, ...).
         rows: Row indices of sliced entries in ``state``, from the client's :class:`Request`; their bytes are counted in
             the request.
         unsent: Names of entries in ``state`` that the client already has. Set by the server.
@@ -128,7 +127,7 @@ class Broadcast:
 
     @property
     def sent(self) -> State:
-        """Returns the entries that are sent."""
+        """The transmitted entries."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
@@ -145,7 +144,7 @@ class ClientUpdate:
         client: The client's key.
         num_samples: Number of local examples: the client's weight in an average.
         state: Entries after the training (not differences).
-        extras: Additional tensors of the method (such as prototypes or statistics).
+        extras: Further tensors from the method (prototypes, statistics, ...).
         metrics: Numbers to log.
         rows: Row indices of sliced entries in ``state``. The server sets these to the rows in the broadcast, so that a
             client cannot write to other rows.
@@ -165,12 +164,12 @@ class ClientUpdate:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """The clients that contributed to the update."""
+        """The clients behind the update."""
         return self.members or (self.client,)
 
     @property
     def sent(self) -> State:
-        """Returns the entries that are sent."""
+        """The transmitted entries."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property

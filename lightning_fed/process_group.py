@@ -37,7 +37,7 @@ class ProcessGroup:
 
     @contextmanager
     def independent(self) -> Iterator[None]:
-        """Context in which communication is disabled."""
+        """Context without communication."""
         was_independent, self.is_independent = self.is_independent, True
         try:
             yield

@@ -106,7 +106,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. If the checkpoint names a class, its hyper-parameters replace the recipe's."""
+        """Parses the command line. Saved hyper-parameters replace the recipe's if the checkpoint names a class."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")
@@ -119,7 +119,7 @@ class FederatedCLI(LightningCLI):
                 sys.stderr.write(f"note: {path} was saved from Python: using the model and arguments in the recipe.\n")
 
     def before_instantiate_classes(self) -> None:
-        """Restores a checkpoint path that was hidden from Lightning's parser."""
+        """Restores a checkpoint path hidden from Lightning's parser."""
         if self._hidden_path is not None:
             self.config[self.config.subcommand].ckpt_path = self._hidden_path
 

@@ -1,4 +1,4 @@
-"""Interface of server-side rules, which turn the updates of a round into the new global state."""
+"""Interface of the server's rules, which turn a round's updates into the new global state."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RoundInfo:
         round: Index of the round, from 0.
         clients: All clients known in this process.
         trainable: Names of the trained entries; ``None`` if unknown.
-        untrained: Names of parameters without gradient and of constant buffers; few visits change these.
-        sliced: Names of entries of which a client holds only some rows.
+        untrained: Names of the parameters without gradient and the constant buffers; few visits change these.
+        sliced: Names of the entries with only some rows at a client.
         seed: The federation's seed; a step derives random numbers from (seed, round, client).
         refused: Reason by client for invalid answers so far in the round.
     """
@@ -49,11 +49,11 @@ def trained_entries(info: RoundInfo, state: State) -> list[str]:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """A rule's requirements for the cohort of the next round.
+    """A rule's requests to the server before the server draws a round's cohort.
 
     Args:
         drawn: Index of an earlier round whose cohort trains again; ``None`` for a new cohort.
-        present: Clients of the earlier cohort that may train again; ``None`` for all of these clients.
+        present: Clients of the earlier cohort that may train again; ``None`` for all.
         always: Additional clients in every cohort, never as stragglers or dropouts.
     """
 
@@ -99,7 +99,7 @@ class RuleCapabilities:
     def tolerated(self, count: int) -> int:
         """Returns how many of ``count`` clients may send arbitrary updates.
 
-        Pooled BatchNorm statistics exclude this number of lowest and highest values.
+        Pooled BatchNorm statistics exclude that many lowest and highest values.
         """
         return 0
 
@@ -107,8 +107,8 @@ class RuleCapabilities:
 class Aggregator(RuleCapabilities, ABC):
     """Server side of a method: prepares broadcasts, receives updates, and aggregates the new global state.
 
-    Between :meth:`start` and :meth:`aggregate` the order of updates must not matter, and :meth:`merge` adds the updates
-    of another process. Averaging rules should need O(model) memory.
+    Between :meth:`start` and :meth:`aggregate` a rule is a monoid: updates arrive in any order, and :meth:`merge` joins
+    the updates from another process. Averaging rules should hold O(model) memory.
 
     Example:
         >>> import torch
@@ -149,7 +149,7 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """Returns the new shared entries from all updates (at least one); ``None`` if there is no new model yet.
+        """The new shared entries from all updates (at least one); ``None`` without a new model yet.
 
         If a comparison of all updates excludes clients, the rule removes the updates of these clients and raises
         :class:`BadUpdates`. The server calls the method again if enough updates remain.
@@ -162,8 +162,8 @@ class Aggregator(RuleCapabilities, ABC):
     def state_dict(self) -> dict[str, Any]:
         """State between rounds (such as server momentum or prototypes): tensors and primitives.
 
-        Only :meth:`aggregate` changes the state, and must create new tensors instead of writing into old ones: after a
-        failed round the server restores the state from the start of the round.
+        Only :meth:`aggregate` changes the state, with new tensors instead of writes into old tensors: after a failed
+        round the server restores the state from the round's start.
         """
         return {}
 

@@ -30,7 +30,7 @@ class FederatedTrainer(L.Trainer):
 
     Args:
         method: The federated method.
-        max_rounds: Number of rounds to train: Lightning's ``max_epochs``.
+        max_rounds: Rounds to train: Lightning's ``max_epochs``.
         federation: A `Federation` callback, used instead of ``method`` and the arguments of ``Federation``.
         kwargs: Arguments of ``Federation`` and of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
 
@@ -100,14 +100,14 @@ class FederatedTrainer(L.Trainer):
                 sequence of clients, each with a ``DataLoader``, several loaders (as for ``CombinedLoader``) or a
                 map-style data set; or a datamodule. Data sets are read in batches of 32; for another batch size pass a
                 ``FederatedDataModule(clients, batch_size=...)``, or loaders.
-            val_dataloaders: Validation data for the global model, in the formats of ``L.Trainer.fit``; a mapping of
-                clients is also evaluated client by client. If ``train_dataloaders`` is one loader, a mapping whose keys
-                are not clients of the ``partition`` has Lightning's meaning: several loaders by name.
-            datamodule: Any datamodule, whose training data ``partition`` splits, or a
+            val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``; a mapping of
+                clients is evaluated client by client as well. If ``train_dataloaders`` is one loader, a mapping without
+                clients of the ``partition`` as keys has Lightning's meaning: several loaders by name.
+            datamodule: Any datamodule for ``partition`` to split, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.
-            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects, which can execute
-                code. By default, such a checkpoint is refused.
+            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects; pickled objects can
+                execute code. By default such a checkpoint is an error.
         """
         refuse_foreign(model, train_dataloaders, datamodule)
         check_processes(self)  # before Lightning starts the processes

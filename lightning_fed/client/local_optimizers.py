@@ -245,7 +245,7 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
 
 
 def _buffers(optimizer: Optimizer) -> dict[Any, Any]:
-    # Empty for the placeholder that Lightning uses in modules without optimizers.
+    # Empty for Lightning's placeholder in a module without optimizers.
     buffers: dict[Any, Any] = optimizer.state_dict().get("state", {})
     return buffers
 

@@ -158,7 +158,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
         for number, method in enumerate(methods):
             runs = [run for run in results if run["method"] == method and run["stragglers"] == part]
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
-            columns = list(zip(*curves, strict=False))  # number of rounds that all seeds have completed
+            columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
             rounds = range(1, len(columns) + 1)
             style = "-" if number < 10 else "--"  # matplotlib cycles through ten colours
             (line,) = axes.plot(rounds, [statistics.fmean(values) for values in columns], style, label=method)

@@ -40,7 +40,7 @@ class PlannedVisit:
         position: Index in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
-        pass_batches: Batches by pass, if a sampler has passes of different lengths.
+        pass_batches: Batches per pass, if a sampler gives passes different lengths.
         is_over: Whether the client has answered before the last batch.
         is_stream: Whether the visit ends when the client's loader ends.
         is_counted: Whether to count examples during the first pass.

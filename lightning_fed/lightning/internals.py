@@ -245,7 +245,7 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
     batches["is_last_batch"] = False
     if batches["current"]["ready"] == 0:
         _advance(batches, "ready")  # the first batch is already fetched
-    if window == 1:  # a resumed fit counts the batch again on the x-axis of the log
+    if window == 1:  # a resumed fit counts the batch on the log's axis again
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 

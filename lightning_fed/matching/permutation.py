@@ -47,7 +47,7 @@ class PermutationGroup:
 
     Attributes:
         name: Layer that has the neurons as outputs.
-        size: Number of neurons.
+        size: Neuron count.
         entries: Positions by entry and axis.
         blocks: Number of consecutive blocks of equal size (groups in a group normalization); neurons stay within a
             block.

@@ -65,7 +65,7 @@ def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
 
 
 def live_entries(module: nn.Module) -> State:
-    """Tensors that share memory with the module's state, by entry name, so that writing to them changes the module.
+    """Tensors that share memory with the module's state, by entry name: a write changes the module.
 
     Tied entries (one tensor with several names) appear once, under the first name. A complex tensor appears as a real
     view (:func:`torch.view_as_real`, shape ``(..., 2)``). Entries without memory in the module are excluded: extra
@@ -250,7 +250,7 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Entry names of parameters without gradients, and of buffers in layers that are in evaluation mode.
+    """Names of the entries for parameters without gradients, and for buffers of layers in evaluation mode.
 
     The module itself may write to these entries.
     """

@@ -14,7 +14,7 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class of custom layers that output logits for ``num_classes`` classes along the last axis."""
+    """Base class for custom layers with logits for ``num_classes`` classes along the last axis."""
 
     num_classes: int
 
@@ -73,8 +73,8 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
     The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
     else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
-    Untrained networks, such as a teacher, are excluded. ``optimized`` contains the ids of trained parameters, by
-    default of all parameters with gradients.
+    Untrained networks, such as a teacher, are excluded: ``optimized`` contains the trained parameters' ids, by default
+    all parameters with gradients.
 
     Example:
         >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
@@ -147,13 +147,13 @@ class FeatureTap:
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
-    """Context in which a layer's features are read.
+    """Reads a layer's features within the context.
 
     A model compiled before does not call the hook: add :func:`without_compiled_code`. In a model compiled inside the
     context, the hook runs outside the compiled graphs.
 
     Args:
-        module: The model, or a module that contains the model.
+        module: Model, or a module with the model inside.
         layer: The layer, and whether to read inputs or outputs. Reads the first of several inputs, the last of an
             encoder's feature maps, and the entry ``"out"`` of a dictionary. Channels are last for linear layers,
             otherwise second.
@@ -210,8 +210,8 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yields named modules except metrics and untrained networks, such as a teacher.
 
-    A network is a layer whose children have parameters. ``optimized`` contains the ids of trained parameters, by
-    default of all parameters with gradients. If no parameter is trained, all modules are yielded.
+    A network is a layer with parameters in its children. ``optimized`` contains ids of trained parameters, by default
+    all parameters with gradients. If no parameter is trained, all modules are yielded.
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

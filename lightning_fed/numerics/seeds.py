@@ -1,4 +1,4 @@
-"""Keys and seeds that are equal in all processes."""
+"""Keys and seeds with equal values in all processes."""
 
 from __future__ import annotations
 

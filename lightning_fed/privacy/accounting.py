@@ -102,8 +102,8 @@ def calibrate(
         epsilon: Bound after all rounds.
         delta: See :class:`Budget`.
         population: Total number of clients.
-        cohort: Number of clients per round.
-        rounds: Total number of rounds.
+        cohort: Clients per round.
+        rounds: Total rounds.
         sampling: Sampling scheme.
         accountant: Accountant, see :class:`Budget`.
 

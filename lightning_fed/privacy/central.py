@@ -191,7 +191,7 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of a sum of unit updates by one client: 2 if clients are replaced."""
+        """Largest change in a sum of unit updates by one client: 2 if clients are replaced."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
@@ -249,7 +249,7 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips the update, and removes the number of examples, metrics, and changes of untrained parameters."""
+        """Clips the update, and removes the number of examples, metrics, and changes to untrained parameters."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"its federation has a clip of {self.clip:g}, but the server {clip:g}")
@@ -334,7 +334,7 @@ class CentralDP(UpdateStep):
 
 
 class PrivateSum(Held):
-    """Sum of the clipped updates of a round, with memory for one model."""
+    """Sum of the clipped updates in a round, with memory for one model."""
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)
@@ -384,7 +384,7 @@ class PrivacyBudget(FederatedCallback):
     """Sets the noise of an update step before the first round, and stops the fit before the budget is exceeded.
 
     Args:
-        step: The update step that adds the noise.
+        step: Update step with the noise.
     """
 
     supports_vectorize = True
@@ -512,7 +512,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Largest increase of the update norm from rounding the new model to the entries' dtypes."""
+    """Largest increase in the update norm by rounding the new model to entry dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

@@ -37,7 +37,7 @@ def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
-    """Refuses Trainers and modules that DP-SGD does not support. ``ends_early``: the budget may stop the fit."""
+    """Refuses Trainers and modules unsuitable for DP-SGD. ``ends_early`` is true if the budget may stop the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
     parameters = set(map(id, module.parameters()))
@@ -80,7 +80,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses clients that train at once, and callbacks (except ``own``) that may send values without noise."""
+    """Refuses concurrent clients, and callbacks (except ``own``) that may send values without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."

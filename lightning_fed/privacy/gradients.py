@@ -213,7 +213,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def find_unsupported(module: nn.Module) -> list[str]:
-    """Names and types of layers that Opacus refuses: layers that mix examples or have no per-example gradients."""
+    """Names and types of layers refused by Opacus: layers that mix examples, or without example gradients."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
     return [
         f"{name!r} ({type(layer).__name__})"

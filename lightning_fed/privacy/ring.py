@@ -17,7 +17,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import to_float64
 
-# Broadcast extra with the number of clients, from which clients derive the ring.
+# Broadcast extra with the number of clients. Clients derive the ring from this number.
 CLIENTS = "secure_sum/clients"
 
 # Broadcast extra with the server's scale, which clients compare with their own scale.

@@ -40,7 +40,7 @@ _ROUNDING = 8  # random stream for rounding
 
 
 class SecureSum(UpdateStep):
-    r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server uses only their sum.
+    r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server only uses the sum.
 
     Each client clips its update, multiplies the update by its weight, rounds stochastically to fixed-point numbers, and
     sends the result together with the weight. The server divides the sum by the total weight. On Flower each pair of

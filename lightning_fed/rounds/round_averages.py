@@ -64,7 +64,7 @@ class RoundAverages:
         return method
 
     def check_entries(self) -> None:
-        """Refuses a module whose entries or shapes have changed since the callback copied the module."""
+        """Refuses a module with entries or shapes changed since the callback copied the module for the average."""
         for callback in self._callbacks:
             checkpoint = {"state_dict": self._fit.module.state_dict()}
             callback.on_save_checkpoint(self._fit.trainer, self._fit.module, checkpoint)

@@ -25,7 +25,7 @@ from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
 
-_FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the fit that wrote the optimizer state
+_FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer state
 
 
 class Ask(NamedTuple):

@@ -1,4 +1,4 @@
-"""Server side: schedule, averages, and checks and counts of messages."""
+"""The server half: schedule, averages, checks and counts for messages."""
 
 from lightning_fed.server.averaging import AveragingAggregator as AveragingAggregator
 from lightning_fed.server.schedule import Cohort as Cohort

@@ -24,19 +24,19 @@ _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
 def default_seed() -> int:
-    """Returns the seed of ``lightning.seed_everything``, or 0 without such a call."""
+    """The seed from ``lightning.seed_everything``, or 0 without such a call."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Planned local training of one client in a round.
+    """One client's planned local training in a round.
 
     Args:
         client: The client's key.
         round: Index of the round, from 0.
         seed: Seed for all random draws in the visit (data order, dropout, ...).
-        epochs: Number of passes over the client's data, if ``steps`` is ``None``.
+        epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
         portion: A straggler's fraction, in (0, 1), of a single epoch; ``None`` for complete epochs.
         is_straggler: Whether the client does only a part of its local work.
@@ -63,7 +63,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of a round: planned visits, and drawn clients that never report (``dropped``)."""
+    """A round's clients: planned visits, and the chosen clients that never report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()
@@ -88,9 +88,9 @@ class Availability:
     """``availability=``: simulates stragglers, and clients that never report.
 
     Args:
-        stragglers: Fraction of a cohort, in [0, 1), that does only partial work.
-        partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` excludes stragglers.
-        client_dropout: Probability, in [0, 1), that a drawn client does not report.
+        stragglers: Fraction of a cohort in [0, 1) with partial work.
+        partial_work: ``"keep"`` aggregates the stragglers' partial work, ``"drop"`` excludes stragglers.
+        client_dropout: Probability in [0, 1) for a missing report, per chosen client.
 
     Example:
         >>> from lightning_fed import Federation
@@ -120,8 +120,8 @@ class Schedule:
     Args:
         seed: Seed of the schedule, not negative.
         clients_per_round: Number of clients (int), or fraction (float in (0, 1]).
-        local_epochs: Number of passes over a client's data in a visit.
-        local_steps: Number of batches in a visit; replaces ``local_epochs``.
+        local_epochs: Passes over a client's data in a visit.
+        local_steps: Batches in a visit; replaces ``local_epochs``.
         availability: The stragglers, and the clients that never report.
 
     Attributes:
@@ -172,7 +172,7 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        """Number of clients that are not stragglers, in a cohort of ``size`` clients."""
+        """Number of clients that are not stragglers, in a cohort with ``size`` clients."""
         return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(
@@ -207,12 +207,12 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second, independent sample of the cohort's size, for FedDANE; excludes dropouts."""
+        """Draws a second, independent sample with the cohort's size, for FedDANE; excludes dropouts."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 
     def start_seed(self, round: int) -> int:
-        """Seed for the server's random draws at the start of a round."""
+        """Seed for the server's draws at a round's start."""
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:

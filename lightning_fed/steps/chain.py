@@ -34,7 +34,7 @@ class Chain:
     Attributes:
         rule: Aggregation rule.
         steps: Update steps.
-        held: Updates that each step has collected in this round; ``None`` for steps that do not collect.
+        held: Updates collected by each step in this round, or ``None`` for streaming steps.
 
     Raises:
         ValueError: If steps are incompatible with each other or with the rule.
@@ -82,7 +82,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """Information that the server sees in a round, after all steps."""
+        """The information visible to the server in a round, after all steps."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -99,7 +99,7 @@ class Chain:
         self.rule.start(info, state)
 
     def form(self, broadcast: Broadcast) -> State:
-        """Returns names, shapes and dtypes of the payload that answers a broadcast."""
+        """Names, shapes and dtypes of the payload in response to a broadcast."""
         form = self.rule.expected(broadcast) if self.rule.resizes else broadcast.state
         for step in self.steps:
             form = step.form(form)
@@ -192,7 +192,7 @@ class Chain:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the rule, and states of the steps by name."""
+        """Rule state, and step states by name."""
         steps = {name: step.state_dict() for name, step in self._named_steps().items()}
         return {"rule": self.rule.state_dict(), "steps": steps}
 

@@ -1,4 +1,4 @@
-"""Update steps that set client weights."""
+"""Update steps for client weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class of update steps that set client weights."""
+    """Base class for update steps on client weights."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:

@@ -30,7 +30,7 @@ class CharLSTM(nn.Module):
     Args:
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
-        hidden_size: Number of neurons per layer.
+        hidden_size: Neurons per layer.
         num_layers: Number of layers.
         dropout: Dropout probability between layers.
         every_step: Whether to predict the next character at every step instead of only at the last step.
@@ -86,7 +86,7 @@ class CharLanguageTask(Task):
             pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
-        hidden_size: Number of neurons per LSTM layer.
+        hidden_size: Neurons per LSTM layer.
         num_layers: Number of LSTM layers.
         dropout: Dropout between LSTM layers.
         every_step: Whether to predict the next character at every step instead of only at the last step (as in LEAF).
