@@ -79,8 +79,7 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Client side, before the module loads the message: may unpack entries from :meth:`on_server_send`.
 
-        Afterwards ``broadcast.state`` must contain all shared entries. Raising :class:`ClientFault` excludes the
-        client.
+        Afterwards ``broadcast.state`` must hold all shared entries. Raising :class:`ClientFault` excludes the client.
         """
 
     def on_client_start(
@@ -132,8 +131,7 @@ class FederatedCallback(TrainerCallback):
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Server side, before the module loads the new global values of shared entries: may change the values.
 
-        If the rule has no new model in this round, the values are copies of the previous values, and changes have no
-        effect.
+        If the rule has no new model yet, the values are copies of the old values, and changes are lost.
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:

@@ -26,8 +26,7 @@ class Method:
 
     Args:
         aggregator: The server-side rule, or a method to extend, by name or as an object.
-        callbacks: Callbacks to add to the Trainer before the rule's callbacks, unless the Trainer has a callback of the
-            same class.
+        callbacks: Callbacks added to a Trainer without a callback of the same class, before the rule's callbacks.
         steps: Update steps, innermost first; the federation's steps are applied outside.
         settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.

@@ -39,11 +39,10 @@ class PersonalModel(GradientTerm):
     Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or the global model before the
     client's first visit. Reference: Li et al., ICML 2021, Algorithm 1.
 
-    With personal entries (``personal``), the two models have separate values for these entries, and the regulariser
-    skips them. Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) apply only in the first epochs. A straggler
-    that never reaches the later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the
-    client from the round, and the client restores :math:`v_i` from the last valid visit. ``train_loss`` covers both
-    models.
+    With personal entries (``personal``) each model has separate values; the regulariser skips personal entries.
+    Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the first epochs. A straggler without
+    later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the client from the round,
+    and the client keeps the :math:`v_i` from the last good visit. ``train_loss`` covers both models.
 
     Args:
         lam: Strength :math:`\lambda`, at least 0.

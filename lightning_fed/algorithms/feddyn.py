@@ -26,9 +26,8 @@ class FedDyn(ChannelRule):
     .. math:: h \leftarrow h - \frac{\alpha}{N} \sum_{i \in S} (y_i - x), \qquad
         x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i - \frac{h}{\alpha}
 
-    :math:`S` is the set of clients in the round, and :math:`N` the number of all clients; :math:`h` starts at 0.
-    Clients add :math:`\alpha (y - x) - g_i` to the gradients of shared parameters. Each client stores :math:`g_i`,
-    initially 0:
+    :math:`S` are the round's clients, and :math:`N` is the number of all clients; :math:`h` starts at 0. Clients add
+    :math:`\alpha (y - x) - g_i` to the gradients of shared parameters. Each client keeps :math:`g_i`, initially 0:
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 

@@ -32,10 +32,9 @@ class FedNova(ChannelRule):
     .. math:: x \leftarrow x - \tau \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    Here :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` is the accumulated step length of the client.
-    SGD turns a visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is
-    :math:`\sum_k \alpha_k`, one number per shared parameter. The client simulates the optimizer's steps with gradient
-    1:
+    Here :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` the length of the client's steps. SGD turns a
+    visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is :math:`\sum_k \alpha_k`,
+    one number per shared parameter. The client simulates the optimizer's steps with gradient 1:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
         \lVert a_i \rVert_1 = d_K

@@ -32,8 +32,7 @@ class FedPer(Method):
     - For: clients whose labels have different meanings or frequencies.
 
     Args:
-        head: Personal entries: a name pattern (``"head.*"``), a module type, or a list; ``"auto"`` finds the
-            classifier.
+        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
         aggregator: The method for the base, by name or as an object.
 
     Raises:

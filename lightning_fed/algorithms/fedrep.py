@@ -26,10 +26,9 @@ from lightning_fed.rule import Aggregator
 class HeadThenBody(FederatedCallback):
     """rTrains first the personal entries (the head) in a visit, then the shared entries (the body).
 
-    Parameters outside the current phase have no gradient, so the optimizer leaves these parameters unchanged, even with
-    momentum and weight decay. BatchNorm's running statistics follow the data in both phases. Initially frozen
-    parameters stay frozen. A straggler that stops during the head's epochs sends the body unchanged. Reference: Collins
-    et al., ICML 2021, Algorithm 1.
+    Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
+    BatchNorm's running statistics follow the data in both phases. Initially frozen parameters stay frozen. A straggler
+    that stops during the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021, Algorithm 1.
 
     Args:
         head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
@@ -127,8 +126,7 @@ class FedRep(Method):
     - For: clients with similar inputs whose labels have different meanings or frequencies.
 
     Args:
-        head: Personal entries: a name pattern (``"head.*"``), a module type, or a list; ``"auto"`` finds the
-            classifier.
+        head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
         head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the remaining ``local_epochs``.
         body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or for the remaining ``local_epochs``.
         local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.

@@ -39,8 +39,7 @@ class ServerOptimizer(UpdateStep):
     Outside a fit, all floating-point entries except BatchNorm's running statistics are treated as trainable.
 
     Args:
-        optimizer: Optimizer class, or the class name in ``torch.optim``. The step must need only gradients (not
-            ``LBFGS``).
+        optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients (not ``LBFGS``).
         lazy_rows: For sliced entries: whether rows that no client held in the round stay unchanged, with their
             optimizer state. Otherwise the gradient of such rows is zero, and momentum still moves these rows.
         **optimizer_kwargs: Arguments for the optimizer. Set ``lr``, because the default is meant for local training.

@@ -69,8 +69,7 @@ class OwnClassConfusion(PeriodicPictures):
         class_names: Class names, starting with class 0; further classes are shown by index.
         target: Position of the labels in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial step. Negative and ignored labels are skipped.
-        inputs: Position of the inputs in a batch: an index, a key, or a function; by default the first element, or
-            ``batch["image"]``.
+        inputs: Inputs in a batch: an index, a key, or a function; by default the first element, or ``batch["image"]``.
 
     Attributes:
         latest: Matrix by client from the last evaluated round; also available without a logger.

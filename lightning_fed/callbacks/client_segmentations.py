@@ -76,9 +76,8 @@ class ClientSegmentations(L.Callback):
         ignore_index: Class index of pixels without a label, or ``None``. ``"auto"``: in a fit, the label ignored by the
             loss, else 255 unless 255 is a class.
         inputs: Position of the images in a batch: an index, key or function; ``None`` for common positions.
-        target: Position of the masks in a batch: an index, key or function; ``None`` for the labels used in the loss,
-            found in a trial training step. In ``trainer.validate`` before a fit, ``None`` gives no scores and a log
-            line.
+        target: Masks in a batch: an index, key or function; ``None`` for the labels in the loss, found by one traced
+            training step. In ``trainer.validate`` before any fit, ``None`` means no scores and a log line.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.

@@ -57,11 +57,10 @@ class PartTraffic(NamedTuple):
 class CommunicationReport(FederatedCallback):
     r"""Counts the traffic by model part, and compares the traffic with federated averaging of the whole model.
 
-    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS with :math:`|\varphi|`
-    elements outside the head and :math:`d` numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each
+    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS with :math:`\varphi` as the
+    model without the head and :math:`d` numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each
     direction. Federated averaging would send all entries each time, including personal, frozen and untrained entries.
-    Messages outside visits (for BatchNorm recalibration) are included only in ``comm/down_bytes`` and
-    ``comm/up_bytes``.
+    Messages outside a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and ``comm/up_bytes``.
 
     ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes relative to federated averaging.
     :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` give single rounds.
@@ -70,9 +69,8 @@ class CommunicationReport(FederatedCallback):
     for early rounds.
 
     Args:
-        parts: Prefixes of entry names, one per part (such as ``["model.head"]``). The longest matching prefix applies,
-            and ``"(rest)"`` contains other entries. By default, the parts are the modules at the first level with
-            different names.
+        parts: Prefixes of entry names, one per part (``["model.head"]``; the longest match counts), with ``"(rest)"``
+            for other entries. By default the parts are the modules at the first level with different names.
         client_rounds: Number of recent rounds with separate values per client; earlier rounds store only sums.
 
     Raises:

@@ -34,15 +34,13 @@ def segmentation_grid(
     """Draws segmentations in one picture: each row shows an image's input, truth, prediction and maps.
 
     Args:
-        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` of any size. With one or two channels, the
-            first channel is drawn in grey; with more, the first three channels are colours. Integers range from 0 to
-            255.
+        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` with any sizes. With one or two channels the
+            first is grey, with more the first three are colours. Integers range from 0 to 255.
         truth: Class indices, shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels with ``ignore_index`` are grey.
         prediction: Class indices, same shape.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
         mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
-        std: Standard deviation by which the data pipeline divides. Without ``mean`` and ``std``, images outside 0 to 1
-            are rescaled.
+        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
         ignore_index: Class index of pixels without a label, if any.
         padding: White border around each tile, in pixels.
         maps: M maps, one per additional column, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1

@@ -98,8 +98,7 @@ def draw_matrix(
 ) -> Tensor:
     """Draws numbers in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
-    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number is a square of ``cell`` pixels; ``size`` is
-    in inches.
+    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number has ``cell`` pixels; ``size`` is in inches.
     """
     painted = paint_numbers(values / largest)
     if not has_matplotlib():

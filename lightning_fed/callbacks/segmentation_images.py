@@ -48,15 +48,13 @@ class SegmentationImages(PeriodicPictures):
         num_images: Number of rows.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
         mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
-        std: Standard deviation by which the data pipeline divides. Without ``mean`` and ``std``, images outside 0 to 1
-            are rescaled.
+        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
         ignore_index: Class index of pixels without a label, drawn in grey in the truth, or ``None``. ``"auto"``: in a
             fit, the label ignored by the loss, else 255 unless 255 is a class.
         maps: Additional columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
         layer: Name of the layer with the features; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
         activation: Function that makes features non-negative, if the layer does not end with a ReLU.
-        inputs: Position of the images in a batch: an index, a key, or a function of the batch; ``None`` for common
-            positions.
+        inputs: Images in a batch: an index, a key, or a function of the batch; by default the usual place.
         target: Position of the masks in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial training step. In ``trainer.validate`` before a fit, the default gives no
             picture and a log line.

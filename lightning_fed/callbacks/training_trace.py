@@ -164,8 +164,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
     """Runs ``training_step`` once on a batch of one client, and restores all state.
 
     Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
-    with gradients. The result is ``None`` if the step fails outside a fit, returns no loss, or uses manual
-    optimization.
+    with gradients. The result is ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
 
     """
     try:

@@ -56,8 +56,7 @@ class LocalModel:
         policies: The policy of every entry, from :func:`lightning_fed.model.entries.entry_policies`.
         store: Store for the clients' personal entries.
         resizes: Whether received entries may have other shapes; the module then adopts the new shapes.
-        initial: Initial values of personal entries for a client's first visit, if these differ from the server's
-            values.
+        initial: Initial values of personal entries for a client's first visit, if different from the server's.
 
     Attributes:
         server_entries: The server's values of entries that are never sent.

@@ -38,8 +38,7 @@ class ClientSummary:
         brightness: Mean over images and channels; NaN if inputs are not images.
         contrast: Standard deviation over pixels, averaged over images and channels.
         sharpness: Mean absolute difference between neighbouring pixels, divided by ``contrast``.
-        distance: Total variation distance between the class distributions of the client and of all clients, from 0 to
-            1.
+        distance: Total variation distance between the client's classes and all clients' classes, from 0 to 1.
         images: The client's first images, each with shape ``(C, H, W)``.
     """
 

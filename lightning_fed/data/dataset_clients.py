@@ -40,9 +40,8 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 class DatasetClients(Population):
     """Clients with one map-style data set each, or with parts from one map-style data set.
 
-    One ``DataLoader`` serves every round: the workers persist, and fetch the next client's batches while the current
-    client trains. A trailing batch with a single example is merged into the previous batch, because BatchNorm needs two
-    examples.
+    One ``DataLoader`` serves every round: the workers persist and fetch the next client's batches while the current
+    client trains. A trailing batch with a single example joins the previous batch, for BatchNorm.
 
     Args:
         source: The clients' examples.
@@ -170,8 +169,7 @@ class DatasetClients(Population):
 class ClientSource(Dataset[Any]):
     """Data set for :class:`DatasetClients`, indexed by requests for one batch of a client.
 
-    A lookup in ``datasets`` may build the data set. The last two data sets are cached, so a visit builds a data set
-    once.
+    A lookup in ``datasets`` may build the data set. The last two are cached, so a visit builds a data set once.
     """
 
     def __init__(

@@ -190,8 +190,7 @@ class Shards(LabelPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        shards_per_client: Shards per client, at least 1; the paper uses 2 shards with 300 samples for 100 clients
-            (MNIST).
+        shards_per_client: Shards per client, at least 1; in the paper 2 shards of 300 samples for 100 clients (MNIST).
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
         background: Background class in masks; ``None`` if every class counts.

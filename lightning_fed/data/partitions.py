@@ -77,8 +77,7 @@ class QuantitySkew(NumberedPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        beta: Concentration for ``"dirichlet"``, greater than 0: small values give very unequal sizes, ``inf`` gives
-            equal sizes.
+        beta: Concentration for ``"dirichlet"``: small for very unequal sizes, ``inf`` for equal sizes. Greater than 0.
         distribution: Distribution of sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"`` (as
             in the FedProx data).
         sigma: Standard deviation of the log-sizes for ``"lognormal"``, at least 0.

@@ -39,8 +39,7 @@ class PoissonSampling:
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
         """Draws the positions of a batch's examples, increasing, shape (examples,); the batch may be empty.
 
-        A client with fewer examples than ``batch_size`` returns all examples. ``number`` is the index of the batch in
-        the visit.
+        A client with fewer examples than ``batch_size`` gives all examples; ``number`` is the batch index in the visit.
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
         generator = np.random.default_rng(keys)

@@ -91,8 +91,7 @@ class Population(ABC):
         sampling: Draws the examples of every training batch; ``None`` for passes over all examples.
         local_steps: Number of batches in a visit, also for streams; ``None`` for visits counted in passes.
         local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
-        round: Current round, because a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every
-            round.
+        round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
         overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
             pass, without shuffling; 0 for all batches.
         split_loader: The user's loader, if a partition splits its data set into clients; ``None`` for clients with

@@ -24,9 +24,8 @@ _NUM_CACHED = 4
 class SamplerStream:
     """Passes of a sampler over a data set, divided among clients.
 
-    A pass depends only on ``seed``, the round, and the number of the pass in the round, so all clients share the pass.
-    A client's part of the pass contains only the client's examples; empty batches are skipped. Stateful samplers are
-    refused.
+    A pass depends only on ``seed``, the round, and the pass's number in the round: all clients share the pass. A
+    client's part is the pass without other clients' examples; empty batches are skipped. Stateful samplers are refused.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler

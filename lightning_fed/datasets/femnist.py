@@ -34,8 +34,7 @@ class FEMNIST(FileDataModule):
     Args:
         data_dir: Folder that contains the file, or the file itself.
         invert: Whether to invert to white on black, as in MNIST.
-        test_writers: Test on other samples from training writers (`"seen"`), or on samples from other writers
-            (`"unseen"`).
+        test_writers: Test on new samples from training writers (`"seen"`), or from other writers (`"unseen"`).
         val_fraction: Fraction of each writer's training samples for validation, in [0, 1).
         batch_size: Images per training batch.
         **options: `normalize`, `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed`.

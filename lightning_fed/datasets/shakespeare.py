@@ -54,10 +54,8 @@ class Shakespeare(FederatedDataModule):
         max_clients: Maximum number of clients: the first roles in the file. None for all roles.
         seq_length: Characters per window.
         stride: Number of characters between window starts; a larger stride gives fewer samples with less overlap.
-        every_step: Whether the targets are the next characters for all characters in a window, or only for the last
-            one.
-        vocabulary: `"leaf"` for LEAF's 80 characters, with spaces for other characters; `"text"` for all characters in
-            the file.
+        every_step: Whether the targets are the next characters for every character in the window, or for the last one.
+        vocabulary: `"leaf"`, LEAF's 80 characters, with spaces for other characters; or `"text"`, all in the file.
         val_fraction: Fraction of a role's samples for validation, taken from the end of the text; in (0, 1).
         batch_size: Windows per training batch.
         eval_batch_size: Windows per validation batch; None means `batch_size`.

@@ -76,8 +76,7 @@ def read_roles(path: Path) -> dict[str, str]:
 def make_roles(count: int, seed: int) -> dict[str, str]:
     """Generates text for several roles, with 1,500 to 4,500 characters each.
 
-    All roles share transition probabilities between words. The text of a role depends on the seed and the role's
-    number.
+    All roles share transition probabilities between words. A role's text depends on the seed and the role's number.
     """
     words = _WORDS.split()
     transitions = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)

@@ -18,8 +18,7 @@ from lightning_fed.datasets.array_module import FileDataModule, Split
 class TorchvisionImages(FileDataModule):
     """Images with classes in torchvision's format (abstract: see `MNIST`, `FashionMNIST` and `CIFAR10`).
 
-    Files are read, never written. There is no validation split, so `val_size` random training images are held out for
-    validation.
+    Files are only read. There is no validation split: `val_size` random training images are held out for validation.
 
     Args:
         data_dir: Folder that contains the data set's folder.

@@ -34,18 +34,16 @@ class RoundLog:
     ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
     ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
-    Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the clients that sent the value, so that a
-    client cannot overwrite other names. Limits: 64 names per client and round, 256 names per fit (more frequent names
-    first), finite values, names of up to 100 letters, digits and ``._-/``. Other values are skipped and counted, with
-    one line in the log.
+    Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
+    name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names up
+    to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log.
 
     Callbacks can monitor the latest value of every name. The aggregator's names and ``client/<id>/...`` may change
     between rounds: names from earlier rounds are removed.
 
     Attributes:
-        totals: Sums over the completed rounds in this process: ``rounds``, ``clients`` with aggregated updates,
-            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, and skipped values (``numbers``) from
-            clients.
+        totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
+            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, skipped ``numbers`` from clients.
         total_up_bytes: Bytes in all updates since the first round.
         total_down_bytes: Bytes in all broadcasts since the first round.
     """

@@ -136,8 +136,7 @@ class CarriedAttributes:
     def changed(self) -> list[str]:
         """Returns the attributes changed since the start of the round, in order.
 
-        Lists that were empty at the start of the round are excluded, because modules collect an epoch's outputs for the
-        log.
+        Lists are excluded if empty at the round's start, because modules collect an epoch's outputs for the log.
         """
         return self._differences(self._before, self._fingerprints())
 

@@ -101,9 +101,8 @@ def agreement(
 
     The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons.
 
-    Biases and normalization parameters are excluded (unless a group has no other entries), as are running statistics,
-    complex entries, and weights within a group, such as recurrent weights. The result is NaN without comparable
-    weights.
+    Biases and normalization parameters are excluded (unless a group has no others), as are running statistics, complex
+    entries, and weights within a group, such as recurrent weights. NaN without comparable weights.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

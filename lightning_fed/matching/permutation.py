@@ -49,8 +49,7 @@ class PermutationGroup:
         name: Layer that has the neurons as outputs.
         size: Neuron count.
         entries: Positions by entry and axis.
-        blocks: Number of consecutive blocks of equal size (groups in a group normalization); neurons stay within a
-            block.
+        blocks: Number of consecutive blocks with equal size (groups in a group normalization); neurons stay in a block.
         is_growable: Whether neurons can be added.
     """
 

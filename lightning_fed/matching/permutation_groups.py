@@ -35,8 +35,7 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module, in execution order.
 
-    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are keyed by
-    group name.
+    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are by group.
 
     Attributes:
         groups: Permutation groups.
@@ -74,8 +73,7 @@ class PermutationGroups:
                 children cause a warning, because ``training_step`` may use them.
             example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two (small) examples.
             pin: Patterns for entry names (``"decoder.*"``) whose neurons stay fixed.
-            extra_groups: Manually specified groups, which are also checked. These replace found groups at the same
-                positions.
+            extra_groups: Manual groups, checked as well. These replace found groups with common positions.
 
         Example:
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))

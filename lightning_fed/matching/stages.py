@@ -37,8 +37,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; the maximum number of stages (narrow neighbours are merged); or patterns for entry names by
-            stage.
+        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged); or patterns for names by stage.
 
     Raises:
         ValueError: If no stage exists, an entry matches no stage, a stage has no entries, or the neurons of a group are

@@ -29,8 +29,7 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 class Call:
     """One operation, with traced activations in place of tensors.
 
-    ``arguments`` contains all arguments by name. ``shapes`` has the shape of each result; ``None`` for results other
-    than tensors.
+    ``arguments`` contains all arguments by name. ``shapes`` has the shape of each result; ``None`` if not a tensor.
     """
 
     name: str

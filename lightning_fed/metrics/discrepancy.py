@@ -27,10 +27,8 @@ class MaximumMeanDiscrepancy(PooledSamples):
     ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
-        num_classes: Number of classes, to average class-wise discrepancies; ``None`` for one discrepancy over all
-            samples.
-        bandwidth: :math:`\sigma`: "median" (distance between reference samples), "pooled" (over all samples), or a
-            number.
+        num_classes: Number of classes, for the mean over class-wise discrepancies; ``None`` for one over all samples.
+        bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
         estimator: Estimator with ("biased") or without ("unbiased") kernels between a sample and itself.
         scales: Factors on the bandwidth; the kernels of all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.

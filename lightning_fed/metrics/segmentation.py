@@ -19,15 +19,13 @@ class SegmentationScores(Metric):
     .. math:: \mathrm{IoU}_c = \frac{|P_c \cap T_c|}{|P_c \cup T_c|}, \qquad
               \mathrm{Dice}_c = \frac{2 |P_c \cap T_c|}{|P_c| + |T_c|}
 
-    over the pixels in all batches. A class that is absent from truth and prediction has no score, and is excluded from
-    the means and the result. If all classes are absent (for example healthy images without a false positive), the
-    result has no means. If the ignored label is a class, this class has no score, but predicting this class is counted
-    as an error.
+    over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
+    and the result. If all classes are missing (for example healthy images without a false positive), there are no
+    means. If the ignored label is a class, this class has no score, but a prediction with this class counts as wrong.
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
-        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for a single class, ``"multilabel"`` for any number
-            of classes per pixel.
+        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for one class, ``"multilabel"`` for any number.
         ignore_index: Label of ignored pixels; ``None`` without such pixels.
         class_names: Class names; ``None`` for indices.
         per_class: Whether the result contains scores per class.

@@ -168,9 +168,8 @@ def pool_statistics(
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
     r"""Difference between clients in the inputs of a layer, from 0 to 1; ``None`` for one client or without variance.
 
-    The result is the larger of two fractions: the fraction of the pooled variance that lies between client means, and
-    the fraction of the mean squared variance that lies between client variances, each averaged over channels with
-    variance:
+    The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
+    mean squared variance between client variances, each averaged over channels with variance:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
@@ -241,8 +240,7 @@ def recalibrate_batch_norm(
     Args:
         module: Module, changed in place. Called with the inputs of each batch.
         batches: Batches, such as a ``DataLoader``. Batches are moved to the module's device.
-        inputs: Position of the inputs in a batch: index, key or function; ``None`` for the first element or a key such
-            as ``"image"``.
+        inputs: Index, key or function for the inputs; ``None`` for the first element or a key such as ``"image"``.
         run: Function that runs the module on a batch; ``None`` for ``forward`` with the inputs.
 
     Raises:

@@ -31,8 +31,7 @@ def extract_features(
     Args:
         model: LightningModule or any other module, called with the inputs of each batch.
         batches: Batches, such as a ``DataLoader`` without shuffling.
-        layer: Name of the layer with the features as output; ``"auto"`` for
-            :func:`~lightning_fed.modules.find_feature_layer`.
+        layer: Layer with the features as output; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
         max_samples: Maximum number of vectors, drawn without replacement; ``None`` for all vectors.
         inputs: Position of the inputs in a batch: index, key or function; by default the first element,
             ``batch["image"]``, ``["x"]``, ``["input"]``, a plural, or the batch itself.

@@ -30,8 +30,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Args:
         module: Module, changed in place.
-        state: Values for any entries, with unchanged numbers of axes. Values are converted to the module's dtypes and
-            devices.
+        state: Values for any entries, with unchanged number of axes. Dtypes and devices are taken from the module.
 
     Raises:
         ValueError: If an entry is unknown or has another number of axes. The module then stays unchanged.

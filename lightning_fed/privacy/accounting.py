@@ -32,10 +32,9 @@ class Budget:
     r"""Privacy budget over rounds (protecting clients) or over DP-SGD steps (protecting examples).
 
     For :class:`DPSGD`, read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
-    sampling each client is drawn independently, and neighbouring populations differ by the presence of one client: the
-    noise on a sum of updates with norm at most C has standard deviation :math:`z C`. With ``"fixed"`` sampling
-    neighbouring populations differ by the replacement of one client: the sum changes by up to 2 C, and the standard
-    deviation is :math:`2 z C`.
+    sampling each client is drawn independently, and neighboring populations differ by the presence of one client: a sum
+    of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling neighboring
+    populations replace one client: the sum changes by up to 2 C, and the standard deviation is :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.

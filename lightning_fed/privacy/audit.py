@@ -52,11 +52,10 @@ def audit_mean(
 ) -> Audit:
     """Audits :class:`~lightning_fed.privacy.CentralDP` with canary clients.
 
-    Each canary is included with probability 1/2. An included canary sends an update with the clipping norm in a
-    separate direction whenever it is sampled. Afterwards, canaries whose direction has the largest component in the
-    model are guessed to be included, and canaries with the smallest component to be excluded. Sampling, update checks,
-    sums and noise are the same as in a fit; training is skipped. The lower bound cannot exceed about the logarithm of
-    ``num_guesses``.
+    Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
+    whenever sampled. Afterwards the canaries with the largest component in the model are guessed to be included, and
+    the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise are the same as in
+    a fit; training is skipped. The lower bound cannot exceed about the logarithm of ``num_guesses``.
 
     Args:
         budget: Privacy budget, with at least ``num_canaries`` clients.

@@ -111,8 +111,7 @@ class DPSGD(FederatedCallback):
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
         noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm; 0 gives no
             privacy.
-        delta: Probability :math:`\delta` of exceeding the bound; must be less than one over a client's number of
-            examples.
+        delta: Probability :math:`\delta` of exceeding the bound, less than one over a client's number of examples.
         max_epsilon: The fit stops before a client's next visit (without a federation: a step) could exceed this bound;
             by default ``epsilon``. A client whose first visit would exceed the bound is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.

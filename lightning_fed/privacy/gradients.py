@@ -29,10 +29,9 @@ _TRIED = 8  # examples per check: enough for losses that mix some examples, and 
 class ExampleGradients:
     """Per-example gradients from one backward pass through the mean loss.
 
-    Hooks record the inputs and output gradients of each layer. From both, Opacus' layer rules compute per-example
-    gradients, with ``torch.func`` as fallback. The module and its layers are not changed. In-place operations are
-    allowed, unlike with Opacus' hooks. ``values`` are gradients divided by the number of examples, by parameter: shape
-    ``(examples, ...)``.
+    Hooks record each layer's inputs and output gradients. Opacus' layer rules compute example gradients from both, with
+    ``torch.func`` as fallback. Module and layers are not changed. In-place operations are allowed, unlike with Opacus'
+    hooks. ``values`` are gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:

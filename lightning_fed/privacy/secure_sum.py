@@ -57,15 +57,13 @@ class SecureSum(UpdateStep):
     Args:
         clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
         threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
-            round fails. To recover one update, the server would need the help of all other clients in the smallest
-            allowed sum.
+            round fails. To recover one update, the server would need the help of all other clients in the smallest sum.
 
     Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
     Raises:
         ValueError: If an argument is outside its range, for rules other than an average, or for unbounded weights (see
-            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if 32 bits do not suffice for the model size and the
-            number of clients.
+            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if model size and number of clients exceed 32 bits.
 
     Example:
         >>> from lightning_fed import Federation

@@ -136,11 +136,10 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
     """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
 
-    A client passes its data once through the model in evaluation mode, except that BatchNorm normalises with batch
+    A client runs the local data once through the model in evaluation mode, but BatchNorm normalises with each batch's
     statistics, as in training. The server counts the bytes of both messages, the global model and the statistics. With
-    ``batch_norm="auto"`` the first reports decide between pooled and separate statistics, see
-    :func:`decide_statistics`. A report also contains the client's separate statistics. Clients of a cluster measure the
-    cluster's model.
+    ``batch_norm="auto"`` the first reports decide between pooled and own statistics, see :func:`decide_statistics`. A
+    report also gives the client's own statistics. A cluster's clients measure the cluster's model.
 
     Layers in evaluation mode (as in a frozen backbone) are unchanged. If no client can measure, the averages remain. A
     robust rule also excludes outlying reports (:meth:`Aggregator.tolerated
@@ -360,8 +359,7 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
     Args:
         module: Any module with BatchNorm layers.
         batches: The data, such as a ``DataLoader``.
-        inputs: Position of the inputs in a batch: an index, a key, or a function of the batch; ``None`` for the first
-            element.
+        inputs: The inputs in a batch: an index, a key, or a function of the batch; ``None``: the first.
 
     Returns:
         The copy, in evaluation mode.

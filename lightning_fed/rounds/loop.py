@@ -94,8 +94,7 @@ class RoundLoop:
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
         """Replaces methods of the user's objects until :meth:`detach`; ``partition`` splits a plain datamodule's data.
 
-        Refuses invalid Trainer settings, inaccessible data, and a ``partition`` for data that are already split into
-        clients.
+        Refuses invalid Trainer settings, inaccessible data, and a ``partition`` of data already split into clients.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         revert = fit.changes.callback

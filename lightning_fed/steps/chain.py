@@ -24,8 +24,7 @@ _log = logging.getLogger(__name__)
 class Chain:
     """Aggregation rule with the update steps around it, from the received update to the new global model.
 
-    Updates are passed to the rule one at a time, in the memory of one model, unless a step collects all updates of the
-    round.
+    Updates stream to the rule in the memory of one model, unless a step collects all updates of the round.
 
     Args:
         rule: Aggregation rule.

@@ -40,8 +40,7 @@ class Held(ABC):
     def release(self) -> Sequence[Arrived]:
         """Returns the updates for the next inner step.
 
-        Drops invalid updates, and raises ``BadUpdates`` with their reasons: call the method again if enough clients
-        remain.
+        Drops invalid updates, and raises ``BadUpdates`` for them: repeat the call if enough clients remain.
         """
 
 
@@ -51,9 +50,8 @@ class UpdateStep:
     Steps depend only on messages, not on Lightning. Steps may store the arguments of :meth:`start` for the round.
 
     Attributes:
-        reveals: Information that the server sees inside this layer: single updates (``"update"``), only the sum
-            (``"sum"``), or a model without information about single clients (``"model"``). The log shows no more than
-            this.
+        reveals: Information visible to the server inside this layer: single updates (``"update"``), only the sum
+            (``"sum"``), or a model without information on single clients (``"model"``). The log shows no more.
 
     Example:
         >>> class Half(UpdateStep):

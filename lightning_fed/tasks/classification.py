@@ -42,8 +42,7 @@ class ClassificationTask(Task):
         **options: Optimizer and schedule, see `Task`.
 
     Raises:
-        ValueError: If a name or a choice is unknown, or the network, optimizer or scheduler does not accept an
-            argument.
+        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
 
     Example:
         >>> task = ClassificationTask("mcmahan_cnn", num_classes=10, lr=0.1, scheduler="ExponentialLR",

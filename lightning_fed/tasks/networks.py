@@ -36,8 +36,7 @@ def build_network(
             or any name that `timm.create_model` accepts, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
         num_classes: Number of classes.
         in_channels: Number of image channels.
-        input_size: Side length of the square images, in pixels. `timm` models ignore this argument; some accept
-            ``img_size``.
+        input_size: Side of the square images, in pixels. `timm` models ignore this argument; some have ``img_size``.
         pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
         **kwargs: Arguments for the builder, or for the `timm` model.
 
@@ -142,8 +141,7 @@ def lenet(
 ) -> nn.Sequential:
     """FedMA's LeNet: 5x5 convolutions (20, 50) without padding, each with 2x2 max-pooling, then 500 units.
 
-    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. There is no activation between the linear
-    layers.
+    431,080 parameters for 28x28 grey images (at least 16x16) and 10 classes. No activation separates the linear layers.
     """
     _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)

@@ -68,8 +68,7 @@ class SegmentationTask(Task):
         **options: Optimizer and schedule, see `Task`.
 
     Raises:
-        ValueError: If a name or a choice is unknown, or the network, optimizer or scheduler does not accept an
-            argument.
+        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
 
     Example:
         >>> task = SegmentationTask("Unet", num_classes=3, encoder_name="resnet18", loss="ce+dice", lr=0.05)

@@ -46,9 +46,8 @@ class SpreadOut(FederatedCallback):
         variant: ``"top_k"`` or ``"margin"``.
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
         strength: :math:`\lambda`; the authors report 10 to 100 as robust. Tune this value: the angle per step grows
-            with ``strength * lr * k`` divided by the squared vector length. For 964 new vectors (64 dimensions, length
-            0.57, ``lr=0.03``, ``k=10``), a strength of 10 rotated the vectors by 67 degrees per round and undid the
-            training; 0.1 was best.
+            with ``strength * lr * k`` over the squared length. For 964 new vectors (64 dimensions, length 0.57,
+            ``lr=0.03``, ``k=10``), 10 turned vectors by 67 degrees per round and undid the training; 0.1 was best.
         margin: :math:`\nu` for ``"margin"``.
         lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
         comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; ``None`` for all.

@@ -31,8 +31,7 @@ class FedAwS(Method):
 
     Args:
         strength: Weight of the spread-out step.
-        variant: ``"top_k"`` separates each class from the nearest classes, ``"margin"`` all pairs of classes closer
-            than the margin.
+        variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes within a margin.
         k: Number of nearest classes.
         margin: The margin.
         server_momentum: Server momentum; the authors use 0; the FedSS paper uses 0.9 for all compared methods.

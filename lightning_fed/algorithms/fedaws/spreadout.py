@@ -49,9 +49,8 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Here :math:`N_k(c)` contains the *k* classes nearest to *c* among the comparison classes, without *c*. The gradient
-    moves both vectors of a pair; the choice of neighbours is treated as constant. A zero vector has distance 1 to all
-    others. Reference: Yu et al., ICML 2020.
+    Here :math:`N_k(c)` contains the *k* nearest classes in the comparison, without *c*. The gradient moves both ends,
+    with constant neighbours. A zero vector has distance 1 to all others. Reference: Yu et al., ICML 2020.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.

@@ -54,11 +54,9 @@ class FeatureFusion(FederatedCallback):
     1; https://github.com/thu-media/FedFusion.
 
     Args:
-        at: Name of the layer with the features as output, or ``"auto"``, see
-            :func:`~lightning_fed.modules.find_extractor`.
+        at: Layer with the features as output, or ``"auto"``, see :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
-        levels: Features to fuse, by position or key, each with a separate operator; ``"all"`` fuses every feature
-            except the input data.
+        levels: Fused features by position or key, each with a separate operator; ``"all"`` skips the input data.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network.
         network: Name of the module called with the data; ``"auto"`` searches for the module.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see

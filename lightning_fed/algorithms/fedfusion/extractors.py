@@ -60,9 +60,8 @@ def find_extractor(
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
         at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the module called with the data, which contains the layer; ``""`` for ``module``. ``"auto"``
-            uses the layer itself if the layer was found by name or is a direct child of a LightningModule, else the
-            outermost module that is not a LightningModule.
+        network: Name of the module called with the data, around the layer; ``""`` for ``module``. ``"auto"`` uses the
+            layer, if found by name or a direct child of a LightningModule, else the outermost ordinary module.
         classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
 
     Raises:
@@ -145,8 +144,7 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Finds the layer as in :func:`find_extractor`, and the classifier in a trial training step.
 
-    A module without a classifier needs an extractor with a known name, such as ``encoder``. Error messages name the
-    argument ``option``.
+    A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``.
     """
     if at != "auto":
         return find_extractor(module, at, network)

@@ -13,9 +13,8 @@ from lightning_fed.data.sample_hashes import sample_hashes
 class FeatureCache:
     """Caches the features of a fixed network. The key is a hash of each sample's content.
 
-    A sample with any changed bit, for example after augmentation, is a miss. The network must treat samples
-    independently (BatchNorm in evaluation mode). ``hits`` and ``misses`` count samples. If ``is_filling`` is false, no
-    features are added.
+    A sample with any changed bit, for example after augmentation, is a miss. Samples must be independent (BatchNorm in
+    evaluation mode). ``hits`` and ``misses`` count samples; if ``is_filling`` is false, no features are added.
     """
 
     def __init__(self) -> None:

@@ -28,8 +28,7 @@ class FedFusion(Method):
         at: Name of the layer with the features as output, or ``"auto"``.
         levels: Features to fuse, if the extractor returns several features, as encoders do.
         ema: Share of the previous weights in the moving average for "multi" and "single".
-        eval_reference: Source of the global features when the global model is evaluated: the previous global model, or
-            the same model.
+        eval_reference: Features for the evaluation of the global model: from the previous global model or from itself.
         cache_global_features: Whether to cache the global features of a client's examples during the visit.
         conv_init: Initialisation for "conv".
         conv_bias: Whether to add a bias to "conv".

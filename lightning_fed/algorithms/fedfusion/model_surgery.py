@@ -45,8 +45,7 @@ def fuse(
         at: Name of the layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
         channels: Number of channels, or a list; ``"infer"`` runs the network on the module's ``example_input_array``,
             else on ``example``, else on a derived example.
-        levels: Features to fuse, if the extractor returns several features, see
-            :class:`~lightning_fed.modules.FusionLayer`.
+        levels: Features to fuse, if the extractor returns several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
@@ -102,8 +101,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     :class:`~lightning_fed.modules.FusedExtractor` is replaced by the extractor E_l.
 
     Raises:
-        ValueError: If the model has no fusion; for "conv", if the layer has several inputs or feature maps, or their
-            shape is unknown.
+        ValueError: If the model has no fusion; or for "conv" with several inputs or feature maps, or an unknown shape.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask

@@ -89,8 +89,7 @@ class ConvFusion(FusionOperator):
     Args:
         channels: Number of channels :math:`C`.
         init: ``"default"`` like PyTorch's convolutions, as in the authors' program; ``"local"`` as the identity on
-            local features; ``"average"`` as the mean of local and global features. ``"local"`` and ``"average"`` have a
-            zero bias.
+            local features; ``"average"`` as the mean over both features. The last two have a zero bias.
         bias: Whether to add a bias, as in the authors' program; the paper has no bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 

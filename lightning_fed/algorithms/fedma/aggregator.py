@@ -66,10 +66,8 @@ class FedMA(Aggregator):
 
     Args:
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
-            preserves widths; ``"none"`` averages without matching. With ``"grow"``, groups of fixed width are only
-            permuted.
-        stages: ``"auto"`` for one stage per layer; the maximum number of stages (1 for one exchange); or patterns for
-            entry names by stage.
+            preserves widths; ``"none"`` averages without matching. With ``"grow"`` groups of fixed width are permuted.
+        stages: ``"auto"``; the maximum number of stages (1 for one exchange); or patterns for entry names by stage.
         last_layer: Weights for output layers: class shares (``"class"``; clients send the number of examples or pixels
             per class, which reveals label statistics) or numbers of examples (``"size"``, also used for models without
             classes). Multi-hot labels require ``"size"``.

@@ -68,8 +68,7 @@ class LayerwiseTraining(FederatedCallback):
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
             default the module's ``example_input_array``, or two inputs of a client.
-        pin: Patterns for entry names. Neurons in matching entries are never permuted, as in all entries that are never
-            sent.
+        pin: Patterns for entry names. Neurons in matching entries keep their order, as in all entries never sent.
         extra_groups: Additional neuron groups, with a client's widths.
         target: Position of the labels in a batch: index, key or function; ``None`` for the labels used in the loss. If
             the labels are not a single tensor, the output layer is averaged by numbers of examples, with a warning.

@@ -110,8 +110,7 @@ class FedMargin(Aggregator):
         amm: Kind of the logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
 
     Raises:
-        ValueError: If an option is unknown or outside its range; in a round, if a client measured another kind of
-            margin.
+        ValueError: If an option is unknown or outside its range; in a round, if a client measured a different margin.
 
     Note:
         Logs ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 for equal weights) and, with at most 20 clients per

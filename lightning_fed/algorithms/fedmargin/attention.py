@@ -74,15 +74,13 @@ def combine_attention(
 
     .. math:: w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    Equal attention gives exactly equal weights (FairAvg). With ``num_samples``, equal attention gives weights by number
-    of examples (FedAvg).
+    Equal attention gives exactly equal weights (FairAvg), or with ``num_samples`` weights by examples (FedAvg).
 
     Args:
         local: Attention by LPM :math:`a^L`, shape ``(K,)``, see :func:`margin_attention`.
         aggregate: Attention by APM :math:`a^A`, shape ``(K,)``.
         combine: Mean, product, or only LPM, or only APM. A product of 0 for all clients gives equal weights.
-        num_samples: Numbers of examples, multiplied by the attention before normalisation; ``None`` to use only
-            attention.
+        num_samples: Numbers of examples to multiply by before normalization; ``None`` to use only attention.
 
     Raises:
         ValueError: If ``combine`` is unknown or the numbers of clients differ.

@@ -26,13 +26,11 @@ _MAX_LABELS = 50
 class AttentionMap(PeriodicPictures, FederatedCallback):
     """Draws FedMargin's attention by client and round as a heat map, and logs the picture to TensorBoard.
 
-    Rows are all clients so far, with numbers sorted before names; columns are rounds. The viridis colours range from 0
-    to the largest attention so far; clients outside the round are grey. Axis labels need matplotlib (extra ``demo``).
-    Loggers other than TensorBoard get no pictures. The Trainer needs a federation with
-    :class:`~lightning_fed.algorithms.FedMargin`.
+    Rows are all clients so far, numbers before names; columns are rounds. The viridis colours range from 0 to the
+    largest attention so far; grey marks clients outside the round. Axis labels need matplotlib (extra ``demo``). Other
+    loggers get no pictures. The Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
 
-    State: ``last_epoch``, the round with the last picture, and ``attention``, a list with one dictionary by client per
-    round.
+    State: ``last_epoch``, the round with the last picture, and ``attention``, one dictionary per round by client.
 
     Args:
         every_n_epochs: Rounds between two pictures, at least 1; the first picture is drawn in the first round.

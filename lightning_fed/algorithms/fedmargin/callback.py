@@ -74,15 +74,12 @@ class ClassPrototypes(FederatedCallback):
         max_batches: Maximum number of batches in an exact pass; ``None`` for all.
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes in LPM.
-        lpm_before: Reference for LPM: prototypes with the downloaded weights, or prototypes from the client's last
-            visit.
+        lpm_before: Reference for LPM: prototypes with the downloaded weights, or from the client's last visit.
 
-    State: ``layer``, the feature layer. With a plain Trainer, :attr:`prototypes` contains the prototypes from the last
-    epoch.
+    State: ``layer``, the feature layer. With a plain Trainer :attr:`prototypes` has the last epoch's prototypes.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the layer does not exist, or differs from the layer in a
-            resumed fit.
+        ValueError: If an option is invalid; in ``fit``, if the layer is missing, or differs in a resumed fit.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
 
     Example:

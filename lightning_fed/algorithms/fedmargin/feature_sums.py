@@ -152,8 +152,7 @@ class TrainingFeatureSums:
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
         """Raises ``ValueError`` if training batches gave no features, except skipped batches.
 
-        With manual optimization the package cannot detect skipped batches, so only training without any features is an
-        error.
+        With manual optimization, skipped batches are unknown: then only training without any features is an error.
         """
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:

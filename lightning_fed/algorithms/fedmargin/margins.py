@@ -44,8 +44,7 @@ def class_margins(
         query: Prototypes Q.
         reference: Prototypes R.
         margin: Kind of margin.
-        fallback: For "hypothesis" and "relative": prototypes of other classes, used if the reference has only one
-            class.
+        fallback: For "hypothesis" and "relative": prototypes for other classes if the reference has only one class.
 
     Raises:
         ValueError: If ``margin`` is unknown or shapes differ.
@@ -86,8 +85,7 @@ def local_prototype_margin(
 ) -> Tensor:
     r"""LPM: how far local training moves a client's prototypes, a float64 scalar; NaN if undefined for all classes.
 
-    The equation is a reconstruction: the paper states only "deviation of on-client prototypes before and after local
-    training".
+    Reconstruction: the paper only says "deviation of on-client prototypes before and after local training".
 
     .. math:: \mathrm{LPM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], p_k^0[c])
 

@@ -38,8 +38,7 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
 
     .. math:: X - \mathbf{1} \bar x^\top = U S V^\top
 
-    The axes are the first columns of :math:`V`, with signs that make each largest entry positive. Axes without variance
-    are zeros.
+    The axes are the first columns of :math:`V`, with a positive largest entry. Axes without variance are zeros.
 
     Args:
         points: Points, shape ``(n, d)``, with equal weights.

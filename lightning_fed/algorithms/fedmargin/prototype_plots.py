@@ -49,11 +49,10 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
     :class:`~lightning_fed.callbacks.ClassPrototypes`; for all other methods pass the callback explicitly.
 
-    The plane covers the largest variance of the prototypes
-    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`), with equal weight for all classes. Each picture has a
-    separate plane, rotated to align with the previous picture. The title shows the explained variance: the share of
-    squared distances from the mean within the plane. The first picture is drawn in the first epoch (round) with two
-    classes. Loggers other than TensorBoard get no pictures.
+    The plane has the largest spread among the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`),
+    with equal weight for all classes. Each picture has a separate plane, rotated to the axes of the previous picture.
+    The title shows the share of the spread (sum of squared distances from the mean) within the plane. The first picture
+    is drawn in the first epoch (round) with two classes. Other loggers get no pictures.
 
     State: ``last_epoch``, the epoch with the last picture, and ``view``, the plane (3 d numbers).
 

@@ -214,8 +214,7 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
     r"""Reference prototypes for the aggregate prototype margin (APM).
 
-    This choice is a reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and the round's prototypes :math:`P_t`
-    for classes without an aggregate.
+    A reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and for new classes the round's prototypes :math:`P_t`.
 
     Raises:
         ValueError: If shapes differ.

@@ -37,10 +37,9 @@ class SampledSoftmaxHead(LogitsLayer):
     .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
-    Features have shape ``(*, in_features)``, logits ``(*, num_classes)``, or ``(*, S)`` if the client or the batch has
-    S classes. Outside visits this layer is an ordinary layer. During a client's visit the layer may have rows for only
-    some classes (:meth:`hold`, :meth:`begin_batch`). The held classes are not in the ``state_dict``, and affect only
-    training.
+    Features have shape ``(*, in_features)``, logits ``(*, num_classes)``, or ``(*, S)`` for S held classes or S batch
+    columns. Outside visits this layer is an ordinary layer. In a client's visit the layer may hold rows for only some
+    classes (:meth:`hold`, :meth:`begin_batch`); this choice is not in the ``state_dict``, and only affects training.
 
     Logits have at least float32 precision, so losses and cosines use float32 also in half precision. Zero features have
     no direction and very large gradients: avoid a ReLU directly before cosine logits.
@@ -140,8 +139,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Args:
             target: The batch's class labels, integers, all among the client's classes; negative labels stay unchanged.
-            columns: Positions of the batch's classes among the held classes, int64, increasing, including all of the
-                client's classes.
+            columns: Positions of the batch's classes among the held classes, int64, increasing, with all positives.
         """
         if self._held is None:
             raise RuntimeError(
@@ -176,8 +174,7 @@ class SampledSoftmaxHead(LogitsLayer):
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Computes the cross-entropy: with held classes the client's loss, else the full softmax loss.
 
-        The result equals ``F.cross_entropy(head(features), target)``, but ``loss`` also accepts examples outside the
-        current batch.
+        The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
 
         Args:
             features: Features, shape ``(*, in_features)``.

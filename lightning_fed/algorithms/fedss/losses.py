@@ -1,12 +1,11 @@
 """FedSS's losses for clients that hold only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
-to 8. A client holds its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement. A
-positive is included with probability 1, and a negative with probability m q. Correcting only the logits of negatives
-makes the sum over held classes an unbiased estimate of the full softmax's denominator. Correction: Bengio and Senecal,
-"Adaptive Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on
-Neural Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML
-2018.
+to 8. A client holds its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement.
+Only negatives are corrected. Then the sum over held classes is an unbiased estimate for the full softmax's sum: a
+negative is drawn with probability m q, a positive with probability 1. Correction: Bengio and Senecal, "Adaptive
+Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on Neural
+Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018.
 """
 
 from __future__ import annotations
@@ -189,8 +188,7 @@ def sampled_softmax_loss(
 
     Args:
         logits: Logits :math:`o` for the held classes :math:`P \cup N`, shape ``(N, S)``.
-        target: Target column :math:`t` for each row, shape ``(N,)``, integers: columns of the client's classes. -100
-            excludes an example.
+        target: Target columns :math:`t`, all positives; shape ``(N,)``, whole numbers. -100 excludes an example.
         is_positive: Mask of columns that belong to the client's classes, bool, shape ``(S,)``.
         num_classes: Number :math:`n` of all classes.
         objective: The loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`; "full" needs logits for all classes.

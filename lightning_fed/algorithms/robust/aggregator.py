@@ -43,11 +43,10 @@ def shares_of(update: ClientUpdate) -> dict[Client, float]:
 class RobustAggregator(Aggregator):
     """Base class of rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
-    All updates of a round are stored: n states. Client updates (local minus global, all shared floating-point entries
-    as one vector) are compared by inner products and combined in chunks of coordinates. BatchNorm's running statistics
-    have other scales and must stay valid, so statistics do not enter the comparison and are combined by a trimmed mean
-    without the ``num_malicious`` smallest and largest values. Integer entries get the majority value, or the lower
-    median if no value has a majority.
+    All updates in a round are stored: n states. Client updates (local minus global, all shared floating-point entries
+    as one vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics
+    have other scales and must stay valid, so statistics are only combined, by a trimmed mean without the
+    ``num_malicious`` smallest and largest values. Integer entries take the majority value, or else the lower median.
 
     A rule declares the required number of updates as ``least = (a, b)``: ``a f + b`` updates, or one update for f = 0.
     In a round with fewer updates all clients are excluded with this reason, and the round fails. A client whose update

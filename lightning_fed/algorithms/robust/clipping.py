@@ -38,8 +38,7 @@ class NormClipping(Method):
     :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs ``fed/shortened``.
 
     Args:
-        max_norm: Norm C, positive; ``None`` for the median norm of the round (the lower median for an even number of
-            clients).
+        max_norm: Norm C, positive; ``None`` for the median norm of the round, the lower median for even numbers.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.

@@ -276,9 +276,8 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
     r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms.
 
-    The matrix is diagonal. Updates are clipped to the largest remaining norm. Reference: Allouah, Guerraoui, Gupta,
-    Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2
-    ("ARC").
+    The matrix is diagonal, and the norm is the largest remaining norm. Reference: Allouah, Guerraoui, Gupta, Jellouli,
+    Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2 ("ARC").
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()

@@ -46,9 +46,8 @@ def client_app(
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`); if the file is missing, no answer is
-            sent. By default ``site_policy.toml`` in ``store``; if ``store`` shows no sign of a policy, every answer is
-            sent.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
+            default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
 
     Raises:
         ValueError: If ``trainer`` has an argument reserved for the server.

@@ -38,9 +38,8 @@ def server_app(
     saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. A new run
     needs another folder.
 
-    Messages to clients contain the global model and additional tensors; messages to the server contain updates.
-    Messages are validated and never unpickled. A client without a valid answer within the time limit is excluded from
-    the round.
+    The network only carries messages: the global model and additional tensors in one direction, updates in the other.
+    Messages are validated and never unpickled. A round excludes a client without a valid answer within the time limit.
 
     Args:
         federation: The federation. The client side needs the same arguments.

@@ -68,8 +68,7 @@ class FlowerTransport(Transport):
     """Sends packets over Flower's grid. Asks each node for its clients, also after the node has reconnected.
 
     ``bound`` maps a client to the permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other
-    nodes receive no message for the client. With ``None``, the first connected node that lists a client serves the
-    client.
+    nodes receive no message. With ``None``, the first connected node to name a client serves the client.
     """
 
     def __init__(

@@ -148,8 +148,7 @@ class SitePolicy:
 
     Args:
         digest: The file's hash.
-        servers: Allowed public keys, as lines from ``.pub`` files; ``"*"`` allows all servers, including unsigned
-            messages.
+        servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also unsigned.
         runs: Allowed run names.
         methods: Allowed method names, case-insensitive.
         answers: Allowed answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and

@@ -57,8 +57,7 @@ class Line:
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
     """Reads and verifies lines.
 
-    A crash can leave a truncated line at the end of the file. The next line contains the digest of the truncated line
-    as ``"torn"``.
+    A crash can leave a truncated line in the file. The next line stores the digest of the truncated line as ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})

@@ -52,9 +52,8 @@ class ClientSum:
     step deletes the file of the step before, and the last step leaves no file. Therefore the client never masks two
     vectors with the same masks, and releases only one of two shares for every other client.
 
-    A sum that restarts (because a client sent unreadable shares, or the server was killed) uses new keys. After
-    releasing shares, the client repeats the release only for the same clients, because the difference of two sums would
-    reveal an update.
+    A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. After releasing
+    shares, the client only repeats the release for the same clients: the difference of two sums would reveal an update.
 
     ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """

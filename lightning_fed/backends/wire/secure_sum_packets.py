@@ -39,11 +39,10 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 class SumRequest:
     """Request to a client, for one step of a secure sum.
 
-    The stages are: publish keys (``"keys"``); share secrets with ``peers`` (``"shares"``); open shares that ``peers``
-    have sealed (``"open"``); release shares of ``peers`` to unmask the sum of the survivors (``"unmask"``, with
-    ``survivors`` as a flag for each peer). ``least`` is the number of shares required to restore a secret. ``rows`` has
-    one row per peer: published keys (``"shares"``), or shares sealed for the client (``"open"``; zeros for the client
-    itself).
+    The stages are: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares sealed by
+    ``peers`` (``"open"``); release shares for ``peers``, to unmask the survivors' sum (``"unmask"``, with ``survivors``
+    for every peer). ``least`` is the number of shares necessary to restore a secret. ``rows`` has published keys
+    (``"shares"``), or shares sealed for the client, with zeros for the client (``"open"``), per peer.
     """
 
     stage: Stage

@@ -168,8 +168,7 @@ class ServerSum:
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
         """Sends a request to each client, and yields the rows of valid answers in client order.
 
-        With ``counts``, a client without an answer is excluded. Set ``counts`` to false for clients whose vector is in
-        the sum.
+        If ``counts``, a client without an answer is excluded. ``False`` is for clients with a vector in the sum.
         """
         report = self._server.report
         requests = {

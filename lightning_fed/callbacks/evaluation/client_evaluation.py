@@ -78,8 +78,7 @@ class ClientEvaluation(AskableCallback):
 
     Args:
         every_n_rounds: Evaluates in every n-th round with validation; 0 disables the evaluation.
-        clients: Clients to evaluate: ``"all"``, the clients of the ``"round"``, or a number or share drawn by (seed,
-            round).
+        clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
         min_clients: Minimum number of clients for a score; with fewer clients the log contains a warning.
         min_examples: Minimum number of examples for a client to answer.
         lists: Patterns for the module's metrics (attribute paths) whose list states may leave a client.

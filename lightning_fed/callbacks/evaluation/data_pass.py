@@ -77,9 +77,8 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Metrics, modes and logs are restored afterwards. Parameters and buffers written by a step are only restored with
-    ``keeps``. ``pool`` is for data spread over processes, and ``limit`` replaces the Trainer's limit of batches per
-    loader.
+    Metrics, modes and logs are restored afterwards; parameters and buffers written by a step only with ``keeps``.
+    ``pool`` is for data spread over processes, and ``limit`` replaces the Trainer's limit of batches per loader.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.

@@ -29,8 +29,7 @@ class EvaluationReport:
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
         metrics: State key of the logged metric, for each logged name.
         values: Values computed by the client, by name.
-        partial: Names of values that sums and states do not determine; there is no result over all clients for these
-            names.
+        partial: Names of values not determined by sums and states; these values have no result over all clients.
         shown: Names shown in the progress bar.
         higher_is_better: For each name, whether higher is better, if a metric declares the direction.
         stays: For each metric whose state must stay on the client, the reason.

@@ -52,8 +52,7 @@ def maximum_mean_discrepancy(
         reference: Samples :math:`y`, shape ``(n, d)``: features of the centrally trained model.
         bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two reference samples (equal
             for all compared models), or "pooled" for the median over all samples. See :func:`median_distance`.
-        estimator: Estimator with ("biased") or without ("unbiased") kernels between a sample and itself. The unbiased
-            estimate can be negative.
+        estimator: With or without kernels between a sample and itself. The unbiased estimate can be negative.
         scales: Factors on the bandwidth, such as ``(0.25, 0.5, 1, 2, 4)``; the kernels of all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block.

@@ -67,15 +67,13 @@ def feature_entropy(
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
-    A pixel with only zeros is treated as uniform: :math:`\ln d`. A pixel with an infinite or NaN feature has entropy
-    NaN.
+    A pixel with only zeros counts as uniform: :math:`\ln d`. A pixel with an infinite or NaN feature has entropy NaN.
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.
         activation: Function that makes features non-negative; "relu" does not change features after a ReLU.
         normalize: Whether to divide by :math:`\ln d`.
-        size: Height and width for bilinear resizing of the entropy maps, for features of shape ``(N, d, H, W)``
-            (corners not aligned).
+        size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned).
 
     Raises:
         ValueError: If ``activation`` is unknown, there are fewer than two channels, or ``size`` is given for features
