@@ -24,6 +24,9 @@ from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
 
+_OCTAVES = 2
+"""Accepted distance of a length from the median without momentum: a factor of 4 to 8."""
+
 
 @register(callbacks=lambda rule: [ChannelCallback(rule), *([ProximalTerm(rule.mu)] if rule.mu else [])])
 class FedNova(ChannelRule):
@@ -107,7 +110,7 @@ class FedNova(ChannelRule):
             unlike = 0.0
         elif any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             unlike = 1.0
-        self.octaves = 2 + math.ceil(-math.log2(1 - min(unlike, 1 - 2**-5)))
+        self.octaves = _OCTAVES + math.ceil(-math.log2(1 - min(unlike, 1 - 2**-5)))
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float

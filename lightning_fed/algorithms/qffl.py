@@ -38,14 +38,13 @@ class QFFL(ChannelRule):
 
     :math:`F_k(x)` is the broadcast model's loss: the mean ``training_step`` loss in an additional pass over the
     client's data, in evaluation mode. The pass does not change the training's random numbers. The server excludes a
-    client with a loss above 128 times the round's median, or a constant :math:`L` farther than a factor of 128 from the
-    median. Reference: Li et al., ICLR 2020, Algorithm 2.
+    client with a loss above 128 times the round's median. Reference: Li et al., ICLR 2020, Algorithm 2.
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
     Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
     (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
 
-    - Sends: 1 model down, 1 up (and two numbers).
+    - Sends: 1 model down, 1 up (and a number).
     - Keeps: nothing.
     - Costs: 1 pass over a client's data per visit, without gradients.
     - For: better results on the worst clients; automatic optimization only.
@@ -53,18 +52,18 @@ class QFFL(ChannelRule):
     Args:
         q: Exponent, at least 0; a larger value gives more weight to large losses. The authors use values from 0.001
             (text) to 5, tuned per data set.
-        lipschitz: Constant :math:`L`, positive; ``None`` for the inverse learning rate.
+        lipschitz: Constant :math:`L`, positive; ``None`` for the inverse of the server's learning rate in the round.
 
     Raises:
         MisconfigurationException: In ``fit``, with manual optimization; or without ``lipschitz``, if the optimizers
             have several learning rates or a zero learning rate.
 
     Example:
-        >>> from lightning_fed.rule import RoundInfo, trained_entries
-        >>> qffl = QFFL(q=1.0)
+        >>> from lightning_fed.rule import RoundInfo
+        >>> qffl = QFFL(q=1.0, lipschitz=1.0)
         >>> qffl.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> for client, value, loss in (("a", 0.0, 1.0), ("b", 3.0, 4.0)):
-        ...     extras = {"qffl:loss": torch.tensor(loss), "qffl:lipschitz": torch.tensor(1.0)}
+        ...     extras = {"qffl:loss": torch.tensor(loss)}
         ...     qffl.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
         >>> qffl.aggregate()  # 1 - (1 * 1 + 4 * -2) / ((1 + 1) + (4 + 4))
         {'w': tensor(1.7000)}
@@ -108,7 +107,7 @@ class QFFL(ChannelRule):
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update to the mean; the weights depend on the client's loss and the distance of its model."""
+        """Adds an update to the mean, with the weights from the loss and the model's distance."""
         loss = up[_LOSS][""]
         distance = sum(
             float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())
