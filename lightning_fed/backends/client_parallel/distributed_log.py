@@ -92,23 +92,19 @@ class DistributedLog(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._start_evaluation(batch, dataloader_idx, len(trainer.num_val_batches))
+        loaders = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+        self._is_on, self._is_training, self._values.batch = True, False, batch
+        self._values.suffix = f"/dataloader_idx_{dataloader_idx}" if len(loaders) > 1 else ""
 
-    def on_test_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._start_evaluation(batch, dataloader_idx, len(trainer.num_test_batches))
+    on_test_batch_start = on_validation_batch_start
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log_evaluation(trainer.val_dataloaders)
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        parts, first = self._ranks.gather(self.take_entries()), loaders[0] if isinstance(loaders, list) else loaders
+        # Chained client data are evaluated completely by every process, other data only in part.
+        self.log_all(parts[:1] if isinstance(first, ChainedLoaders) else parts)
 
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log_evaluation(trainer.test_dataloaders)
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()
@@ -145,11 +141,6 @@ class DistributedLog(L.Callback):
                 first.last, first.position = entry.last, entry.position
         for name, entry in joint.items():
             self._log_joint(name, entry, values.sums.get(name))
-
-    def _log_evaluation(self, loaders: Any) -> None:
-        parts, first = self._ranks.gather(self.take_entries()), loaders[0] if isinstance(loaders, list) else loaders
-        # Chained client data are evaluated completely by every process, other data only in part.
-        self.log_all(parts[:1] if isinstance(first, ChainedLoaders) else parts)
 
     def _handle_call(self, call: LogCall) -> None:
         reduction, value = call.reduction, call.value
@@ -206,10 +197,6 @@ class DistributedLog(L.Callback):
 
     def _forward(self, *args: Any, **kwargs: Any) -> None:
         self._hooks[0].original(*args, **kwargs)
-
-    def _start_evaluation(self, batch: Any, dataloader_idx: int, loaders: int) -> None:
-        self._is_on, self._is_training, self._values.batch = True, False, batch
-        self._values.suffix = f"/dataloader_idx_{dataloader_idx}" if loaders > 1 else ""
 
     def _restore(self) -> None:
         for hook in self._hooks:

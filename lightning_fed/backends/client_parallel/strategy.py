@@ -8,10 +8,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -41,16 +38,12 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
     Registered as ``"client_parallel"``.
 
     Args:
-        accelerator: See ``DDPStrategy``; set by the Trainer.
-        parallel_devices: See ``DDPStrategy``; set by the Trainer.
-        cluster_environment: See ``DDPStrategy``; set by the Trainer.
-        checkpoint_io: See ``DDPStrategy``; set by the Trainer.
-        precision_plugin: See ``DDPStrategy``; set by the Trainer.
+        balance: Quantity to balance between processes: ``"batches"`` (two runs agree bit for bit), or ``"time"``, the
+            batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
         timeout: Maximum wait for other processes. The first process waits for the last process at the end of each
             round, so the value must exceed the time of one process's visits in a round.
-        balance: Quantity to balance between processes: ``"batches"`` (two runs agree bit for bit), or ``"time"``, the
-            batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
+        **options: Other arguments of ``DDPStrategy``; the Trainer sets the devices and plugins.
 
     Raises:
         ValueError: If ``balance`` is unknown.
@@ -68,25 +61,14 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     def __init__(
         self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        balance: Literal["batches", "time"] = "batches",
+        *,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        balance: Literal["batches", "time"] = "batches",
+        **options: Any,
     ) -> None:
         check_option("balance", balance, ("batches", "time"))
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **options)
         self.balance = balance
         self._processes = ProcessGroup()
 

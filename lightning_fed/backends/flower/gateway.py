@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Mutable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import uvicorn
@@ -108,19 +108,23 @@ class Registry:
 class Connection(socket.socket):
     """Connection to a peer. A peer is a stranger until its first call with a valid signature."""
 
-    listener: Listener
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
 
     def close(self) -> None:
         """Closes the connection, so that another stranger can connect."""
-        if self.listener.strangers.get(self.peer) is self:
-            del self.listener.strangers[self.peer]
+        if Listener.strangers.get(self.peer) is self:
+            del Listener.strangers[self.peer]
         super().close()
 
 
 class Listener(socket.socket):
-    """Listening socket with a limit for connections from strangers."""
+    """Listening socket with a limit for connections from strangers.
+
+    ``strangers`` has the connections of all listeners in the process, by address and port, the oldest first.
+    """
+
+    strangers: ClassVar[dict[tuple[Any, ...], Connection]] = {}
 
     def __init__(self, family: int, address: tuple[Any, ...]) -> None:
         super().__init__(family, socket.SOCK_STREAM)
@@ -128,7 +132,6 @@ class Listener(socket.socket):
         if family == socket.AF_INET6:
             self.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         self.bind(address)
-        self.strangers: dict[tuple[Any, ...], Connection] = {}  # by address and port, oldest first
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -139,37 +142,31 @@ class Listener(socket.socket):
             raise BlockingIOError
         self._burst += 1
         accepted, address = super().accept()
-        peer = address[:2]
         connection = Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
-        connection.listener, connection.peer = self, peer
-        connection.network = socket.inet_pton(self.family, peer[0].partition("%")[0])[:8]
+        connection.peer = address[:2]
+        connection.network = socket.inet_pton(self.family, address[0].partition("%")[0])[:8]
         counts = Counter(other.network for other in self.strangers.values())
         crowded = connection.network if counts[connection.network] >= _STRANGERS_PER_NETWORK else None
         if crowded is None and len(self.strangers) >= _STRANGERS:
             crowded = counts.most_common(1)[0][0]
         if crowded is not None:
-            self._end(next(place for place, other in self.strangers.items() if other.network == crowded))
-        self.watch(peer, connection)
+            _end(next(other for other in self.strangers.values() if other.network == crowded))
+        watch(connection)
         return connection, address
-
-    def watch(self, peer: tuple[Any, ...], connection: Connection) -> None:
-        """Closes the connection after the time limit for strangers, unless :meth:`trust` is called before."""
-        self.strangers[peer] = connection
-        asyncio.get_running_loop().call_later(_STRANGER_SECONDS, self._expire, peer, connection)
-
-    def trust(self, peer: tuple[Any, ...]) -> Connection | None:
-        """Removes a peer with a valid signature from the strangers; returns the connection."""
-        return self.strangers.pop(peer, None)
 
     def _end_burst(self) -> None:
         self._burst = 0
 
-    def _expire(self, peer: tuple[Any, ...], connection: Connection) -> None:
-        if self.strangers.get(peer) is connection:
-            self._end(peer)
 
-    def _end(self, peer: tuple[Any, ...]) -> None:
-        connection = self.strangers.pop(peer)
+def watch(connection: Connection) -> None:
+    """Closes a stranger's connection after the time limit, unless the connection is removed from the strangers."""
+    Listener.strangers[connection.peer] = connection
+    asyncio.get_running_loop().call_later(_STRANGER_SECONDS, _end, connection)
+
+
+def _end(connection: Connection) -> None:
+    if Listener.strangers.get(connection.peer) is connection:
+        del Listener.strangers[connection.peer]
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -180,13 +177,13 @@ class Gateway:
     ``GET /`` returns the versions of Flower and lightning-fed, for ``lightning-fed doctor --flower``.
     """
 
-    def __init__(self, superlink: str, ca: str, registry: Registry, listeners: list[Listener] | None = None) -> None:
+    def __init__(self, superlink: str, ca: str, registry: Registry) -> None:
         context = ssl.create_default_context(cafile=ca)
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(
             base_url=f"https://{superlink}", verify=context, timeout=_SECONDS, limits=limits
         )
-        self._registry, self._listeners = registry, listeners or []
+        self._registry = registry
         self._calls = Counter[bytes]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,19 +218,14 @@ class Gateway:
         if self._calls[node] >= _CALLS_PER_NODE:
             await _answer(send, 503, b"this SuperNode has too many concurrent calls")
             return
-        trusted = [
-            (listener, connection)
-            for listener in self._listeners
-            if (connection := listener.trust(tuple(scope["client"]))) is not None
-        ]
+        trusted = Listener.strangers.pop(tuple(scope["client"]), None)
         self._calls[node] += 1
         try:
             await self._forward(path, scope, receive, send)
         finally:
             self._calls[node] -= 1
-            for listener, connection in trusted:
-                if connection.fileno() >= 0:
-                    listener.watch(connection.peer, connection)
+            if trusted is not None and trusted.fileno() >= 0:
+                watch(trusted)
 
     async def _forward(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _OWN_HEADERS]
@@ -292,7 +284,7 @@ def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: st
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(
-        Gateway(superlink, ca, Registry(database), listeners), ssl_certfile=certificate, ssl_keyfile=key,
+        Gateway(superlink, ca, Registry(database)), ssl_certfile=certificate, ssl_keyfile=key,
         lifespan="on", ws="none", loop="asyncio", log_level="warning", access_log=False, server_header=False,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=list(listeners))

@@ -17,9 +17,8 @@ from lightning_fed.backends.site.policy import (
     PolicyError,
     Refusal,
     SitePolicy,
-    add_head,
+    change_update,
     find_kind,
-    hide_counts,
     read_order,
     read_policy,
 )
@@ -124,8 +123,8 @@ class SiteGate:
             policy = read_policy(self._path)
             record = self._open_record(policy)
             with record.open():
-                if isinstance(reply, Packet):
-                    reply = Packet(hide_counts(reply.text, policy), reply.data)
+                if isinstance(reply, Packet) and "steps" not in policy.counts:
+                    reply = change_update(reply, steps=0)
                 try:
                     rule, names = self._judge(policy, record, order, reply)
                 except Refusal as refusal:
@@ -137,7 +136,7 @@ class SiteGate:
                 if (reply is not None or order.answer != "clients") and not _is_flood(record, order, rule):
                     self._append(record, policy, order, reply, rule, names)
                 if reply is not None:
-                    reply = Packet(add_head(reply.text, record.last), reply.data)
+                    reply = change_update(reply, head=[record.last.number, record.last.digest])
         except (PolicyError, RecordError, OSError) as error:
             _log.error("No answer is sent: %s.", error)
             reply = write_fault(Fault(order.client or "", NOT_ANSWERED))

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_fed.backends.site.owned_files import check_owner, check_parents
-from lightning_fed.backends.site.record import Line
 from lightning_fed.backends.site.signatures import is_signed, read_public_key, split_signature
-from lightning_fed.backends.wire.packets import find_bad_place, is_head
+from lightning_fed.backends.wire.packets import Packet, find_bad_place, is_head
 from lightning_fed.backends.wire.secure_sum_packets import Stage
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client
@@ -53,15 +52,6 @@ _NEEDS = ("record", "steps", "clients_per_sum")
 never allows more than the complete policy."""
 
 _LARGEST = 2**20  # bytes; limit for the policy file
-
-
-def hide_counts(text: str, policy: SitePolicy) -> str:
-    """Sets an update's number of optimizer steps to 0, unless the policy allows this number."""
-    packet = json.loads(text)
-    if packet["kind"] != "update" or "steps" in policy.counts:
-        return text
-    packet["header"]["steps"] = 0
-    return json.dumps(packet)
 
 
 class PolicyError(Exception):
@@ -311,25 +301,20 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
     for name, value in values.items():
         if name == "steps":
             read[name] = tuple(_make_step(step) for step in value)
-        elif name == "record":
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"expected `record` to be a file name, but got {value!r}")
-            read[name] = value
-        elif name == "faults":
-            if value not in ("constant", "text"):
-                raise ValueError(f"expected `faults` to be 'constant' or 'text', but got {value!r}")
-            read[name] = value
+            continue
+        if name in ("record", "faults"):
+            what, fits = "a string", isinstance(value, str) and value != ""
         elif name in ("rounds_per_day", "bytes_per_day", "clients_per_sum"):
-            if type(value) is not int or value < 0:
-                raise ValueError(f"expected `{name}` to be a whole number, but got {value!r}")
-            read[name] = value
+            what, fits = "an integer", type(value) is int and value >= 0
         else:
-            if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-                raise ValueError(f"expected `{name}` to be a list of texts, but got {value!r}")
-            read[name] = tuple(value)
+            what, fits = "a list of strings", isinstance(value, list) and all(isinstance(text, str) for text in value)
+        if not fits:
+            raise ValueError(f"expected `{name}` to be {what}, but got {value!r}")
+        read[name] = tuple(value) if isinstance(value, list) else value
     kinds = [kind for kind in ANSWERS.values() if kind != "clients"]
-    for name, allowed in (("answers", kinds), ("counts", [*COUNTS])):
-        strange = [value for value in read.get(name, ()) if value not in allowed]
+    for name, allowed in (("answers", kinds), ("counts", [*COUNTS]), ("faults", ["constant", "text"])):
+        values = read.get(name, ())
+        strange = [value for value in ([values] if isinstance(values, str) else values) if value not in allowed]
         if strange:
             raise ValueError(f"expected `{name}` to contain only values from {allowed}, but got {strange[0]!r}")
     for line in read.get("servers", ()):
@@ -366,12 +351,12 @@ def _simple_name(name: str) -> str:
     return rest.partition("|")[2] if kind in ("logged", "value", "metric", "stays") else name
 
 
-def add_head(text: str, line: Line) -> str:
-    """Adds the record's last line to an update, as a second place for the head; other answers are unchanged."""
-    packet = json.loads(text)
+def change_update(reply: Packet, **header: Any) -> Packet:
+    """Replaces fields in an update's header; other answers are unchanged."""
+    packet = json.loads(reply.text)
     if packet["kind"] == "update":
-        packet["header"]["head"] = [line.number, line.digest]
-    return json.dumps(packet)
+        packet["header"] |= header
+    return Packet(json.dumps(packet), reply.data)
 
 
 def find_kind(text: str) -> str:

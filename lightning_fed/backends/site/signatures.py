@@ -18,8 +18,10 @@ LIFETIME = 20 * 3600.0
 """Maximum lifetime of an order in seconds. A site remembers all orders for one day and refuses repeated orders."""
 
 
-def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
+def read_private_key(path: str | os.PathLike[str] | None) -> Ed25519PrivateKey | None:
     """Reads a server's Ed25519 private key without passphrase, from ``ssh-keygen -t ed25519 -N ""``."""
+    if path is None:
+        return None
     try:
         key = load_ssh_private_key(Path(path).read_bytes(), None)
     except (ValueError, TypeError) as error:

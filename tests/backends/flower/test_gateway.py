@@ -198,7 +198,7 @@ def test_too_many_calls_of_a_node_can_be_repeated(keys, registry, monkeypatch):
 def guarded(keys, registry):
     """A gateway with listener in front of a fake SuperLink; yields port and listener."""
     with Listener(socket.AF_INET, ("127.0.0.1", 0)) as listener, served(SuperLink(), keys) as inner:
-        gateway = Gateway(f"127.0.0.1:{inner}", str(keys / "ca.crt"), registry, [listener])
+        gateway = Gateway(f"127.0.0.1:{inner}", str(keys / "ca.crt"), registry)
         with served(gateway, keys, listeners=[listener]) as port:
             yield port, listener
 

@@ -114,7 +114,7 @@ REASONS = {
     "methods": "does not allow 'fedavg' in methods",
     "answers": "does not allow the answer 'statistics'",
     "steps": "the federation has no MaxNorm",
-    "clients_per_sum": "the secure sum has 3 clients, but the site policy requires 4",
+    "clients_per_sum": "the secure sum has 3 clients, but the site policy requires at least 4",
     "entries": "does not allow 'net.2.weight' in entries",
     "extras": "in extras",
     "metrics": "does not allow 'age' in metrics",
@@ -199,7 +199,7 @@ def test_steps_that_the_server_does_protect_nobody_from_it():
     assert step.find_fault(half(MaxNorm(0.5))) == "the server executes MaxNorm"
     assert step.find_fault(half(UniformWeights(), MaxNorm(0.5), SecureSum(5.0))) is None
     assert step.find_fault(half(UniformWeights(), MaxNorm(2.0), SecureSum(5.0))) == (
-        "MaxNorm has bound=2.0, but must have at most 1"
+        "MaxNorm has bound=2.0, but the policy requires at most 1"
     )
     assert "has clip=None" in str(
         RequiredStep("SecureSum", at_most={"clip": 9.0}).find_fault(gate.Half("FedAvg", [SecureSum(None)]))
@@ -213,7 +213,7 @@ def test_a_callback_that_protects_examples_has_the_values_that_are_required():
     half = gate.Half("FedAvg", callbacks=[DPSGD()])
     assert RequiredStep("DPSGD", {"noise_multiplier": 1.0}, {"max_grad_norm": 1.0}).find_fault(half) is None
     for at_least in ({"noise_multiplier": 2.0}, {"noise": 0.0}, {"noise_multiplier": float("nan")}):
-        assert "must have at least" in RequiredStep("DPSGD", at_least).find_fault(half)
+        assert "the policy requires at least" in RequiredStep("DPSGD", at_least).find_fault(half)
 
 
 def test_sums_and_states_of_an_evaluation_are_metrics(tmp_path):
@@ -277,16 +277,16 @@ BAD_FILES = {
     "not a regular file": as_pipe,
     "other users can change": lambda path: path.chmod(0o666),
     "or folder": lambda path: path.parent.chmod(0o777),
-    "expected rules from": lambda path: path.write_text(path.read_text() + "metric = []\n"),
+    "expected only rules from": lambda path: path.write_text(path.read_text() + "metric = []\n"),
     "expected `answers` to contain only values from": lambda path: path.write_text('answers = ["updates"]'),
-    "expected `entries` to be a list of texts": lambda path: path.write_text('entries = "net.*"'),
+    "expected `entries` to be a list of strings": lambda path: path.write_text('entries = "net.*"'),
     "before all other rules": lambda path: path.write_text(path.read_text() + '[[steps]]\nname = "DPSGD"\n'),
-    "whole number": lambda path: path.write_text("rounds_per_day = -1"),
-    "Expected a line like": lambda path: path.write_text('servers = ["server.pub"]'),
+    "to be an integer": lambda path: path.write_text("rounds_per_day = -1"),
+    "Expected a line such as": lambda path: path.write_text('servers = ["server.pub"]'),
     "cannot be read": lambda path: path.write_text("servers = [\n"),
     "overwrite": lambda path: path.write_text("runs = []\nruns = []\n"),
     "maximum recursion": lambda path: path.write_text("servers = " + "[" * 5000 + "]" * 5000),
-    "more than": lambda path: path.write_text("#" * 2**20 + "\n"),
+    "larger than": lambda path: path.write_text("#" * 2**20 + "\n"),
 }
 
 
