@@ -13,6 +13,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.callbacks.evaluation.bounds import find_outliers
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, MetricState
+from lightning_fed.steps import MaxSamples
 from tests import evaluations, models
 
 
@@ -199,6 +200,23 @@ def test_clients_that_differ_are_no_outliers(values):
 def test_examples_are_bounded_by_training_and_by_the_other_clients(numbers, trained, excluded):
     reports = {client: EvaluationReport(number) for client, number in zip(("ann", "bob", "cid"), numbers, strict=True)}
     assert list(find_outliers(reports, trained)) == excluded
+
+
+class Inflated(Forged):
+    """The client has as many examples in training as in the evaluation, in the client's words."""
+
+    def on_server_receive(self, trainer, module, update):
+        if update.client == "bob":
+            update.num_samples = 15_000
+
+
+@pytest.mark.parametrize(("steps", "clients"), [([], 3), ([MaxSamples(100)], 2)])
+def test_the_plan_bounds_a_client_with_two_false_numbers(steps, clients, federated_trainer, caplog):
+    trainer = federated_trainer(max_rounds=2, callbacks=[Inflated(examples_of(15_000), 1)], steps=steps)
+    train = models.as_datasets(models.vectors(evaluations.TRAIN))
+    held_out = models.as_datasets(models.vectors({**evaluations.HELD_OUT, "bob": 8_000}))
+    trainer.fit(Scored(), datamodule=FederatedDataModule(train, held_out, batch_size=1000))
+    assert trainer.callback_metrics["evaluation/clients"] == clients
 
 
 def test_a_score_may_be_negative():

@@ -39,8 +39,9 @@ from lightning_fed.lightning.internals import (
     datamodule_of,
     is_fitting,
 )
-from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.messages import MOST_SAMPLES, Client, ClientUpdate
 from lightning_fed.rounds.client_models import Answers
+from lightning_fed.steps.weights import MaxSamples
 
 _log = logging.getLogger(__name__)
 
@@ -210,7 +211,9 @@ class ClientEvaluation(AskableCallback):
             answers = federation.ask(module, self, self._choose_clients(trainer, federation, stage), question, own)
         finally:
             self._kept_loaders = {}
-        self._trained |= federation.server.report.received
+        steps = (step.most for step in federation.server.chain.steps if isinstance(step, MaxSamples))
+        most = min(steps, default=MOST_SAMPLES)
+        self._trained |= {client: min(count, most) for client, count in federation.server.report.received.items()}
         reports = self._read_reports(module, answers, stage)
         examples = sum(report.num_samples for report in reports.values())
         counts = {
