@@ -10,7 +10,6 @@ import lightning as L
 
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers
-from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.messages import State
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -20,22 +19,15 @@ from lightning_fed.server.schedule import Cohort
 class RoundSynchronisation:
     """Synchronises several processes in a round. The base class, for one process, does nothing.
 
-    ``visit_costs`` are measured costs of visits, used to balance the processes; ``None`` for one process.
+    ``visit_costs``: costs of earlier visits, to balance the shares; ``None`` for one process. ``driver``: class of the
+    drivers for visits; ``None`` for :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
     visit_costs: VisitCosts | None = None
+    driver: Any = None
 
     def start_round(self) -> None:
         """Called before the first batch of the round; from here on the processes run independently."""
-
-    def start_visit(self, planned: PlannedVisit) -> None:
-        """Called before the first batch of a visit."""
-
-    def end_batch(self) -> None:
-        """Called after every batch."""
-
-    def end_visit(self, planned: PlannedVisit) -> None:
-        """Called after the last batch of a visit."""
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after the last visit.

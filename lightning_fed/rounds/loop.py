@@ -55,7 +55,7 @@ from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
-from lightning_fed.rounds.visit_driver import VisitPlan
+from lightning_fed.rounds.visit_driver import VisitDriver, VisitPlan
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
@@ -171,15 +171,16 @@ class RoundLoop:
         check_entries(self.fit.module, () if is_plain else self.fit.trainer.optimizers)
 
     def _plan_visits(self) -> None:
-        """Plans which visits train at once."""
+        """Chooses the driver of the visits; plans simultaneous visits."""
         fit = self.fit
+        self._plan = VisitPlan(fit.synchronisation.driver or VisitDriver)
         visits = fit.options.visits_at_once
         if visits is None:
             return
         self.find_population()
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
-        self._plan = visits.plan(fit) or VisitPlan()
+        self._plan = visits.plan(fit) or self._plan
         if fit.is_batch_norm_fixed:
             thaw_batch_norm(fit.module)
 

@@ -15,7 +15,6 @@ from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader, VisitGroups
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch
 from lightning_fed.rounds.batch_loop import BatchLoop, implements
 from lightning_fed.rounds.client_errors import client_fault
@@ -25,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class VisitDriver:
-    """Drives the visits during one round.
+    """Drives the visits during one round, from overrides of the module's batch hooks.
 
     Attributes:
         current: The current visit; ``None`` between visits, and while several visits train at once.
         group: The current visits.
-        open_visit: Function that creates the client side of a visit.
-        trains_at_once: Whether the visits of a group train at once.
+        open_visit: Builds the client's half.
+        may_end_early: Whether the round may end before the last batch.
     """
 
-    trains_at_once = False
+    may_end_early = True
 
     def __init__(
         self, fit: FederatedFit, loader: RoundLoader, open_visit: Callable[[PlannedVisit], ClientVisit]
@@ -71,10 +70,8 @@ class VisitDriver:
     @property
     def is_cut(self) -> bool:
         """True if the fit ends with this batch, before the round's last batch."""
-        # Several processes do not know each other's batches. Simultaneous visits end without an update.
-        if process_group_of(self.fit.trainer).size > 1 or self.trains_at_once:
-            return False
-        return self._loader.current is not None and not self._loader.is_over and ends_after_batch(self.fit.trainer)
+        is_inside = self._loader.current is not None and not self._loader.is_over
+        return self.may_end_early and is_inside and ends_after_batch(self.fit.trainer)
 
     def start_batch(self) -> None:
         """Starts the next visits before the first batch."""
@@ -84,7 +81,6 @@ class VisitDriver:
     def start(self, group: Sequence[PlannedVisit]) -> None:
         """Starts the visits of a group, before the first batch."""
         self.group = group
-        self.fit.synchronisation.start_visit(group[0])
         self.current = self.open_visit(group[0])
         self.current.advance()
         self._has_loss = False  # a pass over the data before the first batch is not counted
@@ -146,7 +142,6 @@ class VisitDriver:
         else:
             self._exclude(planned)
         self.group, self.current = (), None
-        self.fit.synchronisation.end_visit(planned)
 
     def close(self) -> None:
         """Ends open visits without an update."""
@@ -166,7 +161,7 @@ class VisitDriver:
         if response != -1 or planned is None:
             return response
         self._end_early(planned, planned.num_batches - loader.batches_left - 1)
-        if planned is loader.visits[-1] and process_group_of(self.fit.trainer).size == 1:
+        if planned is loader.visits[-1] and self.may_end_early:
             self._close_round()
             return -1
         self._is_skipped = True
@@ -215,7 +210,6 @@ class VisitDriver:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._batch_end.original(outputs, batch, local_idx)
         is_cut, group = self.is_cut, loader.group
-        self.fit.synchronisation.end_batch()
         if group and not group[0].is_over:
             if not loader.batches_left:
                 self.end(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from lightning_fed.lightning.isolated_pass import find_metrics, unsynchronized
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.process_group import ProcessGroup
+from lightning_fed.rounds.visit_driver import VisitDriver
 from lightning_fed.server.schedule import Cohort
 from lightning_fed.server.server import RoundReport
 
@@ -71,7 +72,7 @@ class ProcessSynchronisation(RoundSynchronisation):
     def __init__(
         self, fit: FederatedFit, processes: ProcessGroup, log: DistributedLog, balance: Literal["batches", "time"]
     ) -> None:
-        self.visit_costs = VisitCosts()
+        self.visit_costs, self.driver = VisitCosts(), ParallelVisits
         self._fit, self._trainer, self._server, self._store = fit, fit.trainer, fit.server, fit.store
         self._processes, self._log = processes, log
         self._goes_by_time = balance == "time"
@@ -91,8 +92,8 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._log.start_visit(planned.position)
         self._visit_start = time.perf_counter()
 
-    def end_batch(self) -> None:
-        """Postpones a stop request until the end of the round, so that all processes stop together."""
+    def postpone_stop(self) -> None:
+        """Postpones a request to stop until all processes can stop together, after the round."""
         trainer = self._trainer
         if trainer.should_stop:
             trainer.should_stop, self._should_stop = False, True
@@ -105,7 +106,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         """Shares the results of all visits with all processes, and merges the aggregators."""
         server, trainer, module = self._server, self._trainer, self._trainer.lightning_module
         number = server.report.round
-        self.end_batch()
+        self.postpone_stop()
         server.end_visits()
         steps = self._fit.progress.steps(trainer)
         flows = [callback.share_round(trainer, module) for callback in federated_callbacks(trainer)]
@@ -179,6 +180,30 @@ class ProcessSynchronisation(RoundSynchronisation):
             if rank == 0:  # this process has already sent its part
                 server.start_chain()
             server.chain.merge(part)
+
+
+class ParallelVisits(VisitDriver):
+    """Drives the visits in one of several processes, which do not know each other's batches."""
+
+    may_end_early = False
+
+    @property
+    def _synchronisation(self) -> ProcessSynchronisation:
+        assert isinstance(self.fit.synchronisation, ProcessSynchronisation)
+        return self.fit.synchronisation
+
+    def start(self, group: Sequence[PlannedVisit]) -> None:
+        self._synchronisation.start_visit(group[0])
+        super().start(group)
+
+    def end(self, group: Sequence[PlannedVisit]) -> None:
+        super().end(group)
+        self._synchronisation.end_visit(group[0])
+
+    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super()._end_batch(outputs, batch, batch_idx)
+        if not self._loader.is_over:
+            self._synchronisation.postpone_stop()
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 class StackedVisits(VisitDriver):
     """Drives the visits of a group in lockstep, under ``torch.func.vmap``. A visit without a group trains alone."""
 
-    trains_at_once = True
+    may_end_early = False  # simultaneous visits end without an update
 
     def __init__(self, *arguments: Any, model: StackedModel) -> None:
         super().__init__(*arguments)
@@ -33,7 +33,6 @@ class StackedVisits(VisitDriver):
             super().start(group)
             return
         self.group = group
-        self.fit.synchronisation.start_visit(group[0])
         for planned in group:
             self.current = self.open_visit(planned)
             self.current.advance()
@@ -93,7 +92,6 @@ class StackedVisits(VisitDriver):
             for planned in group:
                 self._exclude(planned)
         self._clear()
-        self.fit.synchronisation.end_visit(group[0])
 
     def close(self) -> None:
         self._model.leave()
