@@ -11,10 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed.algorithms import METHODS, FeSEM, FLTrust, Krum, ServerOptimizer
 from lightning_fed.algorithms.robust import AdaptiveClipping, Bucketing, NearestNeighborMixing
 from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore
+from lightning_fed.data import round_plan
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.data.visit_costs import VisitCosts, balance_loads
+from lightning_fed.data.round_plan import VisitCosts, balance_loads
+from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import Method
 from lightning_fed.process_group import ProcessGroup, pack, unpack
@@ -175,8 +177,11 @@ def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
     cohort = Schedule(0).cohort(0, population.clients)
     answers = [None] * size
     for rank in range(size):  # each plans visits for one rank, before asking the others
-        planner = RoundLoader(population, cohort, limit)
-        answers[rank] = [planner._plan_visit(visit) for visit in cohort.visits[rank::size]]  # noqa: SLF001
+        plan, clock = round_plan.PlannedRound(0), VisitClock(None)
+        answers[rank] = [
+            round_plan._plan_visit(plan, population, limit, clock, visit)  # noqa: SLF001
+            for visit in cohort.visits[rank::size]
+        ]
     loaders = [RoundLoader(population, cohort, limit, Some(rank, size, copy.deepcopy(answers))) for rank in range(size)]
     alone = RoundLoader(population, cohort, limit)
     lengths = {len(loader) for loader in loaders}

@@ -219,10 +219,7 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
                 if isinstance(value, Tensor):
                     packed[f"{key}:tensor"] = value
                 elif isinstance(value, int | float):
-                    kind = type(value).__name__
-                    packed[f"{key}:{kind}"] = torch.tensor(
-                        value, dtype=torch.float64 if kind == "float" else torch.int64
-                    )
+                    packed[f"{key}:number"] = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
                 elif value is not None:
                     raise TypeError(
                         f"Expected the state of {type(optimizer).__name__} to hold tensors and numbers, but {name!r} "
@@ -237,7 +234,7 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")
         index: Any = int(parameter) if parameter.lstrip("-").isdigit() else parameter
-        buffer = value.clone() if kind == "tensor" else {"float": float, "int": int, "bool": bool}[kind](value.item())
+        buffer = value.clone() if kind == "tensor" else value.item()
         states[int(number)].setdefault(index, {})[name] = buffer
     for optimizer, state in zip(optimizers, states, strict=True):
         groups = [{**group, **state.pop(f"{_GROUP}{place}", {})} for place, group in enumerate(_groups(optimizer))]

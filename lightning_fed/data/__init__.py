@@ -50,10 +50,10 @@ from lightning_fed.data.population import client_keys as client_keys
 from lightning_fed.data.population import seed_everything as seed_everything
 from lightning_fed.data.population import seeded_generators as seeded_generators
 from lightning_fed.data.round_loader import RoundLoader as RoundLoader
-from lightning_fed.data.round_loader import VisitGroups as VisitGroups
+from lightning_fed.data.round_plan import VisitCosts as VisitCosts
+from lightning_fed.data.round_plan import VisitGroups as VisitGroups
 from lightning_fed.data.sample_assignment import PartitionError as PartitionError
 from lightning_fed.data.sample_hashes import sample_hashes as sample_hashes
-from lightning_fed.data.visit_costs import VisitCosts as VisitCosts
 
 __all__ = [
     "IID",

@@ -374,20 +374,10 @@ def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):
-        return LazyClients(range(len(clients)), _SequenceLookup(clients))
+        return LazyClients(range(len(clients)), clients.__getitem__)  # type: ignore[arg-type] # the keys are numbers
     raise TypeError(
         f"Expected `{name}` to be a mapping or a sequence of data sets or loaders, but got {type(clients).__name__}."
     )
-
-
-class _SequenceLookup:
-    """Function that indexes a sequence; a class, so that worker processes can unpickle the function."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = values
-
-    def __call__(self, client: Client) -> Any:
-        return self._values[int(client)]
 
 
 def _check_kinds(clients: Any, numbers: KnownClasses) -> None:

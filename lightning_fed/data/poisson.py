@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -56,14 +56,6 @@ class PoissonSampling:
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
 
-class _ListedBatches:
-    def __init__(self, batches: Iterator[np.ndarray]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (positions.tolist() for positions in self._batches)
-
-
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
     """Returns a loader with a map-style data set and no custom sampler; raises ``OptionError`` otherwise.
 
@@ -89,7 +81,7 @@ def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed:
     """Builds a loader for given batches (example positions), with the data set, collation and workers of a loader."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
-    sampler: Sequence[list[int]] = _ListedBatches(batches)  # type: ignore[assignment] # any iterable of lists
+    sampler: Any = map(np.ndarray.tolist, batches)  # lists of positions
     return DataLoader(
         loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn, generator=generator, **options
     )

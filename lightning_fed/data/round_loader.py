@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from lightning_fed.console import round_number
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, stack_batches
-from lightning_fed.data.population import (
-    PlannedVisit,
-    Population,
-    VisitBatch,
-    batch_length,
-    seed_everything,
-    sequential_groups,
-)
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
+from lightning_fed.data.round_plan import VisitCosts, VisitGroups, plan_round
 from lightning_fed.data.visit_clock import VisitClock
-from lightning_fed.data.visit_costs import VisitCosts, balance_loads
-from lightning_fed.errors import VisitTimeout, describe
-from lightning_fed.messages import Client, find_bad_count
+from lightning_fed.errors import VisitTimeout
+from lightning_fed.messages import Client
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.server.schedule import Cohort, Visit
-
-_log = logging.getLogger(__name__)
-
-
-_ENDLESS = 2**31
-"""Batches of a stream without a length or limit, until it ends."""
+from lightning_fed.server.schedule import Cohort
 
 _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
-
-
-class VisitGroups(NamedTuple):
-    """Rule for grouping visits that train at once.
-
-    Args:
-        size: Maximum visits per group.
-        is_equal: Whether all visits in a group must have equally many batches.
-        draws: Whether the visits also draw from Python's and NumPy's generators, in addition to PyTorch.
-
-    """
-
-    size: int
-    is_equal: bool = False
-    draws: bool = True
 
 
 class EpochPosition(NamedTuple):
@@ -102,49 +69,34 @@ class RoundLoader:
         self.population = population
         population.round = self.round or 0
         self.clock = VisitClock(None) if clock is None else clock
-        self.visits: list[PlannedVisit] = []
-        self.failed: dict[Client, str] = {}
+        self._plan = plan_round(population, cohort, limit, process_group, visit_costs, visit_groups, self.clock)
+        self.visits, self.failed, self.padding = self._plan.visits, self._plan.failed, self._plan.padding
         self.group: Sequence[PlannedVisit] = ()
         self.numbers: ClientGenerators | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
         self.on_visit: Callable[[], object] | None = None
         self.on_end: Callable[[], object] | None = None
-        self._reasons: list[str] = []  # visits whose data raised an exception
-        self._errors: dict[Client, Exception] = {}  # reasons for clients without a visit
         self._limit = limit
-        for position, planned in enumerate(self._look_up(cohort.visits, process_group)):
-            if isinstance(planned, str):
-                self.failed[cohort.visits[position].client] = planned
-            else:
-                planned.position = position
-                self.visits.append(planned)
-        self._apply_limit(limit)
-        self._take_share(limit, process_group, visit_costs)
-        self._groups = sequential_groups(self.visits)
-        self._draws = True
-        if visit_groups is not None:
-            self._group_visits(visit_groups)
 
     def __len__(self) -> int:
         """Number of batches."""
-        return self._length
+        return self._plan.length
 
     def __iter__(self) -> Iterator[Any]:
         self.group, self.batches_left = (), 0
         if self.on_start is not None:
             self.on_start()
         if not self.visits:
-            self._log_common_error()
+            self._plan.log_common_error()
         stream: Iterator[VisitBatch] | None = None
         self._is_stuck, self._first_of_stream, self._has_ended = False, 0, False
-        for positions in self._groups:
+        for positions in self._plan.groups:
             group = [self.visits[position] for position in positions]
             if self.on_visit is not None:
                 self.on_visit()
-            numbers = (
-                ClientGenerators([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
-            )
+            seeds = [planned.visit.seed for planned in group]
+            numbers = ClientGenerators(seeds, self._plan.draws) if len(group) > 1 else None
             if numbers is None:
                 seed_everything(group[0].visit.seed)  # before the first fetch, because the data set may augment
             else:
@@ -153,8 +105,8 @@ class RoundLoader:
                 stream, self._is_stuck, self._first_of_stream = None, False, positions[0]
                 self.population.close()
             if stream is None:
-                if len(self._groups) < len(self.visits):
-                    stream = self.population.stream(self.visits, groups=self._groups)
+                if len(self._plan.groups) < len(self.visits):
+                    stream = self.population.stream(self.visits, groups=self._plan.groups)
                 else:
                     stream = self.population.stream(self.visits[self._first_of_stream :])
             self.clock.start()
@@ -214,7 +166,7 @@ class RoundLoader:
     @property
     def errors(self) -> dict[Client, Exception]:
         raised = {planned.visit.client: planned.error for planned in self.visits if planned.error is not None}
-        return {**self._errors, **raised}
+        return {**self._plan.errors, **raised}
 
     @property
     def is_over(self) -> bool:
@@ -228,81 +180,6 @@ class RoundLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Does nothing, because the state is empty."""
-
-    def _look_up(self, visits: Sequence[Visit], process_group: ProcessGroup) -> list[PlannedVisit | str]:
-        planned: list[PlannedVisit | str] = [""] * len(visits)
-        looked_up = [self._plan_visit(visit) for visit in visits[process_group.rank :: process_group.size]]
-        for rank, part in enumerate(process_group.gather(looked_up)):
-            planned[rank :: process_group.size] = part
-        return planned
-
-    def _plan_visit(self, visit: Visit) -> PlannedVisit | str:
-        try:
-            with self.clock.visit():
-                is_counted = self.population.is_counted(visit.client)
-                num_samples = 0 if is_counted else self.population.num_samples(visit.client)
-                fault = None if is_counted else find_bad_count(num_samples)
-                if fault is not None:
-                    return "it has no examples" if num_samples == 0 else fault
-                per_epoch = self.population.batches_per_epoch(visit.client)
-                passes = self.population.batches_by_pass(visit)
-        except Exception as error:
-            item = VisitBatch.failed(0, error)
-            self._errors[visit.client] = error
-            return self._failure_reason(visit.client, item)
-        is_stream = per_epoch is None and visit.steps is None
-        if is_stream and not is_counted:
-            reason = "has no length: set `local_steps`"
-            self._errors[visit.client] = MisconfigurationException(f"The loader of client {visit.client!r} {reason}.")
-            return f"its loader {reason}"
-        if passes and visit.steps is None and visit.portion is None:
-            num_batches = sum(passes)
-        elif is_stream:
-            num_batches = self._limit if isinstance(self._limit, int) else _ENDLESS
-        else:
-            num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
-        planned = PlannedVisit(
-            visit,
-            num_samples,
-            num_batches,
-            epoch_batches=per_epoch,
-            is_stream=is_stream,
-            is_counted=is_counted,
-            pass_batches=passes,
-        )
-        if planned.num_batches == 0 and is_counted:
-            return "its loader has no batch"
-        if planned.num_batches == 0:
-            return f"its {num_samples} examples make no full batch and `drop_last` is set"
-        return planned
-
-    def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None) -> None:
-        """Limits the visits to this process's share, and sets the common length of all processes."""
-        shares: Sequence[Sequence[int]] = [range(len(self.visits))]
-        if process_group.size > 1:
-            shares = balance_loads((visit_costs or VisitCosts()).expected(self.visits), process_group.size)
-        batches = [sum(self.visits[position].num_batches for position in share) for share in shares]
-        self.visits = [self.visits[position] for position in shares[process_group.rank]]
-        self._chosen = len(self.visits) + len(self._reasons)  # number of clients in this process
-        served = self._length = max(1, *batches)
-        if isinstance(limit, float):  # Lightning takes this fraction of the length
-            self._length = int(served / limit)
-            while int(self._length * limit) < served:
-                self._length += 1
-            served = int(self._length * limit)
-        self.padding = served - batches[process_group.rank]
-
-    def _group_visits(self, rule: VisitGroups) -> None:
-        self.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
-        self._draws, self._groups = rule.draws, []
-        for position, planned in enumerate(self.visits):
-            last = self._groups[-1] if self._groups else range(0)
-            fits = not rule.is_equal or (last and self.visits[last[0]].num_batches == planned.num_batches)
-            if last and fits and len(last) < rule.size:
-                self._groups[-1] = range(last.start, position + 1)
-            else:
-                self._groups.append(range(position, position + 1))
-        self._length = max(1, sum(self.visits[positions[0]].num_batches for positions in self._groups))
 
     def _fetch_group(
         self, stream: Iterator[VisitBatch], positions: range, numbers: ClientGenerators, batches_left: int
@@ -332,59 +209,10 @@ class RoundLoader:
         self._has_ended = item.is_last or item.error is not None
         if item.error is not None:
             self._is_stuck = isinstance(item.error, VisitTimeout)
-            planned.fault, planned.error = self._failure_reason(planned.visit.client, item), item.error
-            self._log_common_error()
+            planned.fault = self._plan.record_failure(self.population, planned.visit.client, item)
+            planned.error = item.error
+            self._plan.log_common_error()
         return item.batch
-
-    def _failure_reason(self, client: Client, item: VisitBatch) -> str:
-        assert item.error is not None
-        if item.trace:
-            item.error.add_note(f"Raised by the data of client {client!r}:\n{item.trace}")
-        if not self.population.has_raised:
-            self.population.has_raised = True
-            _log.warning(
-                "The data of client %r raised (shown for the first client only):\n%s",
-                client,
-                item.trace or f"{describe(item.error)}\n",
-            )
-        if isinstance(item.error, VisitTimeout):
-            return str(item.error)
-        reason = describe(item.error)
-        self._reasons.append(reason)
-        return f"its data raised {reason}"
-
-    def _log_common_error(self) -> None:
-        if self._reasons and len(self._reasons) == self._chosen:
-            reason, count = Counter(self._reasons).most_common(1)[0]
-            assert self.round is not None
-            _log.error(
-                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. Look for the "
-                "fault in the data set.",
-                round_number(self.round),
-                self._chosen,
-                count,
-                reason,
-            )
-
-    def _apply_limit(self, limit: int | float) -> None:
-        total = sum(planned.num_batches for planned in self.visits)
-        remaining = limit if isinstance(limit, int) else int(total * limit)
-        if remaining >= total:
-            return
-        visits = []
-        for planned in self.visits:
-            planned.num_batches = min(planned.num_batches, remaining)
-            remaining -= planned.num_batches
-            if planned.num_batches:
-                visits.append(planned)
-        _log.warning(
-            "`limit_train_batches` cuts the round from %d visits and %d batches to %d visits and %d batches.",
-            len(self.visits),
-            total,
-            len(visits),
-            sum(planned.num_batches for planned in visits),
-        )
-        self.visits = visits
 
 
 def _count(planned: PlannedVisit, batch: Any, number: int) -> None:

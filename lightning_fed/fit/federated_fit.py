@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -19,8 +20,15 @@ from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import RoundSynchronisation
-from lightning_fed.lightning.internals import ignored_warning
-from lightning_fed.lightning.trainer_progress import RoundProgress
+from lightning_fed.lightning.internals import (
+    await_validation,
+    complete_epoch,
+    fit_progress,
+    forget_loaders,
+    ignored_warning,
+    restart_epoch,
+    validates_after_batch,
+)
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, plain_keys
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
 from lightning_fed.server.schedule import Cohort, Schedule, Visit
@@ -28,6 +36,60 @@ from lightning_fed.server.server import ServerInterface
 
 # State stored in checkpoints without conversion.
 _SAVED = ("rounds", "number", "initial_statistics", "decision", "num_measured", "model_round", "norm_layers")
+
+
+class RoundProgress:
+    """Corrects Lightning's progress in checkpoints: an incomplete round restarts from its first batch.
+
+    A fit resumed from a checkpoint between a round's last batch and validation validates first; without validation, the
+    checkpoint counts as the end of the epoch.
+    """
+
+    def __init__(self) -> None:
+        self._first_step: int | None = None  # of the open round
+        self._correct: Callable[[dict[str, Any]], None] | None = None  # correction for a checkpoint
+        self._is_cut = False
+
+    def start_round(self, trainer: L.Trainer) -> None:
+        """Records Lightning's progress before the round's first batch."""
+        self._first_step = trainer.global_step
+        self._correct = partial(
+            restart_epoch,
+            global_step=trainer.global_step,
+            progress=fit_progress(trainer),
+            window=trainer.accumulate_grad_batches,
+        )
+
+    def steps(self, trainer: L.Trainer) -> int:
+        """Optimizer steps since the round's first batch."""
+        return 0 if self._first_step is None else trainer.global_step - self._first_step
+
+    def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
+        """Marks the round as complete before the epoch's end; ``is_cut`` marks an interruption unknown to Lightning."""
+        self._first_step, self._is_cut = None, is_cut
+
+        def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the round's end may stop the fit
+            if not is_cut and validates_after_batch(trainer):
+                await_validation(checkpoint)
+            else:
+                complete_epoch(checkpoint, is_counted=False)
+
+        self._correct = correct
+
+    def validate(self) -> None:
+        """Marks the start of validation."""
+        if self._first_step is None:
+            self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
+
+    def end_epoch(self) -> None:
+        """Marks the epoch as complete, also after a failed round."""
+        self._first_step, self._correct, self._is_cut = None, complete_epoch, False
+
+    def patch(self, checkpoint: dict[str, Any]) -> None:
+        """Corrects a checkpoint."""
+        if self._correct is not None:
+            self._correct(checkpoint)
+        forget_loaders(checkpoint)  # a resumed round starts again
 
 
 class RemoteSide(ABC):
@@ -101,6 +163,7 @@ class FederatedFit:
         clock: Time limit for visits.
         failed_rounds: Count of rounds without a new model due to failed clients.
         synchronisation: Synchronisation of several processes in a round.
+        warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         initial_statistics: BatchNorm statistics for a client's first visit; empty unless the server pools statistics
             and clients measure separate statistics in visits.
@@ -138,8 +201,8 @@ class FederatedFit:
         self.synchronisation = RoundSynchronisation()
         self._population: Population | None = None
         self.changes = ExitStack()
-        self._warnings: set[str] = set()
-        # Set by the measurement of BatchNorm statistics.
+        self.warned: set[str] = set()
+        # Written by the measurement of BatchNorm statistics.
         self.initial_statistics: State = {}
         self.batch_norm: BatchNormOption = options.batch_norm
         self.decision = decision
@@ -170,22 +233,26 @@ class FederatedFit:
         return after is not None and self.trainer.current_epoch >= after
 
     @property
+    def own_statistics(self) -> LocalStatistics | None:
+        """The clients' separate BatchNorm statistics, by option or decision; ``None`` for shared statistics."""
+        if isinstance(self.batch_norm, LocalStatistics):
+            return self.batch_norm
+        return LocalStatistics() if self.decision == "own" else None
+
+    @property
     def has_own_statistics(self) -> bool:
         """Whether each client has separate BatchNorm statistics."""
-        return isinstance(self.batch_norm, LocalStatistics) or self.decision == "own"
+        return self.own_statistics is not None
 
     @property
     def has_measured_statistics(self) -> bool:
         """Whether each client measures its BatchNorm statistics with the global model."""
-        option = self.batch_norm
-        return option.measured == "aggregation" if isinstance(option, LocalStatistics) else self.decision == "own"
+        return self.own_statistics is not None and self.own_statistics.measured == "aggregation"
 
     @property
     def unseen(self) -> str:
         """BatchNorm statistics for data without a client, as in ``LocalStatistics.unseen``; empty for the model's."""
-        if isinstance(self.batch_norm, LocalStatistics):
-            return self.batch_norm.unseen
-        return "batch" if self.decision == "own" else ""
+        return "" if self.own_statistics is None else self.own_statistics.unseen
 
     @property
     def statistics_round(self) -> int | None:
@@ -266,13 +333,9 @@ class FederatedFit:
 
     def record_warning(self, subject: str) -> bool:
         """Records a warning about a subject; returns whether the warning is the first one on the subject in the fit."""
-        is_first = subject not in self._warnings
-        self._warnings.add(subject)
+        is_first = subject not in self.warned
+        self.warned.add(subject)
         return is_first
-
-    def has_warned(self, subject: str) -> bool:
-        """Whether :meth:`record_warning` was called for the subject."""
-        return subject in self._warnings
 
     def ignore_warning(self, message: str, module: str = "") -> None:
         """Suppresses an expected warning of Lightning until :meth:`close`."""

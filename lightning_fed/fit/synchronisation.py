@@ -10,7 +10,7 @@ import lightning as L
 
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers
-from lightning_fed.data.visit_costs import VisitCosts
+from lightning_fed.data.round_plan import VisitCosts
 from lightning_fed.messages import State
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.schedule import Cohort

@@ -39,4 +39,3 @@ from lightning_fed.lightning.logged_values import LogCall as LogCall
 from lightning_fed.lightning.logged_values import LoggedValue as LoggedValue
 from lightning_fed.lightning.logged_values import LoggedValues as LoggedValues
 from lightning_fed.lightning.logged_values import intercepted as intercepted
-from lightning_fed.lightning.trainer_progress import RoundProgress as RoundProgress

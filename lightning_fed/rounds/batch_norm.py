@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lightning_fed.client.local_model import STATISTICS, LocalModel
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
+from lightning_fed.data.round_plan import balance_loads
 from lightning_fed.data.visit_clock import VisitClock
-from lightning_fed.data.visit_costs import balance_loads
 from lightning_fed.errors import OptionError, describe
 from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
@@ -76,7 +76,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
     """Warns once per fit about limits of the treatment of BatchNorm."""
-    if fit.has_warned("batch_norm"):
+    if "batch_norm" in fit.warned:
         return
     option, rounds = fit.batch_norm, fit.trainer.max_epochs
     if isinstance(option, FixedStatistics) and option.after and rounds is not None and 0 <= rounds <= option.after:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -104,7 +104,7 @@ class RoundLoop:
             fit.synchronisation = strategy.synchronise(fit)
         train, val = handed_data(trainer)
         if train is not None:
-            handed = datamodule_of_handed(train, val, partition, self.known_clients)
+            handed = datamodule_of_handed(train, val, partition, lambda: self.find_population().clients)
             revert(HandedDataModule(trainer, handed).restore)
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
         if fit.remote is None and has_clients == (partition is not None):
@@ -241,10 +241,6 @@ class RoundLoop:
         if not self.fit.is_population_known and self.is_attached:
             self._look_at_data()
         return self.fit.population
-
-    def known_clients(self) -> Sequence[Client]:
-        """Returns the client keys; loads the data if the clients are unknown."""
-        return self.find_population().clients
 
     def _look_at_data(self) -> None:
         """Requests the clients' data in the way Lightning requests a training loader."""

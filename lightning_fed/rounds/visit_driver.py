@@ -12,7 +12,8 @@ import torch
 
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit
-from lightning_fed.data.round_loader import RoundLoader, VisitGroups
+from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.data.round_plan import VisitGroups
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch
@@ -191,15 +192,11 @@ class VisitDriver:
             return
         batch_loop.prepare()
         del outputs, batch
-        while not (batch_loop.is_over or self._is_stream_over):
+        loader = self._loader
+        # Lightning does not know the length of a stream of batches.
+        while not (batch_loop.is_over or (loader.is_over and loader.current is not None and loader.current.is_stream)):
             batch_loop.end_batch()
             self._end_batch(*batch_loop.train())
-
-    @property
-    def _is_stream_over(self) -> bool:
-        # Lightning does not know the length of a stream of batches.
-        planned = self._loader.current
-        return planned is not None and planned.is_stream and self._loader.is_over
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Ends a batch, the visit after its last batch, and the round after its last visit."""

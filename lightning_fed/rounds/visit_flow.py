@@ -214,7 +214,7 @@ class ClientVisit:
         known = None if has_callbacks else self._unchanged(received)
         update = self._local.answer(self.planned.visit.client, self.planned.num_samples, known)
         fit = self._fit
-        if fit.unset and not fit.has_warned("filled"):
+        if fit.unset and "filled" not in fit.warned:
             frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
             filled = self._local.changed_server_entries(frozen)
             if filled:

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -144,6 +144,14 @@ class ServerInterface(ABC):
         return self.fail(client, reason, error)
 
 
+class _Expected(NamedTuple):
+    """A client's expected answer: names, shapes and dtypes, and the broadcast's entries and rows."""
+
+    form: State
+    sent: State
+    rows: State
+
+
 class Server(ServerInterface):
     """Prepares broadcasts, counts bytes, checks updates and aggregates.
 
@@ -169,9 +177,7 @@ class Server(ServerInterface):
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
         super().__init__(chain, min_clients)
-        self._expected: dict[Client, State] = {}
-        self._rows: dict[Client, State] = {}
-        self._sent: dict[Client, State] = {}
+        self._expected: dict[Client, _Expected] = {}
         self._state: State = {}
         self._info = RoundInfo(-1)
         self._length = 1.0  # norm of the global model
@@ -181,8 +187,6 @@ class Server(ServerInterface):
         self.report = RoundReport(info.round)
         self.errors = {}
         self._expected.clear()
-        self._rows.clear()
-        self._sent.clear()
         self._info, self._state = info, state
         self._length = max(1.0, float(norm(state[name] for name in trained_entries(info, state))))
         self.start_chain()
@@ -200,9 +204,8 @@ class Server(ServerInterface):
         broadcast = self.rule.broadcast(request)
         if request.rows:
             self._slice(broadcast, request)
-        self._rows[client] = dict(broadcast.rows)
-        self._expected[client] = dict(self.chain.form(broadcast))
-        self._sent[client] = dict(broadcast.state)
+        form = dict(self.chain.form(broadcast))
+        self._expected[client] = _Expected(form, dict(broadcast.state), dict(broadcast.rows))
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
@@ -216,14 +219,15 @@ class Server(ServerInterface):
     def count(self, update: ClientUpdate) -> bool:
         """Counts a received update, and sets the update's rows to the rows in the broadcast."""
         self.report.up_bytes += update.nbytes
-        update.rows = self._rows.pop(update.client, {})
-        return update.client in self._expected or self.fail(update.client, "it sent an update that was not asked for")
+        expected = self._expected.get(update.client)
+        update.rows = {} if expected is None else expected.rows
+        return expected is not None or self.fail(update.client, "it sent an update that was not asked for")
 
     def accept(self, update: ClientUpdate) -> bool:
         """Checks an update after :meth:`count`, and passes the update to the chain."""
         client = update.client
-        expected, sent = self._expected.pop(client), self._sent.pop(client)
-        fault = find_bad_count(update.num_samples) or find_fault(update.state, expected, finite=False)
+        form, sent, _ = self._expected.pop(client)
+        fault = find_bad_count(update.num_samples) or find_fault(update.state, form, finite=False)
         fault = fault or find_implausible(update.extras)
         if fault is not None:
             return self.refuse(client, fault)
@@ -241,7 +245,6 @@ class Server(ServerInterface):
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         self._expected.pop(client, None)
-        self._sent.pop(client, None)
         return super().fail(client, reason, error)
 
     def end_visits(self) -> None:
@@ -304,10 +307,9 @@ class Server(ServerInterface):
             raise BadUpdate(f"its step has the length {length:.3g}, and the model {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        self.report.received.pop(client, None)
-        self.report.metrics.pop(client, None)
-        self.report.counted.pop(client, None)
-        self.report.norms.pop(client, None)
+        report = self.report
+        for entries in (report.received, report.metrics, report.counted, report.norms):
+            entries.pop(client, None)
         return self.refuse(client, reason, error)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:

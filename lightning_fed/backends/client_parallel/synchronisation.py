@@ -19,7 +19,7 @@ from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, seed_everything
-from lightning_fed.data.visit_costs import VisitCosts
+from lightning_fed.data.round_plan import VisitCosts
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import RoundSynchronisation

@@ -15,7 +15,7 @@ from lightning_fed.backends.vectorized.stacked_visits import StackedVisits
 from lightning_fed.backends.vectorized.vectorisation_check import check_vectorisation
 from lightning_fed.data.interleave import detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
-from lightning_fed.data.round_loader import VisitGroups
+from lightning_fed.data.round_plan import VisitGroups
 from lightning_fed.errors import describe
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import VisitsAtOnce

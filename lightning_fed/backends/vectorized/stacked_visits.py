@@ -46,7 +46,7 @@ class StackedVisits(VisitDriver):
         if self.current is not None:  # a single visit, or a pass over the data before the first batch
             return super().train_step(training_step, args, kwargs)
         parts: list[StackedBatch] = list(args[0])
-        if len(parts) == len(self.group) and not self.fit.has_warned("contents") and _has_equal_shapes(parts):
+        if len(parts) == len(self.group) and "contents" not in self.fit.warned and _has_equal_shapes(parts):
             self.fit.record_warning("contents")
             _log.warning(
                 "`Vectorized`: the batches of %d clients have equal shapes, but different texts, numbers or objects "

@@ -1,0 +1,262 @@
+"""Plan of a round: the visits in this process, with lengths, and faults in the clients' data."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.console import round_number
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, sequential_groups
+from lightning_fed.data.visit_clock import VisitClock
+from lightning_fed.errors import VisitTimeout, describe
+from lightning_fed.messages import Client, find_bad_count
+from lightning_fed.process_group import ProcessGroup
+from lightning_fed.server.schedule import Cohort, Visit
+
+_log = logging.getLogger(__name__)
+
+_ENDLESS = 2**31
+"""Batches of a stream without a length or limit, until it ends."""
+
+_MOST = 100_000  # remembered clients
+
+
+class VisitGroups(NamedTuple):
+    """Rule for groups with simultaneous visits.
+
+    Args:
+        size: Maximum visits per group.
+        is_equal: Whether all visits in a group must have the same number of batches.
+        draws: Whether the visits also draw from Python's and NumPy's generators, not only from PyTorch's.
+
+    """
+
+    size: int
+    is_equal: bool = False
+    draws: bool = True
+
+
+@dataclass
+class PlannedRound:
+    """The visits of a round in this process, with clients without usable data (``failed``) and the reasons."""
+
+    round: int | None
+    visits: list[PlannedVisit] = field(default_factory=list)
+    failed: dict[Client, str] = field(default_factory=dict)
+    errors: dict[Client, Exception] = field(default_factory=dict)  # for clients without a visit
+    reasons: list[str] = field(default_factory=list)  # from data with an exception
+    groups: list[range] = field(default_factory=list)  # positions of simultaneous visits, or of one visit
+    draws: bool = True  # see `VisitGroups`
+    length: int = 1  # batches, as Lightning counts
+    padding: int = 0
+    num_clients: int = 0  # in this process
+
+    def record_failure(self, population: Population, client: Client, item: VisitBatch) -> str:
+        """Describes an error in a client's data; logs the first one."""
+        assert item.error is not None
+        if item.trace:
+            item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
+        if not population.has_raised:
+            population.has_raised = True
+            _log.warning(
+                "The data of client %r raised (shown for the first client only):\n%s",
+                client,
+                item.trace or f"{describe(item.error)}\n",
+            )
+        if isinstance(item.error, VisitTimeout):
+            return str(item.error)
+        reason = describe(item.error)
+        self.reasons.append(reason)
+        return f"its data raised {reason}"
+
+    def log_common_error(self) -> None:
+        """Logs an error if the data of all clients raised an exception."""
+        if self.reasons and len(self.reasons) == self.num_clients:
+            reason, count = Counter(self.reasons).most_common(1)[0]
+            assert self.round is not None
+            _log.error(
+                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. Look for the fault"
+                " in the data set.",
+                round_number(self.round),
+                self.num_clients,
+                count,
+                reason,
+            )
+
+
+def plan_round(
+    population: Population,
+    cohort: Cohort,
+    limit: int | float,
+    process_group: ProcessGroup,
+    visit_costs: VisitCosts | None,
+    visit_groups: VisitGroups | None,
+    clock: VisitClock,
+) -> PlannedRound:
+    """Plans the visits of a cohort in this process; see :class:`~lightning_fed.data.round_loader.RoundLoader`."""
+    plan = PlannedRound(cohort.visits[0].round if cohort.visits else None)
+    planned_visits: list[PlannedVisit | str] = [""] * len(cohort.visits)
+    share = cohort.visits[process_group.rank :: process_group.size]
+    looked_up = [_plan_visit(plan, population, limit, clock, visit) for visit in share]
+    for rank, part in enumerate(process_group.gather(looked_up)):
+        planned_visits[rank :: process_group.size] = part
+    for position, planned in enumerate(planned_visits):
+        if isinstance(planned, str):
+            plan.failed[cohort.visits[position].client] = planned
+        else:
+            planned.position = position
+            plan.visits.append(planned)
+    _apply_limit(plan, limit)
+    _take_share(plan, limit, process_group, visit_costs)
+    plan.groups = sequential_groups(plan.visits)
+    if visit_groups is not None:
+        _group_visits(plan, visit_groups)
+    return plan
+
+
+def _plan_visit(
+    plan: PlannedRound, population: Population, limit: int | float, clock: VisitClock, visit: Visit
+) -> PlannedVisit | str:
+    try:
+        with clock.visit():
+            is_counted = population.is_counted(visit.client)
+            num_samples = 0 if is_counted else population.num_samples(visit.client)
+            fault = None if is_counted else find_bad_count(num_samples)
+            if fault is not None:
+                return "it has no examples" if num_samples == 0 else fault
+            per_epoch = population.batches_per_epoch(visit.client)
+            passes = population.batches_by_pass(visit)
+    except Exception as error:
+        item = VisitBatch.failed(0, error)
+        plan.errors[visit.client] = error
+        return plan.record_failure(population, visit.client, item)
+    is_stream = per_epoch is None and visit.steps is None
+    if is_stream and not is_counted:
+        reason = "has no length: set `local_steps`"
+        plan.errors[visit.client] = MisconfigurationException(f"The loader of client {visit.client!r} {reason}.")
+        return f"its loader {reason}"
+    if passes and visit.steps is None and visit.portion is None:
+        num_batches = sum(passes)
+    elif is_stream:
+        num_batches = limit if isinstance(limit, int) else _ENDLESS
+    else:
+        num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
+    planned = PlannedVisit(
+        visit,
+        num_samples,
+        num_batches,
+        epoch_batches=per_epoch,
+        is_stream=is_stream,
+        is_counted=is_counted,
+        pass_batches=passes,
+    )
+    if planned.num_batches == 0 and is_counted:
+        return "its loader has no batch"
+    if planned.num_batches == 0:
+        return f"its {num_samples} examples make no full batch and `drop_last` is set"
+    return planned
+
+
+def _apply_limit(plan: PlannedRound, limit: int | float) -> None:
+    total = sum(planned.num_batches for planned in plan.visits)
+    remaining = limit if isinstance(limit, int) else int(total * limit)
+    if remaining >= total:
+        return
+    visits = []
+    for planned in plan.visits:
+        planned.num_batches = min(planned.num_batches, remaining)
+        remaining -= planned.num_batches
+        if planned.num_batches:
+            visits.append(planned)
+    _log.warning(
+        "`limit_train_batches` cuts the round from %d visits and %d batches to %d visits and %d batches.",
+        len(plan.visits),
+        total,
+        len(visits),
+        sum(planned.num_batches for planned in visits),
+    )
+    plan.visits = visits
+
+
+def _take_share(
+    plan: PlannedRound, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None
+) -> None:
+    """Reduces the visits to this process's share, and sets the common length of all processes."""
+    shares: Sequence[Sequence[int]] = [range(len(plan.visits))]
+    if process_group.size > 1:
+        shares = balance_loads((visit_costs or VisitCosts()).expected(plan.visits), process_group.size)
+    batches = [sum(plan.visits[position].num_batches for position in share) for share in shares]
+    plan.visits = [plan.visits[position] for position in shares[process_group.rank]]
+    plan.num_clients = len(plan.visits) + len(plan.reasons)  # clients of this process
+    served = plan.length = max(1, *batches)
+    if isinstance(limit, float):  # Lightning takes this share of the length
+        plan.length = int(served / limit)
+        while int(plan.length * limit) < served:
+            plan.length += 1
+        served = int(plan.length * limit)
+    plan.padding = served - batches[process_group.rank]
+
+
+def _group_visits(plan: PlannedRound, rule: VisitGroups) -> None:
+    plan.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
+    plan.draws, plan.groups = rule.draws, []
+    for position, planned in enumerate(plan.visits):
+        last = plan.groups[-1] if plan.groups else range(0)
+        fits = not rule.is_equal or (last and plan.visits[last[0]].num_batches == planned.num_batches)
+        if last and fits and len(last) < rule.size:
+            plan.groups[-1] = range(last.start, position + 1)
+        else:
+            plan.groups.append(range(position, position + 1))
+    plan.length = max(1, sum(plan.visits[positions[0]].num_batches for positions in plan.groups))
+
+
+class VisitCosts:
+    """Seconds per batch in each client's last visit, for estimates of the next visit.
+
+    Example:
+        >>> from lightning_fed.server.schedule import Visit
+        >>> visits = [PlannedVisit(Visit(client, 0, 0), 8, batches) for client, batches in zip("abc", (2, 2, 6))]
+        >>> costs = VisitCosts()
+        >>> costs.expected(visits)
+        [2.0, 2.0, 6.0]
+        >>> costs.note({"a": 0.5, "b": 1.5})
+        >>> costs.expected(visits)
+        [1.0, 3.0, 6.0]
+
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[Client, float] = {}
+
+    def note(self, seconds: Mapping[Client, float]) -> None:
+        for client, value in seconds.items():
+            self._seconds.pop(client, None)  # recent clients stay the longest
+            self._seconds[client] = value
+        while len(self._seconds) > _MOST:
+            del self._seconds[next(iter(self._seconds))]
+
+    def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
+        """Estimates the visits' durations; unknown clients get the mean over known clients."""
+        clients = [planned.visit.client for planned in visits]
+        known = [self._seconds[client] for client in clients if client in self._seconds]
+        usual = sum(known) / len(known) if known else 1.0
+        return [planned.num_batches * self._seconds.get(planned.visit.client, usual) for planned in visits]
+
+
+def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
+    """Distributes work greedily, the largest item first, to the process with the smallest load.
+
+    Returns increasing positions.
+    """
+    shares: list[list[int]] = [[] for _ in range(size)]
+    loads = [0.0] * size
+    for position in sorted(range(len(work)), key=lambda position: -work[position]):
+        least = loads.index(min(loads))
+        loads[least] += work[position]
+        shares[least].append(position)
+    return [sorted(share) for share in shares]
