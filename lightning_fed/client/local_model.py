@@ -23,7 +23,6 @@ from lightning_fed.model.entries import (
     is_running_statistic,
     live_entries,
     load_entries,
-    parameter_entries,
     tensor_slots,
 )
 from lightning_fed.model.resize import resize_module, set_tensor_data
@@ -83,13 +82,20 @@ class LocalModel:
                 f"added: {', '.join(added[:5])}."
             )
         self.store = store
-        self.parameters = [name for name in parameter_entries(module).values() if policies[name] in _TRAVELS]
+        self.parameters = [
+            name for tensor, name in names.items() if isinstance(tensor, nn.Parameter) and policies[name] in _TRAVELS
+        ]
         self.shared = [name for name in self.entries if policies[name] in _TRAVELS]
         self.personal = [name for name in self.entries if policies[name] == "personal"]
         self.server_entries = copy_state(
             {name: value for name, value in self.entries.items() if policies[name] not in _TRAVELS}
         )
         self.sliced = {name: tensor for tensor, name in names.items() if policies[name] == "sliced"}
+        # Parameters first: the trained entries are adjacent in a copy.
+        self._whole = [
+            *(name for name in self.parameters if name not in self.sliced),
+            *(name for name in self.shared if name not in self.parameters),
+        ]
         self._slots = {name: slots[tensor] for tensor, name in names.items() if name not in self.sliced}
         self._unsaved = UnsavedTensors(module, [slots[tensor] for tensor in slots if tensor not in names])
         self.dropped = set[str]()
@@ -104,8 +110,7 @@ class LocalModel:
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
         unchanged = identical_entries({name: self.entries[name] for name in known}, known)
-        copied_names = [name for name in self.shared if name not in self.sliced and name not in unchanged]
-        copied = copy_state({name: self.entries[name] for name in copied_names})
+        copied = copy_state({name: self.entries[name] for name in self._whole if name not in unchanged})
         return {
             name: known[name] if name in unchanged else copied.get(name, self.entries[name]) for name in self.shared
         }
@@ -185,7 +190,7 @@ class LocalModel:
         memory: Mapping[str, Tensor],
     ) -> None:
         """Stores a client's personal entries, optimizer state and memory, if any, until the next visit."""
-        self._find_entries()
+        self._find_entries(self.personal)
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
         if client_state:
@@ -220,7 +225,7 @@ class LocalModel:
 
         Entries with implausible values before the visit are accepted.
         """
-        self._find_entries()
+        self._find_entries(self.personal)
         personal = {name: self.entries[name] for name in self.personal}
         fault = find_fault(personal, {name: self.server_entries[name] for name in personal}, finite=False)
         if fault is not None or find_implausible(personal) is None:
@@ -258,14 +263,16 @@ class LocalModel:
             set_tensor_data(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
 
-    def _find_entries(self) -> None:
+    def _find_entries(self, names: Iterable[str] | None = None) -> None:
         # A module may assign tensors or data instead of writing in place.
-        for name, (path, layer, attribute, tensor) in self._slots.items():
+        for name in self._slots if names is None else names:
+            path, layer, attribute, tensor = self._slots[name]
             current = getattr(layer, attribute, None)
             if not isinstance(current, Tensor):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but in training it became {current!r}.")
-            self.entries[name] = as_real(current.detach())
+            if not current.is_set_to(self.entries[name]):  # faster than a new view
+                self.entries[name] = as_real(current.detach())
 
 
 def memory_of(stored: State) -> State:

@@ -29,6 +29,8 @@ def sample_hashes(samples: Tensor) -> Tensor:
     rows = samples.detach().flatten(1).contiguous() if samples.ndim > 1 else samples.detach().reshape(-1, 1)
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
+    if rows.storage_offset() * rows.element_size() % 8:  # int64 needs aligned memory
+        rows = rows.clone()
     row_bytes = rows.shape[1] * rows.element_size()
     size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]

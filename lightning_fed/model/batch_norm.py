@@ -27,13 +27,14 @@ _TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values;
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
     """BatchNorm layers of any kind with running statistics, by the prefix of their entry names."""
-    prefixes = layer_prefixes(module)
-    return {
+    layers = {
         # All kinds have the same attributes, but no public base class.
-        prefixes.get(layer, f"{path}.").removesuffix("."): cast("nn.BatchNorm2d", layer)
+        path: cast("nn.BatchNorm2d", layer)
         for path, layer in module.named_modules()
         if isinstance(layer, BatchNorm) and layer.running_mean is not None
     }
+    prefixes = layer_prefixes(module) if layers else {}
+    return {prefixes.get(layer, f"{path}.").removesuffix("."): layer for path, layer in layers.items()}
 
 
 class InputStatistics:

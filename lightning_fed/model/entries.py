@@ -10,6 +10,7 @@ Every entry of ``module.state_dict()`` has one policy:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
-from lightning_fed.numerics.foreach import are_equal, copies, copy_into, differences, norms
+from lightning_fed.numerics.foreach import are_equal, copies, copy_into, differences, join, norms
 from lightning_fed.numerics.precision import as_real
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
@@ -50,11 +51,13 @@ class Slot(NamedTuple):
 
 def tensor_slots(module: nn.Module) -> list[Slot]:
     """Lists parameters and buffers with their layers, in ``named_modules()`` order. Tied tensors are repeated."""
+    # `named_parameters(recurse=False)` is ten times slower.
     return [
         Slot(f"{path}.{name}" if path else name, layer, name, value)
         for path, layer in module.named_modules(remove_duplicate=False)
-        for find in (layer.named_parameters, layer.named_buffers)
-        for name, value in find(recurse=False)
+        for kind in ("_parameters", "_buffers")
+        for name, value in getattr(layer, kind).items()
+        if value is not None
     ]
 
 
@@ -77,28 +80,31 @@ def live_entries(module: nn.Module) -> State:
         >>> layer.bias.item()
         3.0
     """
-    return {name: as_real(value) for name, value in _state_tensors(module, tensor_slots(module)).items()}
+    return {name: as_real(value) for name, value in _find_state(module)[0].items()}
 
 
-def _state_tensors(module: nn.Module, slots: Sequence[Slot]) -> State:
+def _find_state(module: nn.Module) -> tuple[State, dict[Tensor, str]]:
+    """Finds the entries, and the entry name for each parameter and buffer."""
     state = {
         name: value
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state" and not is_lazy(value)
     }
-    names = tied_names(state)
-    state = {name: value for name, value in state.items() if names[name] == name}
-    memories = {_memory(slot.tensor) for slot in slots}
-    unmatched = {name: value for name, value in state.items() if _memory(value) not in memories}
-    if not unmatched:
-        return state
-    second_state = module.state_dict()  # `state` is alive, so a copy must have another address
-    copied = {
-        name
-        for name, value in unmatched.items()
-        if name not in second_state or _memory(second_state[name]) != _memory(value)
-    }
-    return {name: value for name, value in state.items() if name not in copied}
+    memories, first = {name: _memory(value) for name, value in state.items()}, dict[object, str]()
+    for name, memory in memories.items():
+        if memory is not None and first.setdefault(memory, name) != name:  # a tied entry
+            del state[name]
+    slots = {slot.tensor: slot.path for slot in tensor_slots(module)}
+    places = {tensor: _memory(tensor) for tensor in slots}
+    unmatched = state.keys() - {first.get(place) for place in places.values()}
+    if unmatched:
+        second_state = module.state_dict()  # `state` is alive, so a copy has another address now
+        for name in unmatched:
+            if name not in second_state or _memory(second_state[name]) != memories[name]:
+                del state[name]
+    # Tensors without memory are found by name only.
+    names = {tensor: slots[tensor] if place is None else first.get(place, "") for tensor, place in places.items()}
+    return state, {tensor: name for tensor, name in names.items() if name in state}
 
 
 def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]] | None:
@@ -113,8 +119,12 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
 
     Tensors without an entry are excluded. A parameter with a gradient but without an entry raises ``ValueError``.
     """
-    names, slots = _entry_names(module), tensor_slots(module)
-    missing = [slot.path for slot in slots if slot.tensor.requires_grad and slot.tensor not in names]
+    return _find_complete_state(module)[1]
+
+
+def _find_complete_state(module: nn.Module) -> tuple[State, dict[Tensor, str]]:
+    state, names = _find_state(module)
+    missing = [slot.path for slot in tensor_slots(module) if slot.tensor.requires_grad and slot.tensor not in names]
     if missing:
         raise OptionError(
             f"Expected `{type(module).__name__}.state_dict()` to contain every parameter that trains, but "
@@ -122,18 +132,11 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
             "return the parameter itself from `state_dict` (no copy, no view, no part), or disable its gradient "
             "(`requires_grad_(False)`)."
         )
-    return names
+    return state, names
 
 
 def _entry_names(module: nn.Module) -> dict[Tensor, str]:
-    slots = tensor_slots(module)
-    entries = _state_tensors(module, slots)
-    names = {_memory(value): name for name, value in entries.items()}
-    # Tensors without memory are found only by name.
-    named_tensors = (
-        (slot.tensor, names.get(_memory(slot.tensor)) if _memory(slot.tensor) else slot.path) for slot in slots
-    )
-    return {tensor: name for tensor, name in named_tensors if name in entries}
+    return _find_state(module)[1]
 
 
 def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -177,7 +180,7 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
             f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: make a dry run of the module "
             "before `fit`, such as `module(batch)` with one batch, or write the layer's sizes."
         )
-    names = entry_names(module)
+    entries, names = _find_complete_state(module)
     missing = [
         slot.path
         for slot in slots
@@ -192,7 +195,6 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
             "keep the statistics in `state_dict` under names with the endings `.running_mean` and `.running_var`, or "
             "put the layer in evaluation mode (`.eval()`)."
         )
-    entries = _state_tensors(module, slots)
     _check_optimizers(owner, optimizers, [*names, *entries.values()])
     _check_overlaps(owner, entries)
 
@@ -322,8 +324,8 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
 def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
     """Describes the first entry with NaN or infinite values, or returns ``None``, using one device synchronisation."""
     names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
-    # A norm only reads memory, while `isfinite` also writes. A norm is also infinite if finite values are too large.
-    if not names or bool(norm([state[name] for name in names]).isfinite()):
+    # A norm only reads memory; `isfinite` writes as well. A norm is also infinite for too large finite values.
+    if not names or math.isfinite(norm(flat for (flat,) in join([state[name] for name in names]))):
         return None
     fault = next((name for name in names if not state[name].isfinite().all()), None)
     return None if fault is None else f"entry {fault!r} has NaN or infinite values"
@@ -335,9 +337,12 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
 
     Faults are NaN, infinities, a root mean square above 1e10, and negative running variances or batch counts.
     """
-    fault = find_non_finite(state) or _find_excessive(state)
-    if fault is not None:
-        return fault
+    values = [value for value in state.values() if value.is_floating_point() or value.is_complex()]
+    root = float(norm(flat for (flat,) in join(values))) / max(1, sum(value.numel() for value in values)) ** 0.5
+    # Close to the largest finite number, a forward pass only overflows for some inputs. A fault would reveal the input.
+    if not root <= _MOST_MEAN_SQUARE:
+        excess = f"its values have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
+        return find_non_finite(state) or excess
     statistics = {name: value for name, value in state.items() if _is_never_negative(name) and value.numel()}
     if not statistics:
         return None
@@ -348,18 +353,6 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     if float(torch.stack([value.to(lowest[0].device) for value in lowest]).min()) >= 0:
         return None
     return f"entry {next(name for name, value in statistics.items() if value.min() < 0)!r} is negative"
-
-
-def _find_excessive(state: Mapping[str, Tensor]) -> str | None:
-    # Close to the largest finite number, a forward pass overflows only for some inputs, so a fault would reveal the
-    # input.
-    values = [value for value in state.values() if value.is_floating_point() or value.is_complex()]
-    count = sum(value.numel() for value in values)
-    values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in values]
-    root = float(norm(values)) / max(1, count) ** 0.5
-    if root <= _MOST_MEAN_SQUARE:
-        return None
-    return f"its values have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
 
 
 def _is_never_negative(name: str) -> bool:
@@ -378,7 +371,8 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
     """Euclidean norm of the difference over named entries with equal shapes; ``None`` without such entries."""
     common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
-    return float(norm(differences((new[name], old[name]) for name in common))) if common else None
+    pairs = join([new[name] for name in common], [old[name] for name in common])
+    return float(norm(differences(pairs))) if common else None
 
 
 def entry_policies(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.numerics.foreach import add_in_float64
+from lightning_fed.numerics.foreach import add_in_float64, map_runs
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import RowSums, RowWeighting
 
@@ -56,17 +56,21 @@ class WeightedMean:
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
         rows = rows or {}
-        summed = [name for name in state if name in self._sums and name not in rows]
-        add_in_float64([self._sums[name] for name in summed], [state[name].detach() for name in summed], weight)
+        floats, integers, summed = list[str](), list[str](), list[str]()
         for name, value in state.items():
+            self._weights[name] = self._weights.get(name, 0.0) + weight
             if name in rows:
                 self._rows.setdefault(name, RowSums()).add(rows[name], value, weight)
             elif not (value.is_floating_point() or value.is_complex()):
-                self._keep_integer(name, value, size)
-            elif name not in self._sums:
-                self._sums[name] = to_float64(value.detach().contiguous(), copy=True).mul_(weight)
-                self._likes[name] = value.new_empty(0)
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+                integers.append(name)
+            else:
+                (summed if name in self._sums else floats).append(name)
+        add_in_float64([self._sums[name] for name in summed], [state[name].detach() for name in summed], weight)
+        values = [state[name].detach().contiguous() for name in floats]
+        sums = map_runs(lambda flat, _: to_float64(flat, copy=True).mul_(weight), values)
+        self._sums |= zip(floats, sums, strict=True)
+        self._likes |= {name: value.new_empty(0) for name, value in zip(floats, values, strict=True)}
+        self._keep_integers({name: state[name] for name in integers}, size)
         self._largest = max(self._largest, size)
         self.total += weight
         self.count += 1
@@ -82,8 +86,7 @@ class WeightedMean:
                 self._likes[name] = other._likes[name]
         for name, weight in other._weights.items():
             self._weights[name] = self._weights.get(name, 0.0) + weight
-        for name, value in other._integers.items():
-            self._keep_integer(name, value, other._largest)
+        self._keep_integers(other._integers, other._largest)
         for name, sums in other._rows.items():
             self._rows.setdefault(name, RowSums()).merge(sums)
         self._largest = max(self._largest, other._largest)
@@ -101,14 +104,14 @@ class WeightedMean:
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
-        means = {
-            name: cast_back(self._completed(name, value, base) / self.total, self._likes[name])
-            for name, value in self._sums.items()
-            if name not in self._rows
-        }
-        for name, sums in self._rows.items():
+        names = [name for name in self._sums if name not in self._rows]
+        sums = [self._completed(name, self._sums[name], base) for name in names]
+        likes = [self._likes[name] for name in names]
+        results = map_runs(lambda flat, first: cast_back(flat / self.total, likes[first]), sums)
+        means = dict(zip(names, results, strict=True))
+        for name, rows in self._rows.items():
             assert base is not None
-            means[name] = self._with_whole(name, sums).mean(base[name], row_weighting, self.total)
+            means[name] = self._with_whole(name, rows).mean(base[name], row_weighting, self.total)
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
@@ -130,9 +133,10 @@ class WeightedMean:
         joined.add_sums(all_rows, whole, whole.new_full((len(whole),), self.total - sums.total))
         return joined
 
-    def _keep_integer(self, name: str, value: Tensor, size: int) -> None:
-        largest = self._integers.get(name)
-        if largest is None or size > self._largest:
-            self._integers[name] = value.detach().clone()
-        elif size == self._largest:
-            self._integers[name] = torch.maximum(largest, value)
+    def _keep_integers(self, values: Mapping[str, Tensor], size: int) -> None:
+        for name, value in values.items():
+            largest = self._integers.get(name)
+            if largest is None or size > self._largest:
+                self._integers[name] = value.detach().clone()
+            elif size == self._largest:
+                self._integers[name] = torch.maximum(largest, value)

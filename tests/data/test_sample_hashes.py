@@ -49,3 +49,7 @@ def test_layout_and_views_do_not_matter():
     assert torch.equal(sample_hashes(maps[::2]), sample_hashes(maps)[::2])
     assert sample_hashes(torch.randn(4)).shape == (4,)
     assert sample_hashes(torch.randn(4, 2, dtype=torch.complex64)).unique().numel() == 4
+    memory = torch.randn(9)
+    for start in range(2):  # memory without the alignment of int64
+        part = memory[start : start + 8].view(1, 8)
+        assert torch.equal(sample_hashes(part), sample_hashes(part.clone()))

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_fed.model.entries import distance, find_implausible, load_entries
+from lightning_fed.client.client_store import MemoryStore
+from lightning_fed.client.local_model import LocalModel
+from lightning_fed.model.entries import distance, entry_policies, find_implausible, load_entries
 from lightning_fed.numerics import foreach
 from lightning_fed.numerics.weighted_mean import WeightedMean
 
@@ -91,3 +94,56 @@ def test_what_is_not_finite_or_negative_is_found_among_many():
         "entry '2.num_batches_tracked' is negative"
     )
     assert "'4.running_var' has NaN" in find_implausible({**state, "4.running_var": torch.tensor([torch.nan])})
+
+
+@pytest.mark.usefixtures("way")
+def test_copies_are_joined_again(monkeypatch):
+    originals = [value for value in tensors(0) if value.dtype == torch.float32]
+    originals += [torch.tensor([1, 2]), torch.tensor(3), torch.ones(2, 2), torch.zeros(6).expand(2, 6)]
+    copied = foreach.copies(originals)
+    other_copied = foreach.copies(originals)
+    floats, integers, others = [0, 1, 5], [3, 4], [2, 6]
+    assert [value.dtype == torch.int64 for value in copied] == [place in integers for place in range(7)]
+    assert [place for place in range(7) if not originals[place].is_contiguous()] == others
+    order = [0, 3, 1, 2, 4, 6, 5]
+    joined = foreach.join([copied[place] for place in order], [other_copied[place] for place in order])
+    assert [len(flat) for flat, _ in joined if flat.ndim == 1] == [
+        sum(originals[place].numel() for place in places) for places in (floats, integers)
+    ]
+    assert len(joined) == 2 + len(others)
+    for flat, other_flat in joined:
+        assert torch.equal(flat, other_flat)
+        flat += 1  # a view
+    assert all(torch.equal(value, original + 1) for value, original in zip(copied, originals, strict=True))
+    monkeypatch.setattr(foreach, "_PACKED_ELEMENTS", 8)
+    assert [value.untyped_storage().nbytes() for value in foreach.copies([torch.ones(4)] * 5 + [torch.ones(9)])] == [
+        *[32] * 4, 16, 36
+    ]  # fmt: skip
+
+
+def test_a_models_copy_is_one_flat_tensor_per_kind(monkeypatch):
+    """One call checks or adds all parameters, not one call per entry."""
+    net = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))))
+    local = LocalModel(net, entry_policies(net), MemoryStore())
+    start, end = local.global_state(), local.answer("a", 1).state
+    parameters = [name for name, _ in net.named_parameters()]
+    assert len(foreach.find_runs([start[name] for name in parameters], [end[name] for name in parameters])) == 1
+    assert len(foreach.find_runs(list(start.values()), list(end.values()))) == 3  # and statistics, and counters
+    sums = WeightedMean()
+    sums.add(start, 1.0, 1)
+    added = []
+    monkeypatch.setattr(foreach, "cache_chunks", lambda value: added.append(value) or (value,))
+    sums.add(end, 2.0, 1)
+    sizes = [sum(value.numel() for value in group) for group in (net.parameters(), net.buffers())]
+    assert [len(flat) for flat in added] == [sizes[0], sizes[0], sizes[1] - 5, sizes[1] - 5]
+    assert all(torch.equal(value, start[name]) for name, value in sums.mean().items())
+
+
+def test_neighbours_in_separate_memory_are_not_joined():
+    memory = torch.arange(8.0)
+    first, second = (torch.frombuffer(memory.numpy()[part], dtype=torch.float32) for part in (slice(4), slice(4, 8)))
+    assert second.data_ptr() == first.data_ptr() + 16
+    assert [len(run) for run in foreach.find_runs([first, second])] == [1, 1]
+    assert [len(run) for run in foreach.find_runs([memory[:4], memory[4:]], [first, second])] == [1, 1]
+    assert [len(run) for run in foreach.find_runs([memory[:4], memory[4:].view(torch.int32)])] == [1, 1]
+    assert [len(run) for run in foreach.find_runs([memory[:4], memory[4:]])] == [2]
