@@ -59,7 +59,7 @@ class MethodChoice:
     def federation(self, recipe: Federation) -> Federation:
         """Returns the recipe's federation with this method; for ``"central"`` the unchanged federation.
 
-        With ``"local"``, all trained entries stay on the clients, and the federation has no update steps. A method with
+        With ``"local"``, all trained entries stay on the clients, as after plain fits on local data. A method with
         an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
         """
         if self.name == CENTRAL:
@@ -70,7 +70,7 @@ class MethodChoice:
                 policies = entry_policies(module, frozen=recipe.options.frozen)
                 return [name for name, policy in policies.items() if policy != "frozen"]
 
-            return recipe.replace(method="fedavg", personal=(select_trained,), steps=())
+            return recipe.replace(method="fedavg", personal=(select_trained,), steps=(), batch_norm="auto")
         options = list_options(find_method(self.name))
         return self._build(recipe, {name: getattr(recipe.schedule, name) for name in _SHARED if name in options})
 

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fed.atomic_files import RoundCheckpoint
 from lightning_fed.callbacks.evaluation.data_pass import Stage
+from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix
 from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.method_options import MethodChoice
@@ -30,7 +31,7 @@ CHECKPOINT = "last.ckpt"
 
 OnRound: TypeAlias = Callable[[int, int, dict[str, float]], None]
 
-_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback)  # callbacks removed from a recipe
+_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback, SiteMatrix)  # dropped from a recipe's callbacks
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from torchmetrics.classification import BinaryAUROC
 
@@ -42,7 +43,7 @@ from lightning_fed.data.interleave import batch_tensors, rebuild_batch
 from lightning_fed.data.partitioned import PartitionedData
 from lightning_fed.data.population import batch_length
 from lightning_fed.federated_callback import AskableCallback
-from lightning_fed.lightning.internals import datamodule_of, is_fitting, is_overridden
+from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_fitting, is_overridden
 from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.study.statistics import draw_cases
@@ -150,7 +151,7 @@ class SiteScores(AskableCallback):
 
 
 def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
-    """Refuses several processes, clients on other machines, and methods that hide the clients' models."""
+    """Refuses several processes, clients on other machines, hidden client models, and unequal numbers of rounds."""
     reason = ""
     if trainer.world_size > 1:
         reason = f"one process, but got {trainer.world_size}: set `devices=1`"
@@ -161,6 +162,8 @@ def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
             "visible client models, but secure sums or central privacy hide them, and statistics by site would not be"
             " protected: remove the step"
         )
+    elif any(isinstance(callback, EarlyStopping) for callback in callbacks_of(trainer)):
+        reason = "equal numbers of rounds for all methods, but got `EarlyStopping`: remove the callback"
     if reason:
         raise MisconfigurationException(f"Expected for a study {reason}.")
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 
-from lightning_fed import Availability, Faults
+from lightning_fed import Availability, Faults, FederatedDataModule, FixedStatistics, LocalStatistics
 from lightning_fed.algorithms import METHODS as ALL_METHODS
 from lightning_fed.algorithms import RobustAggregator
 from lightning_fed.callbacks import ClassPrototypes, Federation
@@ -46,9 +46,10 @@ from lightning_fed.datasets import Synthetic
 from lightning_fed.recipe import FederatedCLI, remembered_subclasses
 from lightning_fed.study.report import align_tables
 from lightning_fed.tasks import ClassificationTask
-from tests import warm_process
+from tests import models, warm_process
 from tests.breadth import quick, slow
 from tests.compare.compare_script import CLIENTS, OWN, Interruption, Notes
+from tests.conftest import QUIET
 from tests.generators import same_random_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -644,6 +645,26 @@ def test_a_method_without_reports_decides_for_all_methods(tmp_path, capsys):
     assert "as 'fedss:num_negatives=1' requires, but finished runs have pooled statistics" in capsys.readouterr().err
     compare("own.yaml", "--methods", methods, "--out", "both", *ONE_ROUND)
     assert result(tmp_path / "both", "fedavg_0_0")["batch_norm_decision"] == "own"
+
+
+@pytest.mark.parametrize("batch_norm", ["auto", LocalStatistics(), FixedStatistics(1)], ids=str)
+def test_local_equals_a_fit_on_one_clients_data(batch_norm):
+    """With BatchNorm, bit for bit, for every treatment in the recipe."""
+    data, held_out = models.images({"a": 16, "b": 24}), models.images({"a": 8, "b": 8})
+
+    def fit(federation, clients):
+        torch.manual_seed(0)
+        module = models.Module(models.cnn())
+        trainer = L.Trainer(max_epochs=2, callbacks=[federation], **QUIET)
+        parts = [{name: models.as_datasets(part)[name] for name in clients} for part in (data, held_out)]
+        trainer.fit(module, datamodule=FederatedDataModule(*parts, batch_size=8))
+        return federation.client_state("a")
+
+    recipe = Federation("fedprox", local_epochs=2, seed=3, batch_norm=batch_norm)
+    local = fit(MethodChoice.parse("local").federation(recipe), "ab")
+    assert_same(local, fit(Federation("fedavg", local_epochs=2, seed=3, personal=["*"]), "a"))
+    single = fit(Federation("fedavg", local_epochs=2, seed=3, batch_norm="average"), "a")
+    assert_same({name: local[name] for name in single}, single)
 
 
 def test_labels_that_look_alike_as_folders(with_options, capsys):
