@@ -166,7 +166,7 @@ def test_parameters_that_are_not_trained_are_loaded_too():
         ("3.bias", torch.zeros(3), r"entry '3.bias' has shape \(3,\) instead of \(2,\)"),
         ("3.bias", torch.zeros(()), r"entry '3.bias' has shape \(\) instead of \(2,\)"),
         ("3.bias", torch.zeros(2).half(), "entry '3.bias' has dtype torch.float16 instead of torch.float32"),
-        ("3.bais", torch.zeros(2), "1 unexpected entries: '3.bais'"),
+        ("3.bais", torch.zeros(2), "1 entries are unexpected: '3.bais'"),
     ],
 )
 def test_nothing_is_written_where_something_does_not_fit(name, value, message):
@@ -193,7 +193,7 @@ def test_faults():
     good = {name: torch.zeros(2) for name in "gfedcba"}  # in any order
     assert find_fault(good, reference) is None
     assert find_fault({}, reference) == "7 missing entries: 'a', 'b', 'c', 'd', 'e' and 2 more"
-    assert find_fault({**good, "h": torch.zeros(1)}, reference) == "1 unexpected entries: 'h'"
+    assert find_fault({**good, "h": torch.zeros(1)}, reference) == "1 entries are unexpected: 'h'"
     assert find_fault({**good, "c": torch.zeros(2, 1)}, reference) == "entry 'c' has shape (2, 1) instead of (2,)"
     nan = {**good, "d": torch.tensor([0.0, float("nan")])}
     assert find_fault(nan, reference) == "entry 'd' has NaN or infinite values"
@@ -298,7 +298,7 @@ def test_the_policy_of_tied_entries_is_that_of_the_first_name():
     assert policies == {"count": "shared", "embedding.weight": "personal", "decoder.bias": "shared"}
     with pytest.raises(ValueError, match=r"again\.weight"):
         entry_policies(Tied(), personal=["again.weight"])
-    with pytest.raises(ValueError, match=r"matches 'decoder\.weight' and not 'embedding\.weight', the same tensor"):
+    with pytest.raises(ValueError, match=r"matches 'decoder\.weight' instead of 'embedding\.weight', which is the same tensor"):
         entry_policies(Tied(), personal=["decoder.*"])
     assert entry_policies(Tied(), personal=["*.weight"])["embedding.weight"] == "personal"
 
@@ -392,7 +392,7 @@ def test_types_select_the_entries_of_wrapped_layers():
 def test_a_type_that_selects_a_tied_layer_and_not_the_first_is_refused():
     net = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
     net[1].weight = net[0].weight
-    with pytest.raises(OptionError, match=r"Linear matches a later layer of '0\.weight' and not the first, Embedding"):
+    with pytest.raises(OptionError, match=r"Linear matches a later layer of '0\.weight' and not the first layer, Embedding"):
         entry_policies(net, personal=[nn.Linear])
     assert entry_policies(net, personal=[nn.Embedding]) == {"0.weight": "personal"}
 

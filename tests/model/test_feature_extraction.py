@@ -198,7 +198,7 @@ def test_refusals():
         extract_features(net, [{"picture": batches(1)[0][0]}])
     net.add_module("unused", nn.Linear(1, 1))
     net.forward = lambda x: net[3](net[0](x))
-    with pytest.raises(ValueError, match="but the output of '1' was not run"):
+    with pytest.raises(ValueError, match="but the output of '1' did not run"):
         extract_features(net, batches(), "1")
 
 

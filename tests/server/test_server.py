@@ -280,8 +280,8 @@ def test_rows_that_were_not_asked_for_cannot_be_written():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"head": torch.tensor([0])}, "asks for rows of 'head', but it is not sent"),
-        ({"table": torch.tensor([1, 0])}, "asks for rows of 'table', but its rows are not strictly increasing"),
+        ({"head": torch.tensor([0])}, "requests rows of 'head', but the entry is not sent"),
+        ({"table": torch.tensor([1, 0])}, "requests rows of 'table', but its rows are not strictly increasing"),
     ],
 )
 def test_a_request_that_does_not_fit(rows, message):
