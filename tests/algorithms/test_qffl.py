@@ -189,7 +189,7 @@ def test_a_loss_that_overflows_excludes_the_client_alone():
 
 
 class Claims(FederatedCallback):
-    """A client with another learning rate, or with a constant of its own."""
+    """A client with another learning rate, or with a separate constant."""
 
     def on_client_start(self, trainer, module, client, broadcast):
         if client == "b":
