@@ -89,7 +89,7 @@ class Federation(TrainerCallback):
             without gradient need not be named.
         batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
             statistics with the new global model, and decide once between pooled statistics for similar clients and own
-            statistics for different clients (a shift above :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`).
+            statistics for different clients (see :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`).
             ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always own. ``"average"``:
             averaged like all entries. ``"personal"``: kept by each client with the layers' weights (FedBN).
             :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial statistics, also
