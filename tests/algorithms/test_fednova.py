@@ -267,7 +267,7 @@ def moved_by(lengths, sizes=None, step=-0.005):
     return server, float(server.finish_round()["w"])
 
 
-@pytest.mark.parametrize("claimed", [1e-9, 1e-3, 1e6, 1e300, 5e-324])
+@pytest.mark.parametrize("claimed", [1e-9, 1e-3, 1e6, 1e9, 5e-324])
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_a_length_far_from_the_median_excludes_the_client(claimed, place):
     """Without the check a length of 1e-9 turned five steps of 0.005 into a step of 800,000."""

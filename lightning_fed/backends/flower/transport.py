@@ -17,6 +17,7 @@ from lightning_fed.backends.wire.packets import (
     HELLO,
     Packet,
     PacketError,
+    find_bad_size,
     is_client,
     one_line,
     read_packet,
@@ -191,8 +192,10 @@ class FlowerTransport(Transport):
 
     def _register(self, node: int, answer: Answer) -> None:
         try:
-            if isinstance(answer, str):
-                raise PacketError(answer)
+            bad_size = answer if isinstance(answer, str) else find_bad_size(answer, {})
+            if bad_size is not None:
+                raise PacketError(bad_size)
+            assert not isinstance(answer, str)
             header, _ = read_packet(answer, "hello")
             clients = header.get("clients")
             # The log shows the client names.

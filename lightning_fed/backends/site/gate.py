@@ -64,19 +64,19 @@ class SiteGate:
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         """Answers a packet. The packet's text may be signed; ``answer`` receives the packet without the signature."""
-        bare = Packet(split_signature(packet.text)[0], packet.data)
-        if not self.is_in_force():
+        bare, order = Packet(split_signature(packet.text)[0], packet.data), read_order(kind, packet.text, packet.data)
+        # A server that knows a line of a record shows that the site had a policy.
+        if not self.is_in_force() and (order is None or order.head is None):
             return answer(bare)
         try:
-            return self._guard(kind, packet, bare, answer)
+            return self._guard(order, bare, answer)
         except PacketError:
             raise
         except Exception:  # the class of an exception may depend on data
             _log.exception("The gate failed: no answer is sent.")
             raise PacketError(NOT_ANSWERED) from None
 
-    def _guard(self, kind: str, packet: Packet, bare: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        order = read_order(kind, packet.text, packet.data)
+    def _guard(self, order: Order | None, bare: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         if order is None:
             raise PacketError("it is not a message from lightning-fed")
         refused = self._decide(order, None)

@@ -142,6 +142,18 @@ def test_keys_that_are_no_names(tmp_path, caplog):
     assert "Node 11 has no valid list of clients" in caplog.text
 
 
+def test_a_node_with_a_million_clients_is_not_read(tmp_path, caplog):
+    """The server searches the lists of all nodes for each client."""
+    good = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
+    names = [f"client {number}" for number in range(10**5)]
+
+    def change(node, message, content):
+        return [to_records(write_packet("hello", {"clients": names}))] if node == 11 else [content]
+
+    assert list(FlowerTransport(FakeGrid({11: good, 12: good}, change=change), 1).await_clients(3, 1)) == [*SIZES]
+    assert "its answer has 1588961 characters" in caplog.text
+
+
 def test_another_optimizer_is_no_other_learning_rate(tmp_path):
     """The server's Adam must not change the client's SGD."""
     app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")

@@ -333,6 +333,20 @@ def test_a_deleted_policy_lets_nothing_leave_after_a_restart(tmp_path):
         start(tmp_path).answer("query", HELLO, {})
 
 
+def test_a_site_without_traces_is_reminded_by_the_server(order, tmp_path, caplog):
+    """A user who deletes policy, record and head file cannot open the site to a server that knows the record."""
+    write_policy(tmp_path)
+    (reply,) = ask(tmp_path, 1.0, [order])
+    head = json.loads(reply.text)["header"]["head"]
+    for file in ("site_policy.toml", "site_record.jsonl", HEAD_FILE):
+        (tmp_path / file).unlink()
+    text = json.loads(order.text)
+    for known, kind in ((head, "fault"), (None, "update")):  # a new run of the server knows nothing
+        text["header"]["head"] = known
+        (reply,) = ask(tmp_path, 1.0, [Packet(json.dumps(text), order.data)])
+        assert json.loads(reply.text)["kind"] == kind
+
+
 @pytest.mark.parametrize(
     "name", ["site-policy.toml", "site_policy.tml", "Policy", "site_policy.toml.bak", "record.toml"]
 )
