@@ -65,7 +65,7 @@ class SiteGate:
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         """Answers a packet. The packet's text may be signed; ``answer`` receives the packet without the signature."""
         bare, order = Packet(split_signature(packet.text)[0], packet.data), read_order(kind, packet.text, packet.data)
-        # A server that knows a line of a record shows that the site had a policy.
+        # The order names a line of a record: the site had a policy.
         if not self.is_in_force() and (order is None or order.head is None):
             return answer(bare)
         try:

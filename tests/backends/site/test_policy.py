@@ -277,16 +277,16 @@ BAD_FILES = {
     "not a regular file": as_pipe,
     "other users can change": lambda path: path.chmod(0o666),
     "or folder": lambda path: path.parent.chmod(0o777),
-    "expected only rules from": lambda path: path.write_text(path.read_text() + "metric = []\n"),
+    "expected rules from": lambda path: path.write_text(path.read_text() + "metric = []\n"),
     "expected `answers` to contain only values from": lambda path: path.write_text('answers = ["updates"]'),
     "expected `entries` to be a list of strings": lambda path: path.write_text('entries = "net.*"'),
     "before all other rules": lambda path: path.write_text(path.read_text() + '[[steps]]\nname = "DPSGD"\n'),
     "to be an integer": lambda path: path.write_text("rounds_per_day = -1"),
-    "Expected a line such as": lambda path: path.write_text('servers = ["server.pub"]'),
+    "Expected a line like": lambda path: path.write_text('servers = ["server.pub"]'),
     "cannot be read": lambda path: path.write_text("servers = [\n"),
     "overwrite": lambda path: path.write_text("runs = []\nruns = []\n"),
     "maximum recursion": lambda path: path.write_text("servers = " + "[" * 5000 + "]" * 5000),
-    "larger than": lambda path: path.write_text("#" * 2**20 + "\n"),
+    "more than": lambda path: path.write_text("#" * 2**20 + "\n"),
 }
 
 
