@@ -225,6 +225,8 @@ class LocalModel:
 
         Entries with implausible values before the visit are accepted.
         """
+        if not self.personal:
+            return None
         self._find_entries(self.personal)
         personal = {name: self.entries[name] for name in self.personal}
         fault = find_fault(personal, {name: self.server_entries[name] for name in personal}, finite=False)

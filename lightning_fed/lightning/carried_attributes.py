@@ -125,7 +125,8 @@ class CarriedAttributes:
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
-        self._updated = {id(metric) for _, metric in self._metrics() if metric.update_count}
+        owners = (method.owner for method in self._methods)  # a search in each visit would be slow
+        self._updated = {id(owner) for owner in owners if isinstance(owner, Metric) and owner.update_count}
         # A list is empty only before the first round. Later changes are detected at the end of a round.
         if self._num_visits == 2 and self._known.num_looks < 2:
             self._known.num_looks += 1

@@ -364,6 +364,8 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
     parts = norms(tensors)
     if not parts:
         return torch.tensor(0.0)
+    if len(parts) == 1:
+        return parts[0]
     length: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
     return length
 
