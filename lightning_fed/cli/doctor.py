@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -54,9 +54,9 @@ def run(args: Sequence[str]) -> None:
     except PackageNotFoundError:
         sys.stderr.write(f"error: {PACKAGE} {__version__} is imported without an installation: pip install PATH\n")
         raise SystemExit(1) from None
-    text, is_healthy = examine(requirements)
-    sys.stdout.write(text)
-    if not is_healthy:
+    for line in examine(requirements):
+        print(line, flush=True)  # noqa: T201 - the devices take seconds
+    if not all(state.is_good for state in states_of(_needed(requirements))):
         raise SystemExit(1)
 
 
@@ -84,35 +84,26 @@ def _check_flower(options: argparse.Namespace) -> None:
         raise SystemExit(1) from None
 
 
-def examine(requirements: Sequence[str]) -> tuple[str, bool]:
-    """Returns a report on the requirements in the metadata, and whether all required packages are installed."""
+def examine(requirements: Sequence[str]) -> Iterator[str]:
+    """Yields the lines of a report for requirements from the metadata."""
+    yield f"{PACKAGE} {__version__}"
+    yield f"Python {platform.python_version()}, {platform.platform()}"
+    yield from ("", "Always needed", *(f"  {state}" for state in states_of(_needed(requirements))), "", "Devices")
+    yield from (f"  {device}" for device in devices())
+    yield from ("", "Extras")
     parsed = [Requirement(text) for text in requirements]
-    needed = states_of(
-        [
-            requirement
-            for requirement in parsed
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        ]
-    )
-    lines = [
-        f"{PACKAGE} {__version__}",
-        f"Python {platform.python_version()}, {platform.platform()}",
-        *("", "Always needed"),
-        *(f"  {state}" for state in needed),
-        *("", "Devices"),
-        *(f"  {device}" for device in devices()),
-        *("", "Extras"),
-    ]
     for extra, feature in FEATURES.items():
-        states = states_of(
-            [requirement for requirement in parsed if requirement.marker and is_of_extra(requirement, extra)]
-        )
+        states = states_of([requirement for requirement in parsed if is_of_extra(requirement, extra)])
         is_installed = all(state.is_good for state in states)
-        lines.append(f"  {extra}: {'installed' if is_installed else 'missing'}, for {feature}")
-        lines += [f"    {state}" for state in states]
+        yield f"  {extra}: {'installed' if is_installed else 'missing'}, for {feature}"
+        yield from (f"    {state}" for state in states)
         if not is_installed:
-            lines.append(f"    pip install '{PACKAGE}[{extra}]'")
-    return "\n".join(lines) + "\n", all(state.is_good for state in needed)
+            yield f"    pip install '{PACKAGE}[{extra}]'"
+
+
+def _needed(requirements: Sequence[str]) -> list[Requirement]:
+    parsed = [Requirement(text) for text in requirements]
+    return [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:

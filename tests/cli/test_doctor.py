@@ -1,6 +1,8 @@
 """The command `doctor`: versions come from the packages, extras from pyproject.toml."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -22,8 +24,7 @@ def test_every_extra_for_users_has_a_feature():
 
 
 def test_versions_are_those_of_the_packages():
-    text, is_healthy = doctor.examine(PROJECT["dependencies"])
-    assert is_healthy
+    text = "\n".join(doctor.examine(PROJECT["dependencies"]))
     assert text.startswith(f"lightning-fed {__version__}\nPython 3.")
     listed = dict(re.findall(r"^  ([\w-]+) +(\d\S*)$", text, re.MULTILINE))
     names = [re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]]
@@ -36,8 +37,7 @@ def test_versions_are_those_of_the_packages():
 
 def test_a_missing_extra_is_named_with_its_feature_and_command():
     requirements = ["torch>=2.7", 'no-such-package>=1; extra == "privacy"', 'numpy>=1; extra == "demo"']
-    text, is_healthy = doctor.examine(requirements)
-    assert is_healthy
+    text = "\n".join(doctor.examine(requirements))
     part = re.search(r"^  privacy: (.*(?:\n    .*)*)", text, re.MULTILINE)[1].splitlines()
     assert part[0] == f"missing, for {doctor.FEATURES['privacy']}"
     assert part[1].split(maxsplit=1) == ["no-such-package", "missing   expected >=1"]
@@ -54,6 +54,22 @@ def test_a_version_out_of_bounds_is_an_error(monkeypatch, capsys):
     said = capsys.readouterr().out
     version = re.escape(torch.__version__.partition("+")[0])
     assert re.search(rf"^  torch +{version}\S* +expected >=99$", said, re.MULTILINE)
+
+
+def test_the_versions_come_before_the_import_of_torch():
+    """The import takes seconds; a wrong environment may stop it."""
+    code = (
+        "import sys; from lightning_fed.cli import doctor; report = doctor.examine(['torch>=2.7']); "
+        "lines = [next(report) for _ in range(6)]; print(lines[0], lines[4].split()[0], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"lightning-fed {__version__} torch False\n"
+
+
+def test_a_healthy_installation_has_status_0(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2", 'no-such-package>=1; extra == "privacy"'])
+    main(["doctor"])
+    assert "pip install 'lightning-fed[privacy]'" in capsys.readouterr().out
 
 
 def test_devices_are_those_that_torch_sees(monkeypatch):
