@@ -91,11 +91,9 @@ class LocalModel:
             {name: value for name, value in self.entries.items() if policies[name] not in _TRAVELS}
         )
         self.sliced = {name: tensor for tensor, name in names.items() if policies[name] == "sliced"}
-        # Parameters first: the trained entries are adjacent in a copy.
-        self._whole = [
-            *(name for name in self.parameters if name not in self.sliced),
-            *(name for name in self.shared if name not in self.parameters),
-        ]
+        # Trained entries, and statistics of one kind, are adjacent in a copy.
+        order = [*self.parameters, *sorted(self.shared, key=lambda name: name.rpartition(".")[2])]
+        self._whole = [name for name in dict.fromkeys(order) if name not in self.sliced]
         self._slots = {name: slots[tensor] for tensor, name in names.items() if name not in self.sliced}
         self._unsaved = UnsavedTensors(module, [slots[tensor] for tensor in slots if tensor not in names])
         self.dropped = set[str]()

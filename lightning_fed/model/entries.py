@@ -343,20 +343,14 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     if not root <= _MOST_MEAN_SQUARE:
         excess = f"its values have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
         return find_non_finite(state) or excess
-    statistics = {name: value for name, value in state.items() if _is_never_negative(name) and value.numel()}
+    kinds = ("running_var", "num_batches_tracked")
+    statistics = {name: value for name, value in state.items() if name.rpartition(".")[2] in kinds and value.numel()}
     if not statistics:
         return None
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for value in statistics.values():
-        groups.setdefault((value.device, value.dtype), []).append(value.flatten())
-    lowest = [torch.cat(group).min().float() for group in groups.values()]
+    lowest = [flat.min().float() for (flat,) in join(list(statistics.values()))]
     if float(torch.stack([value.to(lowest[0].device) for value in lowest]).min()) >= 0:
         return None
     return f"entry {next(name for name, value in statistics.items() if value.min() < 0)!r} is negative"
-
-
-def _is_never_negative(name: str) -> bool:
-    return name.rpartition(".")[2] in ("running_var", "num_batches_tracked")
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -373,8 +367,8 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
     """Euclidean norm of the difference over named entries with equal shapes; ``None`` without such entries."""
     common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
-    pairs = join([new[name] for name in common], [old[name] for name in common])
-    return float(norm(differences(pairs))) if common else None
+    steps = differences([new[name] for name in common], [old[name] for name in common])
+    return float(norm(steps)) if common else None
 
 
 def entry_policies(

@@ -1,4 +1,4 @@
-"""Operations on lists of tensors: fused kernels on accelerators, a loop on the CPU.
+"""Operations on lists of tensors.
 
 :func:`copies` are adjacent in memory. :func:`join` views adjacent tensors as one flat tensor: an operation on a whole
 model is one call.
@@ -9,6 +9,7 @@ PyTorch documents ``torch._foreach_*`` as beta ("Foreach Operations") and uses t
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,14 +18,11 @@ from torch import Tensor
 
 from lightning_fed.numerics.precision import at_least_float32, to_float64
 
-# Elements in intermediate results: 64 MiB in float32.
-_MOST_ELEMENTS = 1 << 24
-
 _CACHED_ELEMENTS = 1 << 15  # of one chunk
 
-# Elements in a buffer. Larger allocations on a CPU would be returned to the system, and then page faults cost more than
-# the copy.
-_PACKED_ELEMENTS = 1 << 21
+# Elements in a buffer, before the last tensor. A CPU's larger allocations return to the system, and page faults cost
+# more than the copy.
+_BUFFER_ELEMENTS = 1 << 21
 
 _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -32,24 +30,18 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 @torch.no_grad()
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies tensors; contiguous tensors with equal dtype and device share buffers, in order."""
-    buffers: list[list[int]] = []
-    last: dict[Any, tuple[list[int], int]] = {}
+    groups, counts = dict[Any, list[int]](), Counter[Any]()
     for position, value in enumerate(tensors):
         kind = (value.dtype, value.device) if value.is_contiguous() else position
-        buffer, count = last.get(kind, ([], _PACKED_ELEMENTS))
-        count += value.numel()
-        if count > _PACKED_ELEMENTS:
-            buffer, count = [], value.numel()
-            buffers.append(buffer)
-        buffer.append(position)
-        last[kind] = buffer, count
+        groups.setdefault((kind, counts[kind] // _BUFFER_ELEMENTS), []).append(position)
+        counts[kind] += value.numel()
     results = list(tensors)
-    for buffer in buffers:
-        members = [tensors[position] for position in buffer]
+    for group in groups.values():
+        members = [tensors[at] for at in group]
         count = sum(value.numel() for value in members)
         flat = torch.empty_like(members[0]) if len(members) == 1 else members[0].new_empty(count)
-        for position, value in zip(buffer, _split(flat, members), strict=True):
-            results[position] = value
+        for at, value in zip(group, _split(flat, members), strict=True):
+            results[at] = value
     copy_into(results, tensors)
     return results
 
@@ -105,42 +97,30 @@ def _split(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copies each value into its target, like ``Tensor.copy_``."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # a fused kernel serves one dtype
-    for target, value in zip(targets, values, strict=True):
-        for tensors, tensor in zip(kinds.setdefault(target.dtype, ([], [])), (target, value), strict=True):
-            tensors.append(tensor)
-    for group in kinds.values():
-        torch._foreach_copy_(*group)
+    pairs = list(zip(targets, values, strict=True))
+    for dtype in {target.dtype for target in targets}:  # a fused kernel serves one dtype
+        group = [(target, value) for target, value in pairs if target.dtype == dtype]
+        torch._foreach_copy_([target for target, _ in group], [value for _, value in group])
 
 
 @torch.no_grad()
 def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
     """Adds each value, times ``weight``, to its sum. Sums are float64 or complex128; values have any dtype."""
-    pairs = join(sums, values)
-    if _are_on_the_cpu(sums):
-        for total, value in pairs:
-            for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):
-                part.add_(to_float64(addend), alpha=weight)  # a separate cast makes the addition faster
-        return
-    for batch in _batches(pairs):
-        addends = [torch.empty_like(total) for total, _ in batch]
-        copy_into(addends, [value for _, value in batch])
-        torch._foreach_add_([total for total, _ in batch], addends, alpha=weight)
+    for total, value in join(sums, values):
+        for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):
+            part.add_(to_float64(addend), alpha=weight)  # a separate cast makes the addition faster
 
 
-def differences(pairs: Iterable[tuple[Tensor, ...]]) -> Iterator[Tensor]:
-    """Yields the difference ``new - old`` for each pair, on the CPU in chunks."""
-    for batch in _batches(pairs):
-        if _are_on_the_cpu(batch[0]):
-            for new, old in zip(*map(cache_chunks, batch[0]), strict=True):
-                yield new - old
-        else:
-            yield from torch._foreach_sub([new for new, _ in batch], [old for _, old in batch])  # noqa: SLF001
+def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the differences ``new - old``, by run; on the CPU in chunks."""
+    for run in join(new, old):
+        for values in zip(*map(cache_chunks, run), strict=True):
+            yield torch.sub(*values)
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
     """Compares pairs of tensors with equal shapes, using one device synchronisation."""
-    if _are_on_the_cpu(left):
+    if all(value.device.type == "cpu" for value in left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]
     return [bool(flag) for flag in torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()]
@@ -148,11 +128,8 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Euclidean norm of each tensor, shape ``()``: float64 for 64-bit tensors, else float32."""
-    return [
-        at_least_float32(length)
-        for batch in _batches((value if value.dtype in _NORMED else value.float(),) for value in tensors)
-        for length in torch._foreach_norm([value for (value,) in batch])  # noqa: SLF001
-    ]
+    wide = (value if value.dtype in _NORMED else value.float() for value in tensors)
+    return [at_least_float32(torch.linalg.vector_norm(value)) for value in wide]
 
 
 def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
@@ -165,21 +142,3 @@ def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
     if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
         return (flat,)
     return torch.split(flat, _CACHED_ELEMENTS)
-
-
-def _are_on_the_cpu(tensors: Sequence[Tensor]) -> bool:
-    return all(value.device.type == "cpu" for value in tensors)
-
-
-def _batches(groups: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Groups tuples into batches of up to ``_MOST_ELEMENTS`` elements. On the CPU each batch has one tuple."""
-    batch: list[tuple[Tensor, ...]] = []
-    size = 0
-    for group in groups:
-        batch.append(group)
-        size += group[0].numel()
-        if size >= _MOST_ELEMENTS or _are_on_the_cpu(group):
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

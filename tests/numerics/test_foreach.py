@@ -1,4 +1,4 @@
-"""Operations on many tensors: equal results for joint operations, as on a GPU, and for single tensors."""
+"""Operations on many tensors: equal results for flat runs and for single tensors."""
 
 import pytest
 import torch
@@ -13,15 +13,6 @@ from lightning_fed.numerics.weighted_mean import WeightedMean
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
 
-@pytest.fixture(params=["together", "one after another", "few at a time"])
-def way(request, monkeypatch):
-    """Forces the joint operations, normally used on other devices, on the CPU."""
-    if request.param != "one after another":
-        monkeypatch.setattr(foreach, "_are_on_the_cpu", lambda tensors: False)
-    if request.param == "few at a time":
-        monkeypatch.setattr(foreach, "_MOST_ELEMENTS", 10)
-
-
 def tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3,), (2, 5), (), (0,), (40,), (1, 2, 3, 4)]
@@ -30,7 +21,6 @@ def tensors(seed):
     return [*made, torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)]
 
 
-@pytest.mark.usefixtures("way")
 def test_copies_share_no_memory_and_keep_their_layout():
     originals = tensors(0)
     copied = foreach.copies(originals)
@@ -41,7 +31,6 @@ def test_copies_share_no_memory_and_keep_their_layout():
         assert not value.numel() or value.data_ptr() != original.data_ptr()
 
 
-@pytest.mark.usefixtures("way")
 def test_loading_writes_into_the_entries():
     names = [str(number) for number in range(7)]
     entries, state = (dict(zip(names, tensors(seed), strict=True)) for seed in (0, 1))
@@ -51,7 +40,6 @@ def test_loading_writes_into_the_entries():
     assert {name: value.data_ptr() for name, value in entries.items()} == before
 
 
-@pytest.mark.usefixtures("way")
 def test_sums_are_in_float64():
     values = [tensors(seed) for seed in range(3)]
     mean = WeightedMean()
@@ -63,7 +51,6 @@ def test_sums_are_in_float64():
         assert torch.allclose(mean.mean()[str(number)].to(wide), expected.to(wide), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.usefixtures("way")
 def test_norms_and_distances():
     left, right = tensors(0), tensors(1)
     exact = [torch.linalg.vector_norm(value.to(torch.complex128)) for value in left]
@@ -82,7 +69,6 @@ def test_norms_and_distances():
     assert distance(*states, ["w"]) == pytest.approx(1 + 1e-9, rel=1e-15)
 
 
-@pytest.mark.usefixtures("way")
 def test_what_is_not_finite_or_negative_is_found_among_many():
     state = {f"{number}.running_var": torch.ones(3) for number in range(5)}
     state |= {f"{number}.num_batches_tracked": torch.tensor(number) for number in range(5)}
@@ -96,7 +82,6 @@ def test_what_is_not_finite_or_negative_is_found_among_many():
     assert "'4.running_var' has NaN" in find_implausible({**state, "4.running_var": torch.tensor([torch.nan])})
 
 
-@pytest.mark.usefixtures("way")
 def test_copies_are_joined_again(monkeypatch):
     originals = [value for value in tensors(0) if value.dtype == torch.float32]
     originals += [torch.tensor([1, 2]), torch.tensor(3), torch.ones(2, 2), torch.zeros(6).expand(2, 6)]
@@ -115,10 +100,9 @@ def test_copies_are_joined_again(monkeypatch):
         assert torch.equal(flat, other_flat)
         flat += 1  # a view
     assert all(torch.equal(value, original + 1) for value, original in zip(copied, originals, strict=True))
-    monkeypatch.setattr(foreach, "_PACKED_ELEMENTS", 8)
-    assert [value.untyped_storage().nbytes() for value in foreach.copies([torch.ones(4)] * 5 + [torch.ones(9)])] == [
-        *[32] * 4, 16, 36
-    ]  # fmt: skip
+    monkeypatch.setattr(foreach, "_BUFFER_ELEMENTS", 8)
+    sizes = [value.untyped_storage().nbytes() for value in foreach.copies([*[torch.ones(4)] * 5, torch.ones(9)])]
+    assert sizes == [32, 32, 32, 32, 52, 52]
 
 
 def test_a_models_copy_is_one_flat_tensor_per_kind(monkeypatch):
@@ -128,14 +112,14 @@ def test_a_models_copy_is_one_flat_tensor_per_kind(monkeypatch):
     start, end = local.global_state(), local.answer("a", 1).state
     parameters = [name for name, _ in net.named_parameters()]
     assert len(foreach.find_runs([start[name] for name in parameters], [end[name] for name in parameters])) == 1
-    assert len(foreach.find_runs(list(start.values()), list(end.values()))) == 3  # and statistics, and counters
+    assert len(foreach.find_runs(list(start.values()), list(end.values()))) == 4  # means, variances and counters of BatchNorm, too
     sums = WeightedMean()
     sums.add(start, 1.0, 1)
     added = []
     monkeypatch.setattr(foreach, "cache_chunks", lambda value: added.append(value) or (value,))
     sums.add(end, 2.0, 1)
-    sizes = [sum(value.numel() for value in group) for group in (net.parameters(), net.buffers())]
-    assert [len(flat) for flat in added] == [sizes[0], sizes[0], sizes[1] - 5, sizes[1] - 5]
+    size = sum(value.numel() for value in net.parameters())
+    assert [len(flat) for flat in added] == [size, size, 10, 10, 10, 10]
     assert all(torch.equal(value, start[name]) for name, value in sums.mean().items())
 
 
