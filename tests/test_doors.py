@@ -170,7 +170,7 @@ if AVERAGES_WEIGHTS:
 @pytest.mark.parametrize("door", ["trainer", "callback"])
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_refused_in_setup(case, door, plain_trainer, federated_trainer):
-    arguments, options, make, message = case
+    arguments, options, make, message = copy.deepcopy(case)
     own = make()
     before = state_of(own)
     data = models.PooledData(CLIENTS)

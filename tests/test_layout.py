@@ -161,6 +161,7 @@ WRITERS_OF_A_FIT = {
     "synchronisation": {"rounds.loop"},
     "cohort": {"rounds.loop"},
     "rounds": {"rounds.loop"},
+    "is_plain": {"rounds.loop"},
     "norm_layers": {"rounds.round"},
     "model_round": {"rounds.round"},
     "reports": {"rounds.batch_norm"},

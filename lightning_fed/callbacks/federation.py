@@ -42,7 +42,7 @@ from lightning_fed.fit.fit_summary import describe_end, describe_start, files_of
 from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.fit.trainer_checks import add_callbacks, check_schedulers, put_first
+from lightning_fed.fit.trainer_checks import add_callbacks, put_first
 from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
@@ -418,10 +418,9 @@ class Federation(TrainerCallback):
         self._loop.attach(pl_module, self.partition)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        check_schedulers(trainer)
+        self._loop.prepare()
         if self._loop.is_planned and not self._fit.is_remote:
             check_estimate(self._fit)
-        self._loop.is_ready = True
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepares the rounds, after all callbacks' ``on_fit_start``."""
@@ -522,12 +521,14 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes the batches of an incomplete round, because a resumed fit trains the round again."""
-        self._fit.progress.patch(checkpoint)
+        """Removes the batches of an incomplete round, unless the fit is plain: a resumed fit trains the round again."""
+        self._fit.progress.patch(checkpoint, self._fit.is_plain)
 
     def state_dict(self) -> dict[str, Any]:
         is_in_round = self._loop.open_round is not None
         module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
+        if is_in_round:
+            self._fit.save_generators()
         return {
             **self._fit.state_dict(),
             "statistics": {} if self._trainer is None else statistics_of_monitored(self._fit),

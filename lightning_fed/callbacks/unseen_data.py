@@ -16,7 +16,7 @@ from lightning_fed.data.population import seeded_generators
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.isolated_pass import isolated_pass, run_step
-from lightning_fed.messages import Broadcast, Client, State
+from lightning_fed.messages import Client, State
 from lightning_fed.model.batch_norm import InputStatistics, batch_norm_layers
 from lightning_fed.model.unseen_statistics import UnseenStatistics
 
@@ -48,9 +48,6 @@ class UnseenData(FederatedCallback):
     running statistics.
     """
 
-    supports_vectorize = True
-    keeps_privacy = True  # hooks inside a visit only pause the replacement
-
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
         self._find_fit = find_fit
         self._adapter: DataStatistics | None = None
@@ -81,15 +78,6 @@ class UnseenData(FederatedCallback):
         self.measure(trainer, pl_module, batches, f"{stage}_step")
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-    def on_client_start(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
-        """Pauses the replacement of statistics during a visit, because callbacks may evaluate the client's model."""
-        self._switch(is_active=False)
-
-    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        self._switch(is_active=True)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         """Pauses the replacement while the module is the model of a client with separate statistics."""

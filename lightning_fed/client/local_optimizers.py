@@ -35,7 +35,8 @@ class LocalOptimizers:
         optimizers: The optimizers.
         step_schedulers: Learning-rate schedulers with a step per batch.
         scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"`` or ``"keep"``.
+        mode: ``"reset"``, ``"keep"``, or ``"continue"`` for a plain fit: state continues, and only a round without an
+            update restores the round's state.
         epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. An epoch scheduler that shares an
             optimizer with ``step_schedulers`` resumes from the median visit's final state.
 
@@ -48,7 +49,7 @@ class LocalOptimizers:
         optimizers: Sequence[Optimizer],
         step_schedulers: Sequence[Any] = (),
         scaler: Any = None,
-        mode: Literal["reset", "keep"] = "reset",
+        mode: Literal["reset", "keep", "continue"] = "reset",
         epoch_schedulers: Sequence[Any] = (),
     ) -> None:
         self.optimizers = optimizers
@@ -84,6 +85,8 @@ class LocalOptimizers:
 
         ``rows`` are pairs of a parameter with only some rows on the client, and the indices of these rows.
         """
+        if self.mode == "continue":
+            return
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
         if packed:
             unpack_optimizers(self.optimizers, packed)
@@ -105,6 +108,8 @@ class LocalOptimizers:
         The schedulers resume from the visit with the (lower) median step count among visits with a valid update
         (``counting``).
         """
+        if self.mode == "continue" and counting:
+            return
         finals = {position: self.finals[position] for position in counting if position in self.finals}
         middle = self._median(finals, lambda final: max(self.steps_of(final) or [0]))
         scaler = self._median(finals, lambda final: final["scaler"].get("scale", 0.0))["scaler"]

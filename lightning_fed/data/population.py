@@ -249,16 +249,28 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
         >>> torch.equal(torch.rand(1), inside)
         True
     """
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - for the user's data sets
-    states = torch_generator_states()
+    states = generator_states()
     if seed is not None:
         seed_everything(seed)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        restore_torch_generators(states)
+        restore_generators(states)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Copies all global generators' states, as tensors and primitives for checkpoints."""
+    numpy: Any = np.random.get_state()  # noqa: NPY002 - for the user's data sets
+    name, keys, *rest = numpy
+    return random.getstate(), (name, torch.from_numpy(keys.astype(np.int64)), *rest), torch_generator_states()
+
+
+def restore_generators(states: tuple[Any, ...]) -> None:
+    """Restores a result of :func:`generator_states`."""
+    python, (name, keys, *rest), torch_states = states
+    random.setstate(python)
+    np.random.set_state((name, keys.numpy(), *rest))  # noqa: NPY002
+    restore_torch_generators(torch_states)
 
 
 _training_threads: list[int] = []

@@ -12,7 +12,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.client_store import ClientStore
-from lightning_fed.data.population import Population
+from lightning_fed.data.population import Population, generator_states
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.federated_callback import federated_callbacks
 from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unset_buffers
@@ -35,7 +35,10 @@ from lightning_fed.server.schedule import Cohort, Schedule, Visit
 from lightning_fed.server.server import ServerInterface
 
 # State stored in checkpoints without conversion.
-_SAVED = ("rounds", "number", "initial_statistics", "decision", "num_measured", "model_round", "norm_layers")
+_SAVED = (
+    *("generators", "rounds", "number", "initial_statistics", "decision", "num_measured", "model_round"),
+    "norm_layers",
+)
 
 
 class RoundProgress:
@@ -85,9 +88,9 @@ class RoundProgress:
         """Marks the epoch as complete, also after a failed round."""
         self._first_step, self._correct, self._is_cut = None, complete_epoch, False
 
-    def patch(self, checkpoint: dict[str, Any]) -> None:
+    def patch(self, checkpoint: dict[str, Any], is_plain: bool = False) -> None:
         """Corrects a checkpoint."""
-        if self._correct is not None:
+        if self._correct is not None and not is_plain:
             self._correct(checkpoint)
         forget_loaders(checkpoint)  # a resumed round starts again
 
@@ -157,6 +160,9 @@ class FederatedFit:
         policies: Policy by entry name; empty before :meth:`decide_policies`.
         unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
             fit.
+        is_plain: Whether rounds change nothing in a plain fit: one client, an average, kept optimizer state; decided by
+            :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`.
+        generators: States of the generators in a plain fit's last visit, for checkpoints; ``None`` before.
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits of this Trainer; each fit starts with new optimizers.
@@ -196,6 +202,8 @@ class FederatedFit:
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None
         self.rounds = self.number = 0
+        self.is_plain = False
+        self.generators: Any = None
         self.round_log, self.progress = RoundLog(), RoundProgress()
         self.failed_rounds = FailedRounds(options.faults.max_failed_rounds)
         self.synchronisation = RoundSynchronisation()
@@ -348,6 +356,11 @@ class FederatedFit:
         self.changes.close()
         if self._population is not None:
             self._population.close()  # a run of the garbage collector takes seconds
+
+    def save_generators(self) -> None:
+        """Saves the generators' states in a plain fit's visit."""
+        if self.is_plain:
+            self.generators = generator_states()
 
     def state_dict(self) -> dict[str, Any]:
         """State for checkpoints."""

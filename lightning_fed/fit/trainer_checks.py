@@ -24,11 +24,7 @@ from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
 
-_TUNES = "it trains some steps before the fit, which would run as visits: tune with a plain `L.Trainer` first"
-
 _REFUSED: dict[type[L.Callback], str] = {
-    BatchSizeFinder: _TUNES,
-    LearningRateFinder: _TUNES,
     StochasticWeightAveraging: "it replaces the schedule of optimizers that every visit makes anew, and adds an "
     "epoch in which nothing trains: use `WeightAveraging` (from Lightning 2.6 on), which "
     "averages the global models here, or a rule of the server",
@@ -139,7 +135,7 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
         )
 
 
-def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+def _check_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers with a state unsuitable for storing (LBFGS)."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
@@ -156,6 +152,19 @@ def check_trainer(trainer: L.Trainer) -> None:
             "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client "
             "should have begun: take the batch instead, `training_step(self, batch, batch_idx)`."
         )
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` does not work in a federation: the search trains some steps without the"
+                " Trainer's callbacks, and so outside visits: tune with a plain `L.Trainer` first."
+            )
+
+
+def check_inside(trainer: L.Trainer, keeps_optimizers: bool) -> None:
+    """Refuses optimizers, schedulers and callbacks with an effect inside rounds; in a plain fit all are allowed."""
+    if keeps_optimizers:
+        _check_optimizers(trainer.optimizers)
+    _check_schedulers(trainer)
     for callback in callbacks_of(trainer):
         for refused, reason in _REFUSED.items():
             if isinstance(callback, refused):
@@ -176,11 +185,12 @@ def _check_saver(saver: ModelCheckpoint) -> None:
             "A checkpoint inside a round contains the model of the last complete round, but `ModelCheckpoint` would "
             f"name or select the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or set "
             "a constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, "
-            "save_top_k=0)`; for exceptions `OnExceptionCheckpoint`)."
+            "save_top_k=0)`; for exceptions `OnExceptionCheckpoint`). With one client and averaging, "
+            "optimizer_state='keep' allows all names."
         )
 
 
-def check_schedulers(trainer: L.Trainer) -> None:
+def _check_schedulers(trainer: L.Trainer) -> None:
     """Refuses per-step schedulers whose state spans clients: with a ``frequency``, or ``ReduceLROnPlateau``."""
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":

@@ -228,6 +228,11 @@ def end_with_batch(trainer: L.Trainer) -> None:
     fetcher.length = fetcher.fetched + 1
 
 
+def batches_in_epoch(trainer: L.Trainer) -> int:
+    """Number of started batches in the epoch; before the first batch of a resumed fit, the trained batches."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
     """Returns counts of epochs, batches and steps in checkpoint format: the state of the fit loop and inner loops."""
     return trainer.fit_loop.state_dict()

@@ -82,6 +82,7 @@ class BatchLoop:
             and "optimizer_step" not in hooks
             and kind in _PLAIN_PRECISIONS
             and getattr(plugin, "scaler", None) is None
+            and not trainer.fit_loop._skip_backward  # noqa: SLF001
             and trainer.strategy.model is module
             and not isinstance(trainer.optimizers[0], LightningOptimizer)  # would call the hooks a second time
         )
@@ -95,6 +96,8 @@ class BatchLoop:
         self._loop.batch_progress.increment_completed()
         if not all(value.has_reset for value in results.values()):
             self._connector.update_train_step_metrics()
+        if self._trainer.lr_scheduler_configs:
+            self._loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         if self._trainer.accumulate_grad_batches == 1 or not self._loop._should_accumulate():  # noqa: SLF001
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 

@@ -22,20 +22,17 @@ from lightning_fed.data.federated import (
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.fit.trainer_checks import (
-    check_optimizers,
-    check_round,
-    check_trainer,
-    find_loader_owner,
-)
+from lightning_fed.fit.trainer_checks import check_inside, check_round, check_trainer, find_loader_owner
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
     HandedDataModule,
     OverriddenMethod,
     advise_workers,
+    batches_in_epoch,
     callbacks_of,
     datamodule_of,
     end_with_batch,
@@ -56,9 +53,15 @@ from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
 from lightning_fed.rounds.visit_driver import VisitDriver, VisitPlan
+from lightning_fed.server.averaging import AveragingAggregator
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
+
+_VISIT_HOOKS = (
+    *("on_client_receive", "on_client_start", "on_client_batch", "on_client_end", "on_server_send"),
+    *("on_server_receive", "on_server_aggregate"),
+)
 
 
 class RoundLoop:
@@ -140,6 +143,26 @@ class RoundLoop:
             revert(method.restore)
         self.is_attached = True
 
+    def prepare(self) -> None:
+        """Decides whether the fit is plain; otherwise refuses settings with an effect inside rounds."""
+        fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
+        fit.is_plain = (
+            fit.remote is None
+            and options.optimizer_state == "keep"
+            and not (chain.steps or options.has_personal_entries or options.frozen)
+            and type(chain.rule).aggregate is AveragingAggregator.aggregate
+            and sharing_strategy(fit.trainer) is None
+            and not any(
+                is_overridden(hook, callback, FederatedCallback)
+                for callback in federated_callbacks(fit.trainer)
+                for hook in _VISIT_HOOKS
+            )
+            and (len(self.known_clients()) == 1 if self._partition is None else is_one_client(self._partition))
+        )
+        if not fit.is_plain:
+            check_inside(fit.trainer, options.optimizer_state == "keep")
+        self.is_ready = True
+
     def start_fit(self) -> None:
         """Prepares the module for the rounds, once; refuses ``visits="fused"`` if fused visits are not possible."""
         fit = self.fit
@@ -160,8 +183,6 @@ class RoundLoop:
         self._batch_loop = self._fuse()
         if self._batch_loop is not None:
             fit.changes.callback(shorten_log(fit.trainer).restore)
-        if fit.options.optimizer_state == "keep":
-            check_optimizers(fit.trainer.optimizers)
         fit.store_initial_statistics()
         self._freeze_parameters()
         self._plan_visits()
@@ -331,10 +352,15 @@ class RoundLoop:
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
                 # Lightning repeats the advice for rounds of other lengths.
                 self.fit.ignore_warning("The number of training batches")
-            if self.fit.rounds > self.fit.trainer.current_epoch:  # resumed from a checkpoint before the validation
+            num_trained = batches_in_epoch(self.fit.trainer)  # more than 0 after a resume
+            if self.fit.is_plain:
+                loader.num_skipped, loader.generators = num_trained, self.fit.generators
+                self.start_epoch()  # Lightning omits the hook in a resumed epoch
+            elif num_trained or self.fit.rounds > self.fit.trainer.current_epoch:
                 raise MisconfigurationException(
                     f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only its "
-                    "validation is not: resume with a Trainer that validates as the one before."
+                    "validation is not, or its last batches with one client: resume with a Trainer that validates as the "
+                    "one before, and with the same clients and options."
                 )
             self.fit.cohort = cohort
             if self._find_new_entries() and self._plan.groups is not None:
@@ -397,9 +423,11 @@ class RoundLoop:
         self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
 
     def cut_short(self) -> None:
-        """Abandons an open round, with a warning."""
+        """Abandons an open round, with a warning; ends the round in a plain fit."""
         round = self.open_round
-        if round is not None:
+        if round is not None and self.fit.is_plain and round.loader.current is not None:
+            round.driver.cut(round.loader.current)
+        elif round is not None:
             self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
             number = round_number(self.fit.server.report.round)
             _log.warning("Round %d was cut short: the global model stays as it was.", number)
@@ -414,7 +442,7 @@ class RoundLoop:
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # A checkpoint inside a round holds the last complete global model.
-        if self.open_round is not None:
+        if self.open_round is not None and not self.fit.is_plain:
             self.open_round.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
 

@@ -124,7 +124,7 @@ class Round:
             trainer.optimizers,
             [configs[index].scheduler for index in self._per_step],
             loss_scaler(trainer),
-            self.fit.options.optimizer_state,
+            "continue" if self.fit.is_plain else self.fit.options.optimizer_state,
             [configs[index].scheduler for index in per_epoch if not configs[index].reduce_on_plateau],
         )
 
@@ -146,6 +146,7 @@ class Round:
 
     def join(self) -> None:
         """Merges the results of all processes that share the visits, after the last visit."""
+        self.fit.save_generators()
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
         self._carried.end_round(self._server.report.round)
@@ -242,10 +243,12 @@ class Round:
     # At any time
 
     def abandon(self) -> None:
-        """Ends the round without an aggregate, and restores the initial global model."""
+        """Ends the round without an aggregate, and restores the initial global model, except in a plain fit."""
         self._carried.stop()
         self.driver.close()
-        self.local.load_global(self.state)
+        self.fit.save_generators()
+        if not self.fit.is_plain:
+            self.local.load_global(self.state)
         self.optimizers.start_visit()
         self._server.abandon_round()
         self._commit(())

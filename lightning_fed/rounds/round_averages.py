@@ -20,7 +20,7 @@ WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 class RoundAverages:
-    """Makes the ``WeightAveraging`` callbacks of a fit update once per round, until :meth:`restore`.
+    """Makes the ``WeightAveraging`` callbacks of a fit update once per round, until :meth:`restore`; not if plain.
 
     ``should_update(step_idx=r)`` is called once after the new global model of round r, before validation.
     ``should_update(epoch_idx=r)`` is called after validation, unless the average already includes the round.
@@ -45,16 +45,12 @@ class RoundAverages:
                     f"{name} averages global models, which only the server has: pass the callback to the server's "
                     "Trainer."
                 )
-            if fit.trainer.is_global_zero:
-                _log.info(
-                    "%s averages the global models, not the clients' models: the average has one step per round, and "
-                    "the decay applies per round.",
-                    name,
-                )
         self._overridden = [self._override(callback) for callback in self._callbacks]
 
     def _override(self, callback: Any) -> OverriddenMethod:
         def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            if self._fit.is_plain:
+                return bool(method.original(step_idx=step_idx, epoch_idx=epoch_idx))
             if epoch_idx is None:  # a step of a client
                 return False
             is_due = bool(method.original(step_idx=epoch_idx))
@@ -80,8 +76,16 @@ class RoundAverages:
 
     def end_round(self) -> None:
         """Updates the averages with the module, which is the new global model."""
+        if self._fit.is_plain:
+            return
         self._is_round_over = True
         for callback in self._callbacks:
+            if self._fit.trainer.is_global_zero and self._fit.record_warning(type(callback).__name__):
+                _log.info(
+                    "`%s` averages the global models, not the clients' models: the average has one step per round, and"
+                    " the decay applies per round.",
+                    type(callback).__name__,
+                )
             callback.on_train_epoch_end(self._fit.trainer, self._fit.module)
         self._is_round_over = False
 

@@ -213,7 +213,7 @@ class VisitDriver:
             elif self.group is group:
                 self._advance()
         if is_cut and planned is not None:
-            self._cut(planned)
+            self.cut(planned)
         elif loader.is_over:
             self._close_round()
 
@@ -224,7 +224,7 @@ class VisitDriver:
             planned.fault = "`on_train_batch_start` returned -1 before it had trained"
         self.end(self._loader.group)
 
-    def _cut(self, planned: PlannedVisit) -> None:
+    def cut(self, planned: PlannedVisit) -> None:
         """Ends the round early because the fit ends; aggregates the clients' updates so far."""
         loader = self._loader
         if loader.batches_left and not planned.is_over:

@@ -240,6 +240,7 @@ def test_a_checkpoint_becomes_one_of_the_epochs_start(fit, plain_trainer, tmp_pa
             start["progress"] = trainer.global_step, internals.fit_progress(trainer)
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            assert internals.batches_in_epoch(trainer) == batch_idx + 1
             if batch_idx == 1:
                 trainer.save_checkpoint(path)
 

@@ -108,18 +108,13 @@ def test_a_moving_average_of_the_global_models(visits, either_trainer):
     ],
 )
 def test_as_in_a_plain_fit_of_one_step_per_epoch(options, either_trainer, plain_trainer):
-    """One client with one batch per visit: step, epoch and round coincide, and so do the averages.
-
-    Exception: averaging over both steps and epochs takes each round's model once.
-    """
+    """One client with one batch per visit: step, epoch and round coincide, and so do the averages."""
     clients = {"a": CLIENTS["a"]}
     own, seen, runs = module(), GlobalModels(), []
     either_trainer(ROUNDS, callbacks=[seen, ema(**options)], batch_norm="average", optimizer_state="keep").fit(
         own, datamodule=FederatedDataModule(models.as_datasets(clients), models.as_datasets(clients), batch_size=40)
     )
     runs.append((seen.validated, state_of(own)))
-    if options == {"update_starting_at_epoch": 1}:
-        options = {}
     plain, watching = module(), GlobalModels()
     loader = DataLoader(TensorDataset(*clients["a"]), 40)
     plain_trainer(max_epochs=ROUNDS, callbacks=[watching, ema(**options)]).fit(plain, loader, loader)
