@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning_fed.aliases import refuse_foreign
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import default_progress_bar
+from lightning_fed.data.federated import is_one_client
 from lightning_fed.fit.trainer_checks import check_processes
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.method import Method
@@ -110,7 +111,7 @@ class FederatedTrainer(L.Trainer):
                 execute code. By default such a checkpoint is an error.
         """
         refuse_foreign(model, train_dataloaders, datamodule)
-        check_processes(self)  # before Lightning starts the processes
+        check_processes(self, is_one_client(self.federation.partition))  # before Lightning starts the processes
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
 

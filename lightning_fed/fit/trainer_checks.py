@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fed.data.population import PlannedVisit
@@ -67,13 +67,13 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
     callbacks.insert(0, callback)
 
 
-def check_processes(trainer: L.Trainer) -> None:
-    """Refuses several processes without a strategy for clients."""
-    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharing):
+def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
+    """Refuses several processes without a strategy for clients, except DDP inside the only client (``is_alone``)."""
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
-            f"{trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, or "
-            "`devices=1`."
+            f"{trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, `devices=1`,"
+            " or strategy='ddp' inside one client, with `partition=IID(1)`, averaging and optimizer_state='keep'."
         )
 
 
@@ -144,9 +144,9 @@ def _check_optimizers(optimizers: Iterable[Optimizer]) -> None:
         )
 
 
-def check_trainer(trainer: L.Trainer) -> None:
+def check_trainer(trainer: L.Trainer, is_alone: bool) -> None:
     """Refuses settings that are invalid for any clients, with one round per epoch."""
-    check_processes(trainer)
+    check_processes(trainer, is_alone)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
             "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client "

@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.trainer.connectors.data_connector import (  # noqa: TID251 - no public names
+    _process_dataloader,
     _resolve_overfit_batches,
     _worker_check,
 )
@@ -181,6 +182,15 @@ def loader_to_overfit(loader: Any) -> Any:
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     _resolve_overfit_batches(combined, RunningStage.TRAINING)
+    return combined if is_combined else combined.iterables
+
+
+def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
+    """Replaces samplers by distributed samplers, like Lightning for a plain fit in several processes."""
+    is_combined = isinstance(loader, CombinedLoader)
+    combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
+    stage = TrainerFn.FITTING, RunningStage.TRAINING
+    combined.flattened = [_process_dataloader(trainer, *stage, part) for part in combined.flattened]
     return combined if is_combined else combined.iterables
 
 

@@ -26,7 +26,13 @@ from lightning_fed.federated_callback import FederatedCallback, federated_callba
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.fit.trainer_checks import check_inside, check_round, check_trainer, find_loader_owner
+from lightning_fed.fit.trainer_checks import (
+    check_inside,
+    check_processes,
+    check_round,
+    check_trainer,
+    find_loader_owner,
+)
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
     HandedDataModule,
@@ -35,6 +41,7 @@ from lightning_fed.lightning.internals import (
     batches_in_epoch,
     callbacks_of,
     datamodule_of,
+    distribute_loader,
     end_with_batch,
     exchange_reload_interval,
     exchange_validation_time,
@@ -101,7 +108,7 @@ class RoundLoop:
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         revert = fit.changes.callback
-        check_trainer(trainer)
+        check_trainer(trainer, is_one_client(partition))
         strategy = sharing_strategy(trainer)
         if strategy is not None:
             fit.synchronisation = strategy.synchronise(fit)
@@ -157,8 +164,11 @@ class RoundLoop:
                 for callback in federated_callbacks(fit.trainer)
                 for hook in _VISIT_HOOKS
             )
-            and (len(self.known_clients()) == 1 if self._partition is None else is_one_client(self._partition))
+            and (
+                len(self.find_population().clients) == 1 if self._partition is None else is_one_client(self._partition)
+            )
         )
+        check_processes(fit.trainer, fit.is_plain)
         if not fit.is_plain:
             check_inside(fit.trainer, options.optimizer_state == "keep")
         self.is_ready = True
@@ -279,6 +289,8 @@ class RoundLoop:
                 exchange_reload_interval(fit.trainer, interval)
             if fit.trainer.overfit_batches:  # type: ignore[attr-defined]
                 loader = loader_to_overfit(loader)
+            if fit.trainer.world_size > 1 and sharing_strategy(fit.trainer) is None:
+                loader = distribute_loader(fit.trainer, loader)
             fit.set_population(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
@@ -359,8 +371,8 @@ class RoundLoop:
             elif num_trained or self.fit.rounds > self.fit.trainer.current_epoch:
                 raise MisconfigurationException(
                     f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only its "
-                    "validation is not, or its last batches with one client: resume with a Trainer that validates as the "
-                    "one before, and with the same clients and options."
+                    "validation is not, or with one client its last batches: resume with a Trainer that validates as "
+                    "the one before, and with the same clients and options."
                 )
             self.fit.cohort = cohort
             if self._find_new_entries() and self._plan.groups is not None:

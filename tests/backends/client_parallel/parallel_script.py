@@ -19,6 +19,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -687,6 +688,48 @@ def refusals(folder, processes):
     return said
 
 
+class Normed(Net):
+    """Without dropout: a visit and a plain Trainer draw different numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(layer for layer in self.net if not isinstance(layer, nn.Dropout)))
+
+
+def inside_one_client(folder, processes):
+    """DDP on one client's data, plain and federated, with an uneven number of examples, resumed inside a round."""
+
+    def fit(name, path=None):
+        torch.manual_seed(0)
+        module, saver = Normed(), ModelCheckpoint(f"{folder}/{name}", every_n_train_steps=5, save_top_k=-1)
+        options = {**QUIET, "strategy": "ddp", "devices": 2, "max_epochs": 3, "accumulate_grad_batches": 2}
+        options |= {"callbacks": [saver], "enable_checkpointing": True}
+        if name == "plain":
+            trainer = L.Trainer(**options)
+        else:
+            own = {"partition": IID(1), "optimizer_state": "keep", "batch_norm": "average"}
+            trainer = FederatedTrainer(**options, **own)
+        data = DataLoader(examples(43, 0), 4, shuffle=True)
+        trainer.fit(module, data, DataLoader(examples(20, 1), 4), ckpt_path=path)
+        logged = {key: float(value) for key, value in trainer.callback_metrics.items() if "loss" in key}
+        return {"state": dict(module.state_dict()), "steps": trainer.global_step, "logged": logged}
+
+    ends = {name: fit(name) for name in ("plain", "federated")}
+    return {**ends, "resumed": fit("resumed", f"{folder}/federated/epoch=1-step=5.ckpt")}
+
+
+def ddp_refusals(folder, processes):
+    """Fits with several clients, or without kept optimizers."""
+    errors = []
+    for options in ({"partition": IID(2)}, {"partition": IID(1)}, {"partition": IID(1), "method": "median"}):
+        try:
+            trainer = FederatedTrainer(**{**QUIET, "strategy": "ddp", "devices": 2, "max_rounds": 1}, **options)
+            trainer.fit(Normed(), DataLoader(examples(12, 0), 4))
+        except MisconfigurationException as error:
+            errors.append(str(error))
+    return errors
+
+
 JOBS = {
     **{run: resumable(run) for run in resume_script.RUNS},
     **{
@@ -694,7 +737,7 @@ JOBS = {
         for job in (
             talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits,
             stopped, counted, spread_out, matched, evaluated_locally, evaluated, own_rule, private_examples, noisy,
-            own_statistics, second_door, resumed, four_rounds, stuck, refusals,
+            own_statistics, second_door, resumed, four_rounds, stuck, refusals, inside_one_client, ddp_refusals,
         )
     },
     "raising": broken_off("raising", lambda folder: Raise()),

@@ -126,6 +126,22 @@ def _is_number(text):
     return True
 
 
+def test_processes_inside_one_client_are_lightnings_ddp(two):
+    """Weights, BatchNorm statistics and logged values of both processes bit for bit; a fit resumes inside a round."""
+    for found in two.found("inside-one-client"):
+        plain, federated, resumed = (found[name] for name in ("plain", "federated", "resumed"))
+        assert plain["steps"] == federated["steps"] == resumed["steps"] == 9
+        assert_same(federated["state"], plain["state"])
+        assert federated["logged"] == plain["logged"]
+        assert_same(resumed["state"], plain["state"])
+
+
+def test_several_clients_refuse_ddp(two):
+    for errors in two.found("ddp-refusals"):
+        assert len(errors) == 3
+        assert all("strategy='client_parallel'" in error and "strategy='ddp'" in error for error in errors)
+
+
 @pytest.mark.parametrize("job", quick([*ALIKE, *SLOW], ALIKE))
 def test_two_processes_do_what_one_does(job, two, tmp_path):
     if job == "private-examples" and not (find_spec("opacus") and find_spec("dp_accounting")):
