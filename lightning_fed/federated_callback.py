@@ -12,6 +12,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 
+VISIT_HOOKS = (
+    *("on_client_request", "on_server_send", "on_client_receive", "on_client_start", "on_client_batch"),
+    *("on_client_end", "on_server_receive", "on_client_visit_end"),
+)
+"""Hooks of callbacks in a visit, on both sides."""
+
 
 class TrainerCallback(L.Callback):
     """A callback only for Trainers. Refuses ``Fabric``, which never calls the hooks of a fit."""

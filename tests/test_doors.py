@@ -49,7 +49,7 @@ from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
 from lightning_fed.callbacks import FederatedProgressBar, FederatedRichProgressBar, progress_bar
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
 from lightning_fed.errors import OptionError
-from lightning_fed.fit.trainer_checks import check_trainer
+from lightning_fed.fit.trainer_checks import check_processes
 from tests import models
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
@@ -155,7 +155,7 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
         {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "a window would straddle two clients",
     ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
-    "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "use interval='epoch'"),
+    "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "ReduceLROnPlateau.* or interval=.epoch."),
 }  # fmt: skip
 if RequirementCache("lightning>=2.6"):  # earlier versions do not accept a time
     REFUSED["validation by time"] = ({"val_check_interval": "00:00:01:00"}, {}, module, "Validation inside a round")
@@ -233,7 +233,7 @@ def test_clients_with_data_of_their_own_have_no_data_set_together(make, either_t
 
 def test_several_processes_are_refused(plain_trainer):
     with pytest.raises(MisconfigurationException, match="the Trainer has 2: use strategy='client_parallel', which"):
-        check_trainer(plain_trainer(devices=2, strategy="ddp_fork"))
+        check_processes(plain_trainer(devices=2, strategy="ddp_fork"), is_alone=False)
     with pytest.raises(MisconfigurationException, match="the Trainer has 2: use strategy='client_parallel', which"):
         FederatedTrainer(partition=IID(2), strategy="ddp_spawn", **{**QUIET, "devices": 2}).fit(module(), loader())
 

@@ -17,14 +17,22 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS
 
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
 
-_REFUSED: dict[type[L.Callback], str] = {
+_NO_CALLBACKS = (
+    "the search trains some steps without the Trainer's callbacks, and so outside visits: tune with a plain `L.Trainer`"
+    " first"
+)
+
+_REFUSED: dict[type[L.Callback], str] = {BatchSizeFinder: _NO_CALLBACKS, LearningRateFinder: _NO_CALLBACKS}
+
+_REFUSED_INSIDE: dict[type[L.Callback], str] = {
+    **_REFUSED,
     StochasticWeightAveraging: "it replaces the schedule of optimizers that every visit makes anew, and adds an "
     "epoch in which nothing trains: use `WeightAveraging` (from Lightning 2.6 on), which "
     "averages the global models here, or a rule of the server",
@@ -135,42 +143,38 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
         )
 
 
-def _check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers with a state unsuitable for storing (LBFGS)."""
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise MisconfigurationException(
-            "The state of LBFGS contains lists of past steps, which cannot be stored for a client: use "
-            "optimizer_state='reset'."
-        )
-
-
-def check_trainer(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses settings that are invalid for any clients, with one round per epoch."""
-    check_processes(trainer, is_alone)
+def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
+    """Refuses settings that are invalid in rounds; in a plain fit only settings that are invalid with one client."""
+    check_processes(trainer, is_plain)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
             "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client "
             "should have begun: take the batch instead, `training_step(self, batch, batch_idx)`."
         )
     for callback in callbacks_of(trainer):
-        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
-            raise MisconfigurationException(
-                f"`{type(callback).__name__}` does not work in a federation: the search trains some steps without the"
-                " Trainer's callbacks, and so outside visits: tune with a plain `L.Trainer` first."
-            )
-
-
-def check_inside(trainer: L.Trainer, keeps_optimizers: bool) -> None:
-    """Refuses optimizers, schedulers and callbacks with an effect inside rounds; in a plain fit all are allowed."""
-    if keeps_optimizers:
-        _check_optimizers(trainer.optimizers)
-    _check_schedulers(trainer)
-    for callback in callbacks_of(trainer):
-        for refused, reason in _REFUSED.items():
+        for refused, reason in (_REFUSED if is_plain else _REFUSED_INSIDE).items():
             if isinstance(callback, refused):
                 raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
-        if isinstance(callback, ModelCheckpoint):
+        if isinstance(callback, ModelCheckpoint) and not is_plain:
             _check_saver(callback)
+    if not is_plain:
+        _check_optimizers(trainer, keeps_optimizers)
+
+
+def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
+    """Refuses optimizers that cannot be stored for a client (LBFGS), and per-step schedulers across clients."""
+    if keeps_optimizers and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            "The state of LBFGS contains lists of past steps, which cannot be stored for a client: use "
+            "optimizer_state='reset'."
+        )
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and (config.frequency != 1 or config.reduce_on_plateau):
+            raise MisconfigurationException(
+                "A per-step scheduler with a `frequency`, or `ReduceLROnPlateau`, would follow batches across clients: "
+                "use frequency=1 (the scheduler restarts in every visit) or interval='epoch' (per round), but got "
+                f"frequency={config.frequency} and {type(config.scheduler).__name__}."
+            )
 
 
 def _check_saver(saver: ModelCheckpoint) -> None:
@@ -188,24 +192,6 @@ def _check_saver(saver: ModelCheckpoint) -> None:
             "save_top_k=0)`; for exceptions `OnExceptionCheckpoint`). With one client and averaging, "
             "optimizer_state='keep' allows all names."
         )
-
-
-def _check_schedulers(trainer: L.Trainer) -> None:
-    """Refuses per-step schedulers whose state spans clients: with a ``frequency``, or ``ReduceLROnPlateau``."""
-    for config in trainer.lr_scheduler_configs:
-        if config.interval != "step":
-            continue
-        if config.frequency != 1:
-            raise MisconfigurationException(
-                "A per-step scheduler with a `frequency` would count batches across clients: use frequency=1 (the "
-                "scheduler restarts in every visit) or interval='epoch' (per round), but got "
-                f"frequency={config.frequency}."
-            )
-        if config.reduce_on_plateau:
-            raise MisconfigurationException(
-                "`ReduceLROnPlateau` with interval='step' would monitor the batches of one client: use "
-                "interval='epoch'."
-            )
 
 
 def _build_client_parallel(**options: Any) -> Any:

@@ -164,7 +164,7 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
     and afterwards.
     """
     module, ranks = fit.module, process_group_of(fit.trainer)
-    if fit.statistics_round is None or fit.is_remote:
+    if fit.is_remote:
         return
     local = local_model(fit, module)
     state, measured = local.global_state(), dict[Client, State]()

@@ -22,17 +22,11 @@ from lightning_fed.data.federated import (
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.fit.trainer_checks import (
-    check_inside,
-    check_processes,
-    check_round,
-    check_trainer,
-    find_loader_owner,
-)
+from lightning_fed.fit.trainer_checks import check_round, check_trainer, find_loader_owner
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
     HandedDataModule,
@@ -64,11 +58,6 @@ from lightning_fed.server.averaging import AveragingAggregator
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
-
-_VISIT_HOOKS = (
-    *("on_client_receive", "on_client_start", "on_client_batch", "on_client_end", "on_server_send"),
-    *("on_server_receive", "on_server_aggregate"),
-)
 
 
 class RoundLoop:
@@ -108,7 +97,6 @@ class RoundLoop:
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         revert = fit.changes.callback
-        check_trainer(trainer, is_one_client(partition))
         strategy = sharing_strategy(trainer)
         if strategy is not None:
             fit.synchronisation = strategy.synchronise(fit)
@@ -153,8 +141,12 @@ class RoundLoop:
     def prepare(self) -> None:
         """Decides whether the fit is plain; otherwise refuses settings with an effect inside rounds."""
         fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
+        has_one = is_one_client(self._partition)
+        if self._partition is None:
+            has_one = len(self.find_population().clients) == 1
         fit.is_plain = (
-            fit.remote is None
+            has_one
+            and fit.remote is None
             and options.optimizer_state == "keep"
             and not (chain.steps or options.has_personal_entries or options.frozen)
             and type(chain.rule).aggregate is AveragingAggregator.aggregate
@@ -162,15 +154,10 @@ class RoundLoop:
             and not any(
                 is_overridden(hook, callback, FederatedCallback)
                 for callback in federated_callbacks(fit.trainer)
-                for hook in _VISIT_HOOKS
-            )
-            and (
-                len(self.find_population().clients) == 1 if self._partition is None else is_one_client(self._partition)
+                for hook in VISIT_HOOKS
             )
         )
-        check_processes(fit.trainer, fit.is_plain)
-        if not fit.is_plain:
-            check_inside(fit.trainer, options.optimizer_state == "keep")
+        check_trainer(fit.trainer, fit.is_plain, options.optimizer_state == "keep")
         self.is_ready = True
 
     def start_fit(self) -> None:
@@ -424,8 +411,9 @@ class RoundLoop:
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
         """Measures each client's BatchNorm statistics with the model used for validation."""
-        with self.averages_in_place():
-            measure_own_statistics(self.fit, clients)
+        if self.fit.statistics_round is not None:
+            with self.averages_in_place():
+                measure_own_statistics(self.fit, clients)
 
     def end_epoch(self) -> None:
         """Abandons an open round, and makes Lightning request the loader of the next round before the next epoch."""

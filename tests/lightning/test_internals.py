@@ -557,3 +557,8 @@ def test_a_call_of_log_has_lightnings_arguments():
     fields = dataclasses.fields(LogCall)
     assert {field.name: field.default for field in fields[2:]} == defaults, "`LightningModule.log` has other arguments"
     assert [field.name for field in fields] == list(given)[1:], "`LightningModule.log` has another order of arguments"
+
+
+def test_a_loader_is_distributed_over_processes(plain_trainer):
+    loader = internals.distribute_loader(plain_trainer(devices=2, strategy="ddp"), DataLoader(torch.arange(6.0), 1))
+    assert len(set(map(float, loader))) == 3, "Lightning distributes the examples in another way"

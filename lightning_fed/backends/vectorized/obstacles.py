@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
@@ -25,10 +25,6 @@ from lightning_fed.model.entries import tensors_by_path
 _MODULE_HOOKS = (
     *(*BATCH_HOOKS, "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
     *("lr_scheduler_step", *TRANSFER_HOOKS),
-)
-_VISIT_HOOKS = (
-    *("on_client_request", "on_server_send", "on_client_receive", "on_client_start", "on_client_batch"),
-    *("on_client_end", "on_server_receive", "on_client_visit_end"),
 )
 
 
@@ -69,7 +65,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
         if not getattr(callback, "supports_vectorize", False):
             _check_hooks(callback, BATCH_HOOKS, L.Callback)
             if isinstance(callback, FederatedCallback):
-                _check_hooks(callback, _VISIT_HOOKS, FederatedCallback)
+                _check_hooks(callback, VISIT_HOOKS, FederatedCallback)
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
