@@ -112,7 +112,7 @@ def test_a_models_copy_is_one_flat_tensor_per_kind(monkeypatch):
     start, end = local.global_state(), local.answer("a", 1).state
     parameters = [name for name, _ in net.named_parameters()]
     assert len(foreach.find_runs([start[name] for name in parameters], [end[name] for name in parameters])) == 1
-    assert len(foreach.find_runs(list(start.values()), list(end.values()))) == 4  # means, variances and counters of BatchNorm, too
+    assert len(foreach.find_runs(list(start.values()), list(end.values()))) == 4  # also BatchNorm
     sums = WeightedMean()
     sums.add(start, 1.0, 1)
     added = []
