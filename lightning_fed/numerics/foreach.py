@@ -112,9 +112,12 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
 
 
 def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the differences ``new - old``, by run; on the CPU in chunks."""
-    for run in join(new, old):
-        for values in zip(*map(cache_chunks, run), strict=True):
+    """Yields the differences ``new - old``; on the CPU in chunks.
+
+    Chunks do not depend on the memory layout (:func:`find_runs`), so norms are equal in one process and over a network.
+    """
+    for pair in zip(new, old, strict=True):
+        for values in zip(*map(cache_chunks, pair), strict=True):
             yield torch.sub(*values)
 
 

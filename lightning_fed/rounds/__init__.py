@@ -3,6 +3,7 @@
 from lightning_fed.rounds.batch_norm import adapt as adapt
 from lightning_fed.rounds.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.rounds.batch_norm import client_statistics as client_statistics
+from lightning_fed.rounds.batch_norm import freeze_batch_norm as freeze_batch_norm
 from lightning_fed.rounds.batch_norm import layers_in_training as layers_in_training
 from lightning_fed.rounds.batch_norm import load_own_model as load_own_model
 from lightning_fed.rounds.batch_norm import measure_statistics as measure_statistics

@@ -40,7 +40,7 @@ from lightning_fed.model.entries import (
     live_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import client_statistics, load_own_model, measured_layers
+from lightning_fed.rounds.batch_norm import client_statistics, freeze_batch_norm, load_own_model, measured_layers
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Ask, ask_server
 from lightning_fed.rule import RoundInfo
@@ -178,6 +178,8 @@ class RemoteServerSide(RemoteSide):
                 f"({', '.join(frozen) or 'none on this client'}): server and client need the same model with the same "
                 "weights"
             )
+        if fit.is_batch_norm_fixed:
+            freeze_batch_norm(fit.module)  # as in a round
         untrained = untrained_entries(fit.module)
         if train_request.held:
             # Other entries hold results of training: a server could guess a count of batches, digest by digest.
