@@ -391,7 +391,7 @@ REFUSED = {
         {"batch_size": None, "sampler": BatchSampler(SubsetRandomSampler([1, 2]), 2, False)},
         "pass over all examples in batches, but got sampler=SubsetRandomSampler",
     ),
-    "no batches": ({"batch_size": None}, "DataLoader with a batch size .*, but got batch_size=None"),
+    "no batches": ({"batch_size": None}, "DataLoader with a batch size, .*, but got batch_size=None"),
 }
 
 

@@ -139,10 +139,10 @@ def test_given_stages():
     [
         (0, "'auto', a positive integer"),
         ("all", "'auto', a positive integer"),
-        ([["conv1.*"], ["bn1.*"]], "'layer1.0.conv1.weight' matches none"),
+        ([["conv1.*"], ["bn1.*"]], "no pattern matches 'layer1.0.conv1.weight'"),
         ([["conv1.*"], ["*"]], r"neurons of 'conv1'.* but got stages \[0, 1\]"),
         ([["fc.*"], ["*"]], "neurons of"),
-        ([["*"], ["fc.*"]], r"\['fc.\*'\] has none"),
+        ([["*"], ["fc.*"]], r"\['fc.\*'\] matches none"),
     ],
 )
 def test_stages_that_do_not_fit(choice, message):

@@ -702,7 +702,9 @@ def test_a_checkpoint_without_a_record_of_its_steps_is_refused(private_rounds, t
     checkpoint = torch.load(private_rounds, weights_only=True)
     del checkpoint["callbacks"]["Federation"]["steps"]
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    with pytest.raises(ValueError, match="steps of the checkpoint, of which the file has no record, but got CentralDP"):
+    with pytest.raises(
+        ValueError, match="steps of the checkpoint, which the checkpoint does not record, but got CentralDP"
+    ):
         fit_steps(tmp_path / "old.ckpt", 6, [private()])
 
 

@@ -816,9 +816,11 @@ def test_fits_one_after_another(federated_trainer, plain_trainer, tmp_path):
 
 def test_another_fusion_is_refused(federated_trainer):
     module = fit(federated_trainer, make("multi"), rounds=1)
-    with pytest.raises(MisconfigurationException, match=r"but it has 'multi' at the output of 'net.features': remove"):
+    with pytest.raises(
+        MisconfigurationException, match=r"but the module has 'multi' at the output of 'net.features': remove"
+    ):
         fit(federated_trainer, make("conv"), module, rounds=1)
-    with pytest.raises(MisconfigurationException, match=r"with 'multi' at 'net.features.0', but it has"):
+    with pytest.raises(MisconfigurationException, match=r"with 'multi' at 'net.features.0', but the module has"):
         fit(federated_trainer, make("multi", at="net.features.0"), module, rounds=1)
     fit(federated_trainer, make("multi", at="net.features"), module, rounds=1)
     for options in ({"levels": [0]}, {"channel_axis": 2}):
@@ -847,7 +849,7 @@ class Aside(models.Module):
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
-        (Late, {}, ValueError, r"name the layer .*Layers built in `setup` come too late"),
+        (Late, {}, ValueError, r"name the layer .*layers from `setup` cannot be fused"),
         (lambda: Aside(Net()), {}, MisconfigurationException, "to run its Sequential up to .* but no batch did"),
         (lambda: models.Module(Net()), {"at": "net.nothing"}, ValueError, "but got 'net.nothing': 'net' has"),
         (lambda: models.Module(Net()), {"levels": [3]}, ValueError, "Expected `levels` to be some of"),

@@ -927,7 +927,7 @@ def test_features_that_are_not_used(federated_trainer):
 
     data = models.as_datasets(models.vectors(TWO))
     for passes in ("exact", "online"):
-        with pytest.raises(ValueError, match=r"but the output of 'spare' was .*run.*: name another `layer`"):
+        with pytest.raises(ValueError, match=r"but the output of 'spare' .* run.*: name another `layer`"):
             sent(federated_trainer, ClassPrototypes("spare", passes=passes), Idle(), data)
 
 

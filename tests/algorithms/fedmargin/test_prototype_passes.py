@@ -265,7 +265,9 @@ def test_several_training_loaders(kind, plain_trainer):
     def target(batch):
         return (batch["a"] if isinstance(batch, dict) else batch[0])[1]
 
-    with pytest.raises(ValueError, match=f"one training loader for exact passes, but got a {kind.__name__} of 2: use"):
+    with pytest.raises(
+        ValueError, match=f"one training loader for exact passes, but got a {kind.__name__} with 2 loaders: use"
+    ):
         plain_trainer(max_epochs=1, callbacks=[ClassPrototypes(target=target)]).fit(Both(models.mlp()), loaders)
     logger = MemoryLogger()
     prototypes = ClassPrototypes(target=target, passes="online")

@@ -216,7 +216,9 @@ def test_prototypes_that_cannot_be_drawn(tmp_path, caplog):
     assert len(logged(logger, TAG)) == 1
     assert_same(module.state_dict(), federate([], False, 1, method="fedavg").state_dict())
     for client, reason in {"a": "have 3 features instead of 8", "c": "are of class 1000000000003 instead"}.items():
-        assert f"The prototypes of client '{client}' are not drawn: its prototypes {reason}" in caplog.text
+        assert (
+            f"The prototypes of client '{client}' are excluded from the picture: its prototypes {reason}" in caplog.text
+        )
 
 
 class Inputs(models.Module):

@@ -395,7 +395,7 @@ def test_centres_are_evaluated_where_lightning_validates(federated_trainer, capl
 
     trainer = federated_trainer(max_rounds=1, method="fesem")
     trainer.fit(TwoLoaders(models.mlp()), clients, val)
-    assert "there are 2 validation loaders" in caplog.text
+    assert "the Trainer has 2 validation loaders" in caplog.text
     trainer = federated_trainer(max_rounds=1, method="fesem")
     trainer.fit(models.Module(models.mlp()), clients, val[:1])
     assert "fesem/val_acc" in trainer.callback_metrics
