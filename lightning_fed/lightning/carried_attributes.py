@@ -32,7 +32,7 @@ from lightning_fed.lightning.internals import (
     lightning_attributes,
     tensor_version,
 )
-from lightning_fed.model.layer_widths import layer_numbers
+from lightning_fed.model.resize import layer_numbers
 from lightning_fed.numerics.foreach import norms
 
 _log = logging.getLogger(__name__)

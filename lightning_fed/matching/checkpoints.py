@@ -10,8 +10,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.matching.match_widths import match_widths
 from lightning_fed.matching.permutation_check import restored_afterwards, split_inputs
-from lightning_fed.model.resize import match_widths
 from lightning_fed.numerics.trees import move_tensors
 
 # Path, content of a Lightning checkpoint, or module state.

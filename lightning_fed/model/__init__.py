@@ -49,7 +49,7 @@ from lightning_fed.model.label_maps import VoidLabel as VoidLabel
 from lightning_fed.model.label_maps import class_indices as class_indices
 from lightning_fed.model.label_maps import resize_labels as resize_labels
 from lightning_fed.model.label_maps import void_label as void_label
-from lightning_fed.model.resize import match_widths as match_widths
+from lightning_fed.model.resize import layer_numbers as layer_numbers
 from lightning_fed.model.resize import resize_module as resize_module
 from lightning_fed.model.resize import set_tensor_data as set_tensor_data
 from lightning_fed.model.resize import update_layer_sizes as update_layer_sizes

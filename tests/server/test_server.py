@@ -11,6 +11,7 @@ from lightning_fed.model.entries import norm
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import RoundReport, Server
 from lightning_fed.steps.chain import Chain
+from lightning_fed.steps.update_step import UpdateStep
 
 
 def state(value=1.0):
@@ -315,3 +316,19 @@ def test_an_update_that_the_rule_cannot_use():
     assert receive(server, answer("b", 2.0, votes=torch.ones(1)))
     assert server.report.failed == {"a": "it sent no votes"}
     assert server.finish_round()["w"].tolist() == [2.0, 2.0]
+
+
+class Announces(UpdateStep):
+    def on_send(self, client, broadcast):
+        broadcast.extras["announced"] = torch.zeros(1)
+
+
+def test_steps_add_extras_to_messages_of_visits_only():
+    start = state()
+    server = Server(Chain(FedAvg(), [Announces()]))
+    server.start_round(RoundInfo(0), start)
+    visit, measurement = server.prepare("a"), Broadcast(0, start)
+    server.sent("a", visit)
+    server.sent("b", measurement)
+    assert "announced" in visit.extras
+    assert not measurement.extras

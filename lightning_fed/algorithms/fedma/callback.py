@@ -31,6 +31,7 @@ from lightning_fed.client.local_model import forget_memory, memory_of
 from lightning_fed.errors import ClientFault
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import OverriddenMethod
+from lightning_fed.matching.match_widths import match_widths
 from lightning_fed.matching.permutation import PermutationGroup, resize_groups
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
@@ -46,7 +47,6 @@ from lightning_fed.model.entries import (
     trainable_entries,
 )
 from lightning_fed.model.initial_state import shuffled_state
-from lightning_fed.model.resize import match_widths
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics

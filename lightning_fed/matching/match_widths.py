@@ -1,12 +1,15 @@
-"""Layer widths, and width ratios that the architecture fixes."""
+"""Layer widths from a state, checked against width ratios fixed by the architecture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_fed.model.entries import entry_tensors
+from lightning_fed.model.resize import layer_numbers, resize_module, set_tensor_data, update_layer_sizes
 
 _ROW_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._NormBase),  # noqa: SLF001  and its kinds
@@ -21,6 +24,33 @@ _CHANNELWISE = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
+
+
+def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Sets layer widths to match a state. Unknown names are ignored.
+
+    An entry with a different number of axes, or different widths within a layer or along an ``nn.Sequential``, raises
+    ``ValueError`` and leaves the module unchanged.
+    """
+    tensors = entry_tensors(module)
+    resized = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name in tensors and tensors[name].shape != value.shape
+    }
+    if not resized:
+        return
+    ratios, values = find_width_ratios(module), {name: tensors[name].data for name in resized}
+    resize_module(module, resized)
+    for old, new in zip(ratios, find_width_ratios(module), strict=True):
+        if old.out_width * new.in_width != new.out_width * old.in_width:
+            for name, value in values.items():
+                set_tensor_data(tensors[name], value)
+            update_layer_sizes(module)
+            raise ValueError(
+                f"Expected compatible widths, such as {old.out_width} for {old.producer} and {old.in_width} for "
+                f"{old.consumer}, but got {new.out_width} and {new.in_width}."
+            )
 
 
 class WidthRatio(NamedTuple):
@@ -106,36 +136,3 @@ def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
             is_channels and not is_flat and isinstance(layer, _CHANNELWISE)
         ):
             producer = None
-
-
-def layer_numbers(layer: nn.Module) -> dict[str, Any]:
-    """Size attributes of a layer (such as ``in_features``), computed from the current shapes of its tensors."""
-    if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
-        first, second = layer.weight.shape[:2]
-        if layer.transposed:
-            groups = first if layer.groups == layer.in_channels > 1 and second == 1 else layer.groups
-            return {"in_channels": first, "out_channels": second * groups, "groups": groups}
-        is_depthwise = layer.groups == layer.in_channels > 1
-        groups = first // (layer.out_channels // layer.groups) if is_depthwise else layer.groups
-        return {"in_channels": second * groups, "out_channels": first, "groups": groups}
-    if isinstance(layer, nn.Linear):
-        return {"in_features": layer.weight.shape[1], "out_features": layer.weight.shape[0]}
-    if isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalization
-        vector = layer.weight if layer.weight is not None else layer.running_mean
-        return {} if vector is None else {"num_features": len(vector)}
-    if isinstance(layer, nn.LayerNorm):
-        return {} if layer.weight is None else {"normalized_shape": tuple(layer.weight.shape)}
-    if isinstance(layer, nn.Embedding):
-        return {"num_embeddings": layer.weight.shape[0], "embedding_dim": layer.weight.shape[1]}
-    if isinstance(layer, nn.PReLU):
-        return {"num_parameters": len(layer.weight)}
-    if isinstance(layer, nn.RNNBase):
-        gates = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
-        numbers = {
-            "hidden_size": layer.get_parameter("weight_hh_l0").shape[0] // gates,
-            "input_size": layer.get_parameter("weight_ih_l0").shape[1],
-        }
-        return numbers | ({"proj_size": layer.get_parameter("weight_hr_l0").shape[0]} if layer.proj_size else {})
-    if isinstance(layer, nn.RNNCellBase):
-        return {"hidden_size": layer.weight_hh.shape[1], "input_size": layer.weight_ih.shape[1]}
-    return {}
