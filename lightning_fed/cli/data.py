@@ -18,7 +18,7 @@ def run(args: Sequence[str]) -> None:
     # Imports torch, so only after the parser: errors and help stay fast.
     from lightning_fed.backends.wire.data import read_data
     from lightning_fed.compare.run import quiet
-    from lightning_fed.data.client_report import report_clients
+    from lightning_fed.datasets.client_report import report_clients
     from lightning_fed.recipe import FederatedCLI
 
     with quiet():

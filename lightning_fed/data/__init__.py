@@ -4,11 +4,9 @@ from lightning_fed.data.appearance import ImageLook as ImageLook
 from lightning_fed.data.appearance import Look as Look
 from lightning_fed.data.arrays import ArrayDataset as ArrayDataset
 from lightning_fed.data.arrays import Augment as Augment
-from lightning_fed.data.client_report import ClientReport as ClientReport
-from lightning_fed.data.client_report import ClientSummary as ClientSummary
-from lightning_fed.data.client_report import report_clients as report_clients
-from lightning_fed.data.client_report import report_partition as report_partition
+from lightning_fed.data.dataset_clients import ClientSource as ClientSource
 from lightning_fed.data.dataset_clients import DatasetClients as DatasetClients
+from lightning_fed.data.dataset_clients import client_subsets as client_subsets
 from lightning_fed.data.federated import ChainedLoaders as ChainedLoaders
 from lightning_fed.data.federated import ClientData as ClientData
 from lightning_fed.data.federated import EvaluationData as EvaluationData
@@ -23,6 +21,7 @@ from lightning_fed.data.interleave import batch_tensors as batch_tensors
 from lightning_fed.data.interleave import detect_draws as detect_draws
 from lightning_fed.data.interleave import rebuild_batch as rebuild_batch
 from lightning_fed.data.interleave import stack_batches as stack_batches
+from lightning_fed.data.label_lookup import MapDataset as MapDataset
 from lightning_fed.data.label_lookup import labels_of as labels_of
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.loader_clients import isolated_generators as isolated_generators
@@ -59,8 +58,6 @@ __all__ = [
     "IID",
     "ArrayDataset",
     "ByGroup",
-    "ClientReport",
-    "ClientSummary",
     "DatasetClients",
     "Dirichlet",
     "FederatedDataModule",
@@ -80,7 +77,5 @@ __all__ = [
     "QuantitySkew",
     "Shards",
     "VisitBatch",
-    "report_clients",
-    "report_partition",
     "sample_hashes",
 ]

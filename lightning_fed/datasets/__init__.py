@@ -1,7 +1,11 @@
-"""Ready data sets: read from local files, or generated."""
+"""Ready data sets, read from local files or generated, and a report on clients' data."""
 
 from lightning_fed.datasets.camvid import CamVid as CamVid
 from lightning_fed.datasets.cifar10 import CIFAR10 as CIFAR10
+from lightning_fed.datasets.client_report import ClientReport as ClientReport
+from lightning_fed.datasets.client_report import ClientSummary as ClientSummary
+from lightning_fed.datasets.client_report import report_clients as report_clients
+from lightning_fed.datasets.client_report import report_partition as report_partition
 from lightning_fed.datasets.femnist import FEMNIST as FEMNIST
 from lightning_fed.datasets.mnist import MNIST as MNIST
 from lightning_fed.datasets.mnist import FashionMNIST as FashionMNIST
@@ -17,11 +21,15 @@ __all__ = [
     "FEMNIST",
     "MNIST",
     "CamVid",
+    "ClientReport",
+    "ClientSummary",
     "FashionMNIST",
     "Omniglot",
     "Shakespeare",
     "Shapes",
     "ShapesDataset",
     "Synthetic",
+    "report_clients",
+    "report_partition",
     "synthetic_clients",
 ]
