@@ -55,9 +55,8 @@ from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
 from lightning_fed.rounds.visit_flow import ClientVisit
 from lightning_fed.rule import Aggregator
-from lightning_fed.server.held_entries import HeldEntries
 from lightning_fed.server.schedule import Availability, Cohort, Schedule, default_seed
-from lightning_fed.server.server import Server, ServerInterface
+from lightning_fed.server.server import HeldEntries, Server, ServerInterface
 from lightning_fed.steps.chain import Chain
 from lightning_fed.steps.update_step import UpdateStep
 

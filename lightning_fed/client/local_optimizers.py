@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.messages import State
+from lightning_fed.numerics.trees import copy_tree
 
 OPTIMIZER = "optimizer:"
 """Prefix for names in packed optimizer state."""
 
 _HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # set by schedulers and users
 _GROUP = "group"
-_DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 
 
 class LocalOptimizers:
@@ -144,18 +141,18 @@ class LocalOptimizers:
         # Epoch schedulers may have stepped from the learning rate of another client or model.
         for scheduler, state in zip(self.epoch_schedulers, before, strict=True):
             if state and getattr(scheduler, "last_epoch", None) != state.get("last_epoch"):
-                scheduler.load_state_dict(copy_state(state))
+                scheduler.load_state_dict(copy_tree(state))
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
         """State at the round's start for a checkpoint: optimizers, per-step schedulers, loss scale (may be empty)."""
         start = self._start
-        return self._optimizer_states(start), copy_state(start["schedulers"]), copy_state(start["scaler"])
+        return self._optimizer_states(start), copy_tree(start["schedulers"]), copy_tree(start["scaler"])
 
     def _optimizer_states(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [
             {
-                "state": copy_state(buffers),
+                "state": copy_tree(buffers),
                 "param_groups": [{**group, **values} for group, values in zip(_groups(optimizer), groups, strict=True)],
             }
             for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True)
@@ -165,12 +162,12 @@ class LocalOptimizers:
         """Copies the current state of all parts; ``buffers``: with the optimizers' buffers."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
-            "schedulers": [copy_state(scheduler.state_dict()) for scheduler in self.step_schedulers],
-            "epoch_schedulers": [copy_state(scheduler.state_dict()) for scheduler in self.epoch_schedulers],
-            "scaler": copy_state(self.scaler.state_dict()) if self.scaler is not None else {},
+            "schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.step_schedulers],
+            "epoch_schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.epoch_schedulers],
+            "scaler": copy_tree(self.scaler.state_dict()) if self.scaler is not None else {},
         }
         if buffers:
-            state["buffers"] = [copy_state(_buffers(optimizer)) for optimizer in self.optimizers]
+            state["buffers"] = [copy_tree(_buffers(optimizer)) for optimizer in self.optimizers]
         return state
 
     def _sliced(
@@ -197,7 +194,7 @@ class LocalOptimizers:
         for optimizer, values in zip(self.optimizers, self._optimizer_states(state), strict=True):
             optimizer.load_state_dict(values)
         for scheduler, values in zip(self.step_schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(copy_state(values))
+            scheduler.load_state_dict(copy_tree(values))
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -271,48 +268,8 @@ def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
-    """Copies the state of a scheduler or optimizer; later steps do not change the copy.
-
-    Unlike ``copy.deepcopy``, the function runs no code of other classes, because ``deepcopy`` of a scheduler that
-    forwards attribute access to another scheduler would recurse without end. Optimizers, modules, functions and objects
-    with a custom constructor are not copied, only referenced.
-    """
-    copied = {} if copied is None else copied
-    result: Any
-    if id(value) in copied:
-        return copied[id(value)]
-    if isinstance(value, Tensor | np.ndarray | np.random.Generator | torch.Generator):
-        result = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    elif isinstance(value, dict) and type(value) in _DICTIONARIES:
-        result = copied[id(value)] = copy.copy(value)
-        for key, inside in value.items():
-            result[key] = copy_state(inside, copied)
-    elif type(value) in (list, deque):
-        result = copied[id(value)] = copy.copy(value)
-        result.clear()
-        result.extend(copy_state(inside, copied) for inside in value)
-    elif type(value) is tuple:
-        result = tuple(copy_state(inside, copied) for inside in value)
-    elif type(value) is set:
-        result = set(value)
-    elif _is_plain_object(value):
-        result = copied[id(value)] = object.__new__(type(value))
-        vars(result).update({name: copy_state(inside, copied) for name, inside in vars(value).items()})
-    else:
-        return value
-    copied[id(value)] = result
-    return result
-
-
-def _is_plain_object(value: Any) -> bool:
-    kind: Any = type(value)
-    is_held = isinstance(value, Optimizer | torch.nn.Module | type) or callable(value)
-    return not is_held and kind.__new__ is object.__new__ and kind.__dictoffset__ != 0
-
-
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
-        {name: copy_state(value) for name, value in group.items() if name != "params"}
+        {name: copy_tree(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]

@@ -14,6 +14,7 @@ from lightning_fed.numerics.row_sums import RowWeighting as RowWeighting
 from lightning_fed.numerics.row_sums import is_increasing as is_increasing
 from lightning_fed.numerics.seeds import client_key as client_key
 from lightning_fed.numerics.seeds import derive_seed as derive_seed
+from lightning_fed.numerics.trees import copy_tree as copy_tree
 from lightning_fed.numerics.trees import map_leaves as map_leaves
 from lightning_fed.numerics.trees import move_beside as move_beside
 from lightning_fed.numerics.trees import move_tensors as move_tensors

@@ -13,7 +13,6 @@ import lightning as L
 import torch
 
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.client.local_optimizers import copy_state
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
@@ -22,6 +21,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key, derive_seed
+from lightning_fed.numerics.trees import copy_tree
 from lightning_fed.rounds.batch_norm import load_own_model, warn_of_report
 from lightning_fed.server.schedule import Visit
 
@@ -90,7 +90,7 @@ def client_state(
     state = local.global_state()
     try:
         _load(fit, local, client, state)
-        own: dict[str, Any] = copy_state(module.state_dict())
+        own: dict[str, Any] = copy_tree(module.state_dict())
         return own
     finally:
         local.load_global(state)

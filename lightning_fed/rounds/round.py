@@ -19,7 +19,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.client.local_optimizers import LocalOptimizers, copy_state
+from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
@@ -37,6 +37,7 @@ from lightning_fed.model.entries import (
     trainable_entries,
     untrained_entries,
 )
+from lightning_fed.numerics.trees import copy_tree
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, measure_round, measured_layers, warn_of_batch_norm
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.rounds.visit_flow import ClientVisit, server_callbacks
@@ -119,7 +120,7 @@ class Round:
         is_manual = not self._module.automatic_optimization
         self._per_step = [index for index, config in enumerate(configs) if is_manual or config.interval == "step"]
         per_epoch = [index for index in range(len(configs)) if index not in self._per_step]
-        self._epoch_schedulers = {index: copy_state(configs[index].scheduler.state_dict()) for index in per_epoch}
+        self._epoch_schedulers = {index: copy_tree(configs[index].scheduler.state_dict()) for index in per_epoch}
         return LocalOptimizers(
             trainer.optimizers,
             [configs[index].scheduler for index in self._per_step],
@@ -268,4 +269,4 @@ class Round:
         for index, scheduler in zip(self._per_step, schedulers, strict=True):
             checkpoint["lr_schedulers"][index] = scheduler
         for index, scheduler in self._epoch_schedulers.items():  # Lightning steps before callbacks get the last batch
-            checkpoint["lr_schedulers"][index] = copy_state(scheduler)
+            checkpoint["lr_schedulers"][index] = copy_tree(scheduler)

@@ -10,8 +10,8 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LRScheduler, StepLR
 
 from lightning_fed import Federation
-from lightning_fed.client.local_optimizers import copy_state
 from lightning_fed.data import IID, LoaderDataModule
+from lightning_fed.numerics.trees import copy_tree
 from tests import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -113,7 +113,7 @@ def test_a_copy_has_separate_values_and_shared_functions():
         "function": function, "generator": torch.Generator().manual_seed(3),
     }  # fmt: skip
     state["nested"]["same"] = state["tensor"]
-    copied = copy_state(state)
+    copied = copy_tree(state)
     assert torch.rand(1, generator=copied["generator"]) == torch.rand(1, generator=state["generator"])
     state["tensor"].add_(1)
     state["array"] += 1
