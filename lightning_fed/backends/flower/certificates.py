@@ -30,31 +30,8 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
             "authority, remove `server.crt` and `server.key` first."
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    written = []
-    if not (folder / "ca.key").exists():
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Authority of a federation")])
-        basic = x509.BasicConstraints(ca=True, path_length=0)
-        builder = _certificate(subject, subject, key.public_key(), 10 * days)
-        builder = builder.add_extension(basic, critical=True).add_extension(_usage(is_authority=True), critical=True)
-        written += [_write_key(folder / "ca.key", key)]
-        written += [_write(folder / "ca.crt", builder.sign(key, hashes.SHA256()))]
-    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
-    authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
-    builder = _certificate(subject, authority.subject, key.public_key(), days)
-    alternatives = x509.SubjectAlternativeName([_general_name(name) for name in dict.fromkeys((*names, *_HERE))])
-    builder = (
-        builder.add_extension(alternatives, critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(is_authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
-    )
-    written += [_write_key(folder / "server.key", key)]
-    return [*written, _write(folder / "server.crt", builder.sign(authority_key, hashes.SHA256()))]
+    written = [] if (folder / "ca.key").exists() else _issue(folder, "ca", "Authority of a federation", 10 * days)
+    return [*written, *_issue(folder, "server", names[0][:64], days, (*names, *_HERE))]
 
 
 def write_node_key(folder: Path, name: str) -> list[Path]:
@@ -76,20 +53,34 @@ def write_node_key(folder: Path, name: str) -> list[Path]:
     return [private, public]
 
 
-def _certificate(
-    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int
-) -> x509.CertificateBuilder:
+def _issue(folder: Path, file: str, title: str, days: int, names: Sequence[str] = ()) -> list[Path]:
+    """Writes a key and a certificate for ``names``, signed by the authority; without names, the authority's own."""
+    key, is_authority = ec.generate_private_key(ec.SECP256R1()), not names
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
     now = datetime.datetime.now(datetime.UTC)
-    return (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(public)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # tolerates a clock that is slow
+        .not_valid_before(now - datetime.timedelta(days=1))  # tolerates a slow clock
         .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True)
+        .add_extension(_usage(is_authority), critical=True)
     )
+    if is_authority:
+        return _write(folder, file, key, builder.issuer_name(subject).sign(key, hashes.SHA256()))
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    signing = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    assert isinstance(signing, ec.EllipticCurvePrivateKey)
+    builder = (
+        builder.issuer_name(authority.subject)
+        .add_extension(x509.SubjectAlternativeName([*map(_general_name, dict.fromkeys(names))]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False)
+    )
+    return _write(folder, file, key, builder.sign(signing, hashes.SHA256()))
 
 
 def _usage(is_authority: bool) -> x509.KeyUsage:
@@ -107,14 +98,8 @@ def _general_name(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:
-    write_private(
-        path,
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
-    )
-    return path
-
-
-def _write(path: Path, certificate: x509.Certificate) -> Path:
-    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    return path
+def _write(folder: Path, file: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> list[Path]:
+    pem, paths = serialization.Encoding.PEM, [folder / f"{file}.key", folder / f"{file}.crt"]
+    write_private(paths[0], key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    paths[1].write_bytes(certificate.public_bytes(pem))
+    return paths

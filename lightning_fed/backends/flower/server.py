@@ -10,7 +10,6 @@ import lightning as L
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.flower.transport import FlowerTransport, read_node_key
 from lightning_fed.backends.site.signatures import read_private_key
 from lightning_fed.backends.wire.server import Model, ServerRunner
@@ -74,11 +73,8 @@ def server_app(
         ... )
     """
     bound = dict(clients) if isinstance(clients, Mapping) else None
-    for client, node in (bound or {}).items():
-        if isinstance(node, str):
-            read_node_key(node)
-        else:
-            check_count(f"the node of client {client!r}", node, lowest=0)
+    for node in (bound or {}).values():
+        read_node_key(node)
     runner = ServerRunner(
         federation,
         model,

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.wire.packets import (
     HELLO,
     Packet,
@@ -228,7 +229,7 @@ class FlowerTransport(Transport):
 def read_node_key(node: int | str) -> int | bytes:
     """Converts a node's public key to Flower's format. A node number is returned unchanged."""
     if not isinstance(node, str):
-        return node
+        return check_count("a client's node", node, lowest=0)
     try:
         return load_ssh_public_key(node.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     except (ValueError, UnsupportedAlgorithm) as error:

@@ -374,7 +374,7 @@ def test_a_name_is_bound_to_a_key(tmp_path):
 
 
 def test_nodes_are_numbers(tmp_path):
-    for node, words in (("no key", "a node's public key"), (0.5, "`the node of client 'ann'` to be a whole number")):
+    for node, words in (("no key", "a node's public key"), (0.5, "`a client's node` to be a whole number")):
         with pytest.raises(ValueError, match=f"Expected {words}"):
             server_app(Federation(), make_module, trainer={"max_epochs": 1}, clients={"ann": node}, folder=tmp_path)
 
