@@ -251,7 +251,7 @@ def test_a_run_goes_on_with_its_own_clients(tmp_path, caplog):
     }
     ann, bob, cid = apps
     serve_rounds(tmp_path, {ann: apps[ann], bob: apps[bob]}, 1)
-    with pytest.raises(TimeoutError, match=r"missing are \{'bob'\}"):
+    with pytest.raises(TimeoutError, match=r"missing clients are \{'bob'\}"):
         serve_rounds(tmp_path, {ann: apps[ann], cid: apps[cid]}, 2, patience=0)
     serve_rounds(tmp_path, apps, 2)
     assert torch.load(tmp_path / "s" / "last.ckpt", weights_only=True)["epoch"] == 1
