@@ -73,12 +73,8 @@ class Plan:
                 raise ValueError(
                     f"Expected `{name}` to have at least one value and no duplicates, but got {list(values)}."
                 )
-        if min(self.seeds) < 0:
-            raise ValueError(f"Expected `seeds` to be at least 0, but got {list(self.seeds)}.")
         if parts is not None and not all(0 <= part < 1 for part in parts):
             raise ValueError(f"Expected `stragglers` to be in [0, 1), but got {list(parts)}.")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"Expected `minutes` to be above 0, but got {self.minutes}.")
         if self.mode not in (None, "max", "min"):
             raise ValueError(f"Expected `mode` to be 'max' or 'min', but got {self.mode!r}.")
 

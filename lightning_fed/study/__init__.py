@@ -1,12 +1,10 @@
 """Is a federation worth the effort for a site? Paired statistics from sums, with intervals."""
 
 from lightning_fed.study.answers import answer_site as answer_site
-from lightning_fed.study.report import Study as Study
 from lightning_fed.study.report import load_study as load_study
 from lightning_fed.study.report import write_study as write_study
 from lightning_fed.study.site_scores import SiteScores as SiteScores
 from lightning_fed.study.statistics import Estimate as Estimate
-from lightning_fed.study.statistics import RandomEffects as RandomEffects
 from lightning_fed.study.statistics import area_sums as area_sums
 from lightning_fed.study.statistics import difference_of_areas as difference_of_areas
 from lightning_fed.study.statistics import difference_of_sums as difference_of_sums
@@ -17,9 +15,7 @@ from lightning_fed.study.statistics import random_effects as random_effects
 
 __all__ = [
     "Estimate",
-    "RandomEffects",
     "SiteScores",
-    "Study",
     "answer_site",
     "area_sums",
     "difference_of_areas",

@@ -30,17 +30,9 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study.
+    """Results of a study: the plan, and the sums by site.
 
-    Args:
-        metric: Name of the score.
-        higher_is_better: Direction of the score.
-        models: Methods: the primary method, other federated methods, ``central`` if trained, and ``local``.
-        seeds: Seeds.
-        min_support: Smallest number of cases for an answer.
-        kinds: Kind of the sums by site.
-        answers: Sums by site.
-        megabytes: Megabytes per training, by method.
+    The models are the primary method, other federated methods, ``central`` if trained, and ``local``.
     """
 
     metric: str

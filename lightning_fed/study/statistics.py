@@ -65,17 +65,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RandomEffects(Estimate):
-    """Mean difference over sites.
-
-    Args:
-        value: Mean difference in a random-effects model.
-        variance: Variance of the mean.
-        degrees: Number of sites, minus one.
-        fixed: Mean with the weights ``1 / variance``.
-        q: Cochran's Q.
-        tau_squared: Variance between sites (DerSimonian and Laird 1986).
-        i_squared: Share due to differences between sites.
-    """
+    """Mean difference over sites, with Cochran's Q, the variance between sites, and the share of this variance."""
 
     fixed: Floats
     q: Floats

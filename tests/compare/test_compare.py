@@ -465,7 +465,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         slow(("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of")),
         ("own.yaml --methods fedavg:availability.stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),
         ("own.yaml --methods fedavg:faults.min_clients=0", 2, "Expected `min_clients` to be at least 1, but got 0"),
-        ("own.yaml --methods central:mu=1", 2, "Expected no options of 'central', but got ['mu']"),
+        ("own.yaml --methods central:mu=1", 2, "Expected no options for 'central', but got ['mu']"),
         ("own.yaml --methods fedper:head=tail.*", 1, "'tail.*' matches none of"),
         ("own.yaml --methods fedrep:body_epochs=2", 1, "Expected `head_epochs` (at least 1) and `body_epochs` to add"),
         ("own.yaml --methods fedavg --seeds 0", 2, "Expected `seeds` to have at least one value"),

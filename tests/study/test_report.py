@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from PIL import Image
 from scipy import stats
 
-from lightning_fed.study import Study, load_study, paired_sums, write_study
-from lightning_fed.study.report import align_tables, compare_sites, describe, pool_sites
+from lightning_fed.study import load_study, paired_sums, write_study
+from lightning_fed.study.report import Study, align_tables, compare_sites, describe, pool_sites
 from tests import references_study as reference
 
 GAINS = {"a": 0.1, "loser": -0.2, "equal": 0.0, "weak": 0.02}  # of the federation, for noise 0.05 and 20 cases

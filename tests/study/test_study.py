@@ -344,8 +344,7 @@ def test_mistakes_end_before_the_training(out, capsys, tmp_path):
     fedavg = ("--methods", "local", "fedavg", "--out", "new")
     assert "to have 'local' and a federated method" in refused(capsys, "--methods", "fedavg", "central")
     assert "to have 'local' and a federated method" in refused(capsys, "--methods", "local", "central")
-    assert "Expected no options of 'local'" in refused(capsys, "--methods", "local:lr=1", "fedavg")
-    assert "Expected `minutes` to be above 0" in refused(capsys, *fedavg, "--minutes", "0")
+    assert "Expected no options for 'local'" in refused(capsys, "--methods", "local:lr=1", "fedavg")
     no_test = ("--", "--data.has_test", "false")
     assert "Expected test data for every client" in refused(capsys, *fedavg, *no_test)
     secure = "[{class_path: MaxSamples, init_args: {most: 100}}, {class_path: SecureSum, init_args: {clip: 10.0}}]"
