@@ -21,6 +21,8 @@ trainer:
   callbacks:
     - class_path: ModelCheckpoint
       init_args: {monitor: val_acc, mode: max}
+    - class_path: SiteMatrix  # refuses personal entries; a comparison drops the matrix
+      init_args: {metric: val_acc}
 """
 
 

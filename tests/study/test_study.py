@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -18,11 +19,11 @@ from torchmetrics.functional.classification import binary_matthews_corrcoef
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.cli.main import main
-from lightning_fed.compare import MethodChoice
+from lightning_fed.compare import MethodChoice, run
 from lightning_fed.recipe import remembered_subclasses
 from lightning_fed.study import SiteScores, site_scores
 from lightning_fed.study.answers import answer_site
-from lightning_fed.study.site_scores import score_site, single_cases
+from lightning_fed.study.site_scores import check_sites, score_site, single_cases
 from lightning_fed.study.statistics import draw_cases
 from tests import references_study as reference
 from tests.conftest import QUIET
@@ -331,6 +332,21 @@ def test_a_time_limit_stops_between_rounds(trained, tmp_path, capsys):
         assert_same(state, models_of(trained / "runs" / "fedavg_0_0")[site])
 
 
+def test_no_round_begins_that_would_end_after_the_limit(monkeypatch):
+    """Rounds of 2, 4 and 1 minutes: after 7 of 10 minutes another round may take 4."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock.now)
+    curve = run.RoundCurve(lambda number, values: None, deadline=10.0)
+    trainer = SimpleNamespace(callback_metrics={}, max_epochs=20, should_stop=False)
+    stopped = []
+    for minutes in (2, 4, 1):
+        clock.now += minutes
+        curve.on_train_epoch_end(trainer, None)
+        stopped.append(trainer.should_stop)
+    assert stopped == [False, False, True]
+    assert curve.is_out_of_time
+
+
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -349,8 +365,21 @@ def test_mistakes_end_before_the_training(out, capsys, tmp_path):
     assert "Expected test data for every client" in refused(capsys, *fedavg, *no_test)
     secure = "[{class_path: MaxSamples, init_args: {most: 100}}, {class_path: SecureSum, init_args: {clip: 10.0}}]"
     assert "visible client models" in refused(capsys, *fedavg, "--", f"--trainer.steps={secure}")
+    (tmp_path / "recipe.yaml").write_text(
+        f"{RECIPE}    - {{class_path: EarlyStopping, init_args: {{monitor: val_acc}}}}\n"
+    )
+    assert "equal numbers of rounds for all methods, but got `EarlyStopping`" in refused(capsys, *fedavg)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
     assert "Expected 'fedavg' as the first" in refused(capsys, "--methods", "local", "fairavg", "fedavg", "--out", out)
     assert not list(tmp_path.glob("new/runs/*/last.ckpt"))
+
+
+def test_sites_on_other_machines_or_in_other_processes_are_refused():
+    federation = SimpleNamespace(is_remote=True)
+    with pytest.raises(MisconfigurationException, match="all clients on this machine"):
+        check_sites(SimpleNamespace(world_size=1, callbacks=[]), federation)
+    with pytest.raises(MisconfigurationException, match="one process, but got 2: set `devices=1`"):
+        check_sites(SimpleNamespace(world_size=2, callbacks=[]), None)
 
 
 def test_scores_that_cannot_be_compared_are_refused():
