@@ -91,6 +91,25 @@ def test_verdicts_hold_over_all_sites():
     assert compare_sites(weak, "fedavg", "local")[0].adjusted == pytest.approx(p["weak"])
 
 
+def test_the_stated_gain_has_a_power_of_80_percent():
+    """At the strictest level in Holm's procedure for four sites with an answer, by the noncentral t distribution."""
+    (row,) = (row for row in compare_sites(made_up(), "fedavg", "local") if row.site == "a")
+    difference = SCORES["a"]["fedavg"] - SCORES["a"]["local"]
+    center = row.detectable / (difference.std(ddof=1) / np.sqrt(20))
+    assert stats.nct.sf(stats.t.ppf(1 - 0.05 / 4 / 2, 19), 19, center) == pytest.approx(0.8, abs=1e-6)
+
+
+def test_only_the_primary_comparison_is_not_adjusted():
+    """Equal scores with p = 0.03: the primary method helps, two exploratory methods show nothing."""
+    noise = np.random.default_rng(0).normal(size=12)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+    sums = paired_sums(0.5 + 0.01 * (noise + stats.t.ppf(1 - 0.03 / 2, 11) / np.sqrt(12)), np.full(12, 0.5)).tolist()
+    models = ["fedavg", "fedprox", "moon", "local"]
+    answer = {f"{model}|local": {"all": sums, "0": sums} for model in models[:-1]}
+    study = Study("test_dice", True, models, [0], 10, {"a": "scores"}, {"a": answer}, {"fedavg": 1.0})
+    assert [rows[-1]["verdict"] for rows in tables(describe(study)).values()] == ["helps", *["no difference shown"] * 2]
+
+
 def test_the_mean_excludes_sites_without_a_variance():
     rows = compare_sites(made_up(), "fedavg", "local")
     pooled, sites = pool_sites(rows), ("a", "loser", "weak")
