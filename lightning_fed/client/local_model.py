@@ -227,7 +227,7 @@ class LocalModel:
             return None
         self._find_entries(self.personal)
         personal = {name: self.entries[name] for name in self.personal}
-        fault = find_fault(personal, {name: self.server_entries[name] for name in personal}, finite=False)
+        fault = find_fault(personal, {name: self.server_entries[name] for name in personal})
         if fault is not None or find_implausible(personal) is None:
             return fault
         start = {**self.server_entries, **self._initial, **self.recall(client)}

@@ -293,18 +293,14 @@ def copy_state(state: Mapping[str, Tensor]) -> State:
 @torch.no_grad()
 def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Copies ``state`` into live entries. A wrong name, shape or dtype raises ``ValueError`` before any write."""
-    fault = find_fault(state, {name: entries[name] for name in state if name in entries}, finite=False)
+    fault = find_fault(state, {name: entries[name] for name in state if name in entries})
     if fault is not None:
         raise ValueError(f"The state cannot be loaded: {fault}.")
     copy_into([entries[name] for name in state], list(state.values()))
 
 
-@torch.no_grad()
-def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], finite: bool = True) -> str | None:
-    """Describes the first difference in names, shapes or dtypes from ``reference``, or returns ``None``.
-
-    With ``finite``, NaN and infinite values are faults too.
-    """
+def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> str | None:
+    """Describes the first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
     missing = [name for name in reference if name not in state]
     if missing:
         return f"{len(missing)} missing entries: {_some(missing)}"
@@ -317,7 +313,7 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
             return f"entry {name!r} has shape {tuple(value.shape)} instead of {tuple(expected.shape)}"
         if value.dtype != expected.dtype:
             return f"entry {name!r} has dtype {value.dtype} instead of {expected.dtype}"
-    return find_non_finite(state) if finite else None
+    return None
 
 
 @torch.no_grad()

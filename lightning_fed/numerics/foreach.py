@@ -123,7 +123,7 @@ def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
     """Compares pairs of tensors with equal shapes, using one device synchronisation."""
-    if all(value.device.type == "cpu" for value in left):
+    if all(value.is_cpu for value in left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]
     return [bool(flag) for flag in torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()]

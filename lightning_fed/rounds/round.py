@@ -192,7 +192,7 @@ class Round:
         if any(
             is_overridden("on_server_aggregate", callback, FederatedCallback) for callback in self._server_callbacks
         ):
-            fault = find_fault(new, form, finite=False) or find_implausible(new)
+            fault = find_fault(new, form) or find_implausible(new)
             if fault is not None:
                 _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
                 self._server.abandon_round()

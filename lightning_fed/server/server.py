@@ -304,7 +304,7 @@ class Server(ServerInterface):
         """Checks an update after :meth:`count`, and passes the update to the chain."""
         client = update.client
         form, sent, _ = self._expected.pop(client)
-        fault = find_bad_count(update.num_samples) or find_fault(update.state, form, finite=False)
+        fault = find_bad_count(update.num_samples) or find_fault(update.state, form)
         fault = fault or find_implausible(update.extras)
         if fault is not None:
             return self.refuse(client, fault)

@@ -196,8 +196,8 @@ def test_faults():
     assert find_fault({**good, "h": torch.zeros(1)}, reference) == "1 entries are unexpected: 'h'"
     assert find_fault({**good, "c": torch.zeros(2, 1)}, reference) == "entry 'c' has shape (2, 1) instead of (2,)"
     nan = {**good, "d": torch.tensor([0.0, float("nan")])}
-    assert find_fault(nan, reference) == "entry 'd' has NaN or infinite values"
-    assert find_fault(nan, reference, finite=False) is None
+    assert find_fault(nan, reference) is None
+    assert find_non_finite(nan) == "entry 'd' has NaN or infinite values"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
