@@ -99,8 +99,8 @@ class Federation(TrainerCallback):
         store: Storage for clients' state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
         visits: Loop for the visits' batches, with equal results: one loop without unused hooks (``"fused"``),
-            Lightning's loop (``"lightning"``), fused if possible (``"auto"``), or several clients at once
-            (:class:`~lightning_fed.Vectorized`).
+            Lightning's loop (``"lightning"``), fused if possible (``"auto"``), several clients at once
+            (:class:`~lightning_fed.Vectorized`), or a fixed choice by model, cohort and device (``"fastest"``).
         steps: Update steps between a client's training and the new global model, the innermost first, after the
             method's steps (:mod:`lightning_fed.steps`); copied.
         seed: Seed for the partition and the schedule; ``None`` takes the seed of ``lightning.seed_everything`` or 0.

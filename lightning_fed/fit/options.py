@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.visit_clock import VisitClock
+from lightning_fed.lazy_names import load_feature
 from lightning_fed.model.entries import Selector, check_selectors
 from lightning_fed.server.schedule import Availability
 
@@ -103,8 +104,10 @@ class Faults:
         VisitClock(self.visit_timeout)
 
 
+_FASTEST = "lightning_fed.backends.vectorized.plan"
+
 BatchNormName = Literal["auto", "recalibrate", "average", "personal", "frozen"]
-VisitsName = Literal["auto", "lightning", "fused"]
+VisitsName = Literal["auto", "lightning", "fused", "fastest"]
 BatchNormOption: TypeAlias = BatchNormName | LocalStatistics | FixedStatistics
 VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
@@ -140,12 +143,13 @@ class FitOptions:
     @property
     def visits_at_once(self) -> VisitsAtOnce | None:
         """Option for visits that train at once; ``None`` for one client after another."""
-        return self.visits if isinstance(self.visits, VisitsAtOnce) and self.visits.clients > 1 else None
+        visits = load_feature(_FASTEST).Fastest() if self.visits == "fastest" else self.visits
+        return visits if isinstance(visits, VisitsAtOnce) and visits.clients > 1 else None
 
     @property
     def visits_one_by_one(self) -> VisitsName:
         """Kind of loop for visits that train alone."""
-        return "auto" if isinstance(self.visits, VisitsAtOnce) else self.visits
+        return "auto" if isinstance(self.visits, VisitsAtOnce) or self.visits == "fastest" else self.visits
 
     @property
     def has_personal_entries(self) -> bool:

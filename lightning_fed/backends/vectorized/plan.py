@@ -6,7 +6,9 @@ import inspect
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.vectorized.obstacles import Obstacle, check_entries, check_vectorizable
@@ -81,6 +83,66 @@ class Vectorized(VisitsAtOnce):
         size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # number of model copies in memory
         model = StackedModel(module, names, size, draws)
         return VisitPlan(partial(StackedVisits, model=model), VisitGroups(size, is_equal, has_drawn))
+
+
+class _Measured(NamedTuple):
+    """Largest number of clients at once with a gain over single visits, in a row of the measurements."""
+
+    most_parameters: int
+    has_convolutions: bool
+    least_cohort: int
+    clients: int
+    gain: float
+
+
+_ON_CPU = (
+    _Measured(100_000, False, 5, 50, 2.1),
+    _Measured(1_000_000, False, 10, 20, 1.1),
+    _Measured(100_000, True, 10, 25, 1.1),
+)
+_ON_GPU = (_Measured(2_000_000, True, 4, 64, 5.0),)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class Fastest(VisitsAtOnce):
+    """``visits="fastest"``: as many clients at once as in the fastest measurement for the model, cohort and device.
+
+    The rule does not measure during the fit: machines with equal devices, and resumed fits, train alike.
+    """
+
+    clients = 64
+
+    def plan(self, fit: FederatedFit) -> VisitPlan | None:
+        module, device = fit.module, fit.trainer.strategy.root_device.type
+        cohort = fit.schedule.cohort_size(len(fit.population.clients))
+        size, gain = choose_clients(module, cohort, device)
+        if size == 1:
+            _log.info(
+                "`visits='fastest'`: one client after another, the fastest for this model and cohort on a %s.", device
+            )
+            return None
+        _log.info(
+            "`visits='fastest'`: Vectorized(%d), about %g times as fast as single visits in the measurements; equal"
+            " weights up to rounding.",
+            size,
+            gain,
+        )
+        return Vectorized(size).plan(fit)
+
+
+def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:
+    """Returns the number of clients at once (1 for single visits), and the measured gain over single visits.
+
+    Example:
+        >>> choose_clients(nn.Linear(784, 10), 30, "cpu"), choose_clients(nn.Linear(784, 10), 2, "cpu")
+        ((30, 2.1), (1, 1.0))
+    """
+    count = sum(parameter.numel() for parameter in module.parameters())
+    has_convolutions = any(isinstance(layer, _CONVOLUTIONS) for layer in module.modules())
+    for row in _ON_CPU if device == "cpu" else _ON_GPU:
+        if count <= row.most_parameters and cohort >= row.least_cohort and row.has_convolutions >= has_convolutions:
+            return min(cohort, row.clients), row.gain
+    return 1, 1.0
 
 
 def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]:

@@ -1,0 +1,96 @@
+"""Seconds of a round with several clients at once, as multiples of fused visits: the table behind ``visits="fastest"``.
+
+All variants train the same networks on the same random data in one process, in alternation. Times are CPU seconds. The
+script downloads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import lightning as L
+import torch
+from common import QUIET, table
+from peers.work import cnn, mlp
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
+
+CLIENTS, STEPS, BATCH_SIZE, ROUNDS = 20, 5, 20, 3
+SIZES = (1, 5, 10, 20)
+
+
+def wide_mlp() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    )
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(1568, 28), nn.ReLU(), nn.Linear(28, 10)),
+    )
+
+
+class Net(L.LightningModule):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Stamps(L.Callback):
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stamps.append(time.process_time())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stamps.append(time.process_time())
+
+
+def seconds(make: Callable[[], nn.Module], size: int) -> float:
+    """CPU seconds of a round after a first round, with ``size`` clients at once."""
+    generator, watch = torch.Generator().manual_seed(0), Stamps()
+    inputs = torch.randn(CLIENTS, STEPS * BATCH_SIZE, 1, 28, 28, generator=generator)
+    targets = torch.randint(10, (CLIENTS, STEPS * BATCH_SIZE), generator=generator)
+    clients = {client: TensorDataset(inputs[client], targets[client]) for client in range(CLIENTS)}
+    trainer = FederatedTrainer(max_rounds=ROUNDS, visits=Vectorized(size), callbacks=[watch], seed=0, **QUIET)
+    trainer.fit(Net(make()), FederatedDataModule(clients, batch_size=BATCH_SIZE))
+    rounds = [end - start for start, end in zip(watch.stamps, watch.stamps[1:], strict=False)]
+    return statistics.median(rounds[1:])
+
+
+def main() -> None:
+    made = argparse.ArgumentParser()
+    made.add_argument("--repetitions", type=int, default=3)
+    given = made.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for make in (mlp, wide_mlp, small_cnn, cnn):
+        ratios: dict[int, list[float]] = {size: [] for size in SIZES}
+        for repetition in range(given.repetitions + 1):
+            order = SIZES if repetition % 2 else SIZES[::-1]
+            times = {size: seconds(make, size) for size in order}
+            for size in SIZES if repetition else ():  # the first repetition warms up
+                ratios[size].append(times[size] / times[1])
+        count = sum(parameter.numel() for parameter in make().parameters())
+        rows.append([make.__name__, f"{count:,}", *(f"{statistics.median(ratios[size]):.2f}" for size in SIZES)])
+    print(table(["network", "parameters", *map(str, SIZES)], rows))
+
+
+if __name__ == "__main__":
+    main()
