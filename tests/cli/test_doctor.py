@@ -57,7 +57,7 @@ def test_a_version_out_of_bounds_is_an_error(monkeypatch, capsys):
 
 
 def test_the_versions_come_before_the_import_of_torch():
-    """The import takes seconds; a wrong environment may stop it."""
+    """The import takes seconds, and fails in a wrong environment."""
     code = (
         "import sys; from lightning_fed.cli import doctor; report = doctor.examine(['torch>=2.7']); "
         "lines = [next(report) for _ in range(6)]; print(lines[0], lines[4].split()[0], 'torch' in sys.modules)"
