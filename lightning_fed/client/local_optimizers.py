@@ -32,8 +32,7 @@ class LocalOptimizers:
         optimizers: The optimizers.
         step_schedulers: Learning-rate schedulers with a step per batch.
         scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"``, ``"keep"``, or ``"continue"`` for a plain fit: state continues, and only a round without an
-            update restores the round's state.
+        mode: ``"reset"``, ``"keep"``, or in a plain fit ``"continue"``: only a round without an update restores state.
         epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. An epoch scheduler that shares an
             optimizer with ``step_schedulers`` resumes from the median visit's final state.
 

@@ -265,8 +265,10 @@ def generator_states() -> tuple[Any, ...]:
     return random.getstate(), (name, torch.from_numpy(keys.astype(np.int64)), *rest), torch_generator_states()
 
 
-def restore_generators(states: tuple[Any, ...]) -> None:
-    """Restores a result of :func:`generator_states`."""
+def restore_generators(states: tuple[Any, ...] | None) -> None:
+    """Restores a result of :func:`generator_states`, if any."""
+    if states is None:
+        return
     python, (name, keys, *rest), torch_states = states
     random.setstate(python)
     np.random.set_state((name, keys.numpy(), *rest))  # noqa: NPY002

@@ -6,14 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, stack_batches
-from lightning_fed.data.population import (
-    PlannedVisit,
-    Population,
-    VisitBatch,
-    batch_length,
-    restore_generators,
-    seed_everything,
-)
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
 from lightning_fed.data.round_plan import VisitCosts, VisitGroups, plan_round
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import VisitTimeout
@@ -56,8 +49,7 @@ class RoundLoader:
             :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
         numbers: Random generators for simultaneous visits.
         batches_left: Remaining batches in the group; after the last visit, in the padding.
-        num_skipped: First batches in a checkpoint: fetched, but not served.
-        generators: Generator states after the skipped batches; ``None`` for the states after the fetches.
+        num_skipped: First batches in a checkpoint: fetched, but not served. Then the loader calls ``on_skipped``.
         padding: The number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
@@ -83,9 +75,9 @@ class RoundLoader:
         self.group: Sequence[PlannedVisit] = ()
         self.numbers: ClientGenerators | None = None
         self.batches_left = self.num_skipped = 0
-        self.generators: Any = None
         self.on_start: Callable[[], object] | None = None
         self.on_visit: Callable[[], object] | None = None
+        self.on_skipped: Callable[[], object] | None = None
         self.on_end: Callable[[], object] | None = None
         self._limit = limit
 
@@ -135,8 +127,8 @@ class RoundLoader:
                 self.group, self.numbers, self.batches_left = group, numbers, batches_left
                 if self.num_skipped:  # fetched nevertheless: the data set may augment
                     self.num_skipped -= 1
-                    if not self.num_skipped and self.generators is not None:
-                        restore_generators(self.generators)
+                    if not self.num_skipped and self.on_skipped is not None:
+                        self.on_skipped()
                     continue
                 yield batch
                 if not batches_left:

@@ -20,7 +20,7 @@ from lightning_fed.data.federated import (
     split_training_data,
 )
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import Population, in_one_thread, seeded_generators
+from lightning_fed.data.population import Population, in_one_thread, restore_generators, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
@@ -353,7 +353,7 @@ class RoundLoop:
                 self.fit.ignore_warning("The number of training batches")
             num_trained = batches_in_epoch(self.fit.trainer)  # more than 0 after a resume
             if self.fit.is_plain:
-                loader.num_skipped, loader.generators = num_trained, self.fit.generators
+                loader.num_skipped, loader.on_skipped = num_trained, partial(restore_generators, self.fit.generators)
                 self.start_epoch()  # Lightning omits the hook in a resumed epoch
             elif num_trained or self.fit.rounds > self.fit.trainer.current_epoch:
                 raise MisconfigurationException(
