@@ -82,7 +82,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Loads tensors and primitives. ``weights_only=False`` also unpickles objects, which can execute code."""
         if weights_only is False:
             _log.warning("Loading %r with `weights_only=False`: pickled objects can execute code.", str(path))
-        with get_filesystem(path).open(str(path), "rb") as file:
+        files = get_filesystem(path)
+        if not files.exists(str(path)):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        with files.open(str(path), "rb") as file:
             try:
                 content: dict[str, Any] = torch.load(file, map_location, weights_only=weights_only is not False)
             except UnpicklingError as error:

@@ -144,7 +144,7 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
-    """Refuses settings that are invalid in rounds; in a plain fit only settings that are invalid with one client."""
+    """Refuses settings invalid in rounds; in a plain fit, settings invalid with one client."""
     check_processes(trainer, is_plain)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
@@ -162,7 +162,7 @@ def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) ->
 
 
 def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
-    """Refuses optimizers that cannot be stored for a client (LBFGS), and per-step schedulers across clients."""
+    """Refuses optimizers without a storable state (LBFGS), and per-step schedulers across clients."""
     if keeps_optimizers and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "The state of LBFGS contains lists of past steps, which cannot be stored for a client: use "

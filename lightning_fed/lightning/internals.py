@@ -239,7 +239,7 @@ def end_with_batch(trainer: L.Trainer) -> None:
 
 
 def batches_in_epoch(trainer: L.Trainer) -> int:
-    """Number of started batches in the epoch; before the first batch of a resumed fit, the trained batches."""
+    """Counts the epoch's started batches; when a fit resumes, the trained batches."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
