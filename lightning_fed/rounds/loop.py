@@ -142,7 +142,7 @@ class RoundLoop:
         """Decides whether the fit is plain; otherwise refuses settings with an effect inside rounds."""
         fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
         has_one = is_one_client(self._partition)
-        if self._partition is None:
+        if self._partition is None and fit.remote is None:
             has_one = len(self.find_population().clients) == 1
         fit.is_plain = (
             has_one
