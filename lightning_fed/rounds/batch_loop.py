@@ -82,7 +82,6 @@ class BatchLoop:
             and "optimizer_step" not in hooks
             and kind in _PLAIN_PRECISIONS
             and getattr(plugin, "scaler", None) is None
-            and not trainer.fit_loop._skip_backward  # noqa: SLF001
             and trainer.strategy.model is module
             and not isinstance(trainer.optimizers[0], LightningOptimizer)  # would call the hooks a second time
         )

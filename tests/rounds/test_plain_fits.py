@@ -90,6 +90,13 @@ class Watch(L.Callback):
         self.validated.append((trainer.global_step, state_of(module)))
 
 
+class StopsInValidation(L.Callback):
+    """Stops inside the second epoch, as early stopping does."""
+
+    def on_validation_end(self, trainer, module):
+        trainer.should_stop = trainer.global_step == 8
+
+
 @pytest.fixture
 def fit(plain_trainer):
     """Fits plain (``visits=None``) or with a federation; returns trainer, states at validations, and final state."""
@@ -144,6 +151,7 @@ CASES = {  # callbacks, scheduler, optimizer, options
     "plateau per step": (list, schedule(plateau, interval="step", monitor="loss"), models.momentum, {}),
     "lbfgs": (list, None, lambda parameters: torch.optim.LBFGS(parameters, 0.1, max_iter=2), {}),
     "steps": (list, None, models.momentum, {"max_steps": 8, "max_epochs": -1, "val_check_interval": 3}),
+    "stop in validation": (lambda: [StopsInValidation()], None, models.momentum, {"val_check_interval": 3}),
     "pruning": (lambda: [ModelPruning("l1_unstructured", amount=0.3)], None, models.momentum, {}),
     "average of epochs": (
         lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], schedule(falling), models.momentum,
@@ -165,7 +173,7 @@ def net(case):
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")  # Lightning's order in averages of epochs
 @pytest.mark.parametrize("visits", ["fused", "lightning"])
 @pytest.mark.parametrize("case", CASES)
-def test_models_and_files_are_lightnings(case, visits, fit, tmp_path):
+def test_models_and_files_are_lightnings(case, visits, fit, tmp_path, caplog):
     """Every checkpoint, at every batch, has all of Lightning's values."""
     if case == "average of steps" and not hasattr(lightning_callbacks, "EMAWeightAveraging"):
         pytest.skip("new in Lightning 2.6")
@@ -181,6 +189,7 @@ def test_models_and_files_are_lightnings(case, visits, fit, tmp_path):
     assert_same(federated_state, state)
     torch.testing.assert_close(federated_validated, validated, rtol=0, atol=0)
     assert_same_files(tmp_path / "federated", tmp_path / "plain")
+    assert ("with what was trained so far" in caplog.text) == (case in ("steps", "stop in validation"))
 
 
 class Stop(Exception):
