@@ -25,8 +25,8 @@ class TrainerCallback(L.Callback):
     def on_after_setup(self) -> None:
         """Refuses Fabric. Only Fabric calls this hook, after its ``setup``."""
         raise MisconfigurationException(
-            f"Expected `{type(self).__name__}` among the callbacks of a `Trainer`, but got the callback in `Fabric`, "
-            "which would train without a federation: use `lightning_fed.FederatedTrainer`."
+            f"Expected `{type(self).__name__}` in the callbacks of a `Trainer`, but got it in the callbacks of "
+            "`Fabric`, which would train without a federation: use `lightning_fed.FederatedTrainer`."
         )
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:

@@ -92,7 +92,9 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
     name = method_key(method.__name__)
     known = METHODS.setdefault(name, method)
     if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):  # a reloaded module
-        raise ValueError(f"Expected a new name of a method, but {name!r} is a method of {known.__module__}.")
+        raise ValueError(
+            f"Expected a new method name, but {name!r} is already a method of {known.__module__}: rename the class."
+        )
     METHODS[name] = method
     return method
 
@@ -118,7 +120,9 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
     try:
         method_class = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"Expected `method` to be a name or the path of a class, but got {name!r}: {error}") from error
+        raise ValueError(
+            f"Expected `method` to be a name or the import path of a class, but got {name!r}: {error}"
+        ) from error
     if not (isinstance(method_class, type) and issubclass(method_class, Method | Aggregator)):
         raise ValueError(f"Expected `method` to be the path of a Method or an Aggregator, but got {name!r}.")
     return method_class
@@ -138,7 +142,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
         if not (option and value):
             raise ValueError(f"Expected options as `option=value`, but got {pair!r} in {text!r}.")
         if option in options:
-            raise ValueError(f"Expected every option once, but got {option!r} again in {text!r}.")
+            raise ValueError(f"Expected each option only once, but got {option!r} again in {text!r}.")
         options[option] = _parse_value(value)
     return name, options
 
@@ -161,7 +165,9 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
         name, written = parse_method(method)
         return _build_by_name(name, {**written, **options})
     if options:
-        raise TypeError(f"Expected options only with the name of a method, but got {sorted(options)} with {method!r}.")
+        raise TypeError(
+            f"Expected options only together with a method's name, but got {sorted(options)} with {method!r}."
+        )
     if isinstance(method, Aggregator):
         return Method(method)
     if isinstance(method, Method):
@@ -183,14 +189,14 @@ def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
     missing = [option for option in required if option not in options]
     if missing:
         raise ValueError(
-            f"Expected {name!r} with its options {missing}, which have no default: `{name}:{missing[0]}=VALUE`."
+            f"Expected {name!r} with the options {missing}, which have no default: `{name}:{missing[0]}=VALUE`."
         )
     method = build_method(method_class(**{option: options[option] for option in options if option in defaults}))
     callback_options = {option: value for option, value in options.items() if option not in defaults}
     known = dict.fromkeys([*defaults, *(option for callback in method.callbacks for option in list_options(callback))])
     unknown = [option for option in callback_options if option not in known]
     if unknown:
-        raise ValueError(f"Expected options of {name!r} to be of {list(known)}, but got {unknown}.")
+        raise ValueError(f"Expected options of {name!r} to be among {list(known)}, but got {unknown}.")
     if callback_options:
         method = copy.copy(method)
         method.callbacks = tuple(_with_options(callback, callback_options) for callback in method.callbacks)

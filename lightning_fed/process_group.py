@@ -236,5 +236,5 @@ def _noting_dead_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        error.add_note("Another process of this fit may have died: the process's output shows the error.")
+        error.add_note("Another process of this fit may have ended: see the output of that process.")
         raise

@@ -116,7 +116,9 @@ class FederatedCLI(LightningCLI):
             # model.
             if saved and "_class_path" not in saved:
                 self._hidden_path, options["ckpt_path"] = path, None
-                sys.stderr.write(f"note: {path} was saved from Python: using the model and arguments in the recipe.\n")
+                sys.stderr.write(
+                    f"note: {path} was saved from Python, so the model and arguments come from the recipe.\n"
+                )
 
     def before_instantiate_classes(self) -> None:
         """Restores a checkpoint path hidden from Lightning's parser."""
@@ -141,7 +143,7 @@ class FederatedCLI(LightningCLI):
 
     def _look_for_checkpoint(self) -> None:
         if self.config[self.subcommand].ckpt_path is None:
-            sys.stderr.write("warning: No `--ckpt_path`: using the initial weights of the model.\n")
+            sys.stderr.write("warning: No `--ckpt_path`: the model has its initial weights.\n")
 
     def predict(self, **arguments: Any) -> None:
         """Predicts, and saves the list of batch predictions as ``predictions.pt`` next to the logs.

@@ -77,7 +77,7 @@ class FederatedTrainer(L.Trainer):
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         refuse_foreign(*callbacks)
         if any(isinstance(callback, Federation) for callback in callbacks):
-            raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
+            raise ValueError("Expected a `Federation` in the argument `federation`, but got one among the `callbacks`.")
         _add_evaluation(callbacks)
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
@@ -120,7 +120,7 @@ def _add_evaluation(callbacks: list[Callback]) -> None:
     try:
         kind = load_feature("lightning_fed.callbacks.evaluation.client_evaluation").ClientEvaluation
     except ModuleNotFoundError as error:
-        _log.warning("The model is not evaluated on the clients' own data: %s", error)
+        _log.warning("The model is not evaluated on the clients' data: %s", error)
         return
     if not any(isinstance(callback, kind) for callback in callbacks):
         evaluation = kind()

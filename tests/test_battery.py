@@ -621,7 +621,7 @@ def test_a_clients_own_model_at_the_wrong_time(federated_trainer):
             assert_same(trainer.federation.client_state("ann"), state_of(module))
 
     trainer = federated_trainer(max_rounds=1, callbacks=[Curious()])
-    with pytest.raises(RuntimeError, match="not known before"):
+    with pytest.raises(RuntimeError, match="unknown until"):
         trainer.federation.client_state("ann")
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
     with pytest.raises(ValueError, match="one of the federation's clients, but got 'nobody'"):

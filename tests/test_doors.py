@@ -132,27 +132,27 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
         {"accumulate_grad_batches": 2}, {}, module, "`local_steps` to a multiple of 2 .* or use a 2 times larger batch",
     ),
     "windows over local epochs": (
-        {"accumulate_grad_batches": 2}, {"local_epochs": 2}, module, "has 3: a window would straddle two local epochs",
+        {"accumulate_grad_batches": 2}, {"local_epochs": 2}, module, "the last .* window would span two local epochs",
     ),
     "windows over clients, local steps": (
-        {"accumulate_grad_batches": 2}, {"local_steps": 3}, module, "has 3: a window would straddle two clients",
+        {"accumulate_grad_batches": 2}, {"local_steps": 3}, module, "the last .* window would span two clients",
     ),
     "windows over clients, stragglers": (
         {"accumulate_grad_batches": 2}, {"local_steps": 4, "availability": Availability(stragglers=0.5)}, module,
         "without stragglers",
     ),
-    "batches that the step fetches": ({}, {}, fetching, "when the visit of their client should have begun"),
-    "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
-    "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),
+    "batches that the step fetches": ({}, {}, fetching, "but a client's visit must begin before its first batch: use"),
+    "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` is not .* plain"),
+    "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` is not .* plain"),
     "weight averaging": (
-        {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "every visit makes anew, .* use `WeightAveraging`",
+        {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "visit creates anew, .* use `WeightAveraging`",
     ),
     "pruning": (
         {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}, {}, module,
-        "`ModelPruning` does not work .* renames .* `torch.nn.utils.prune`",
+        "`ModelPruning` is not .* renames .* `torch.nn.utils.prune`",
     ),
     "changing windows": (
-        {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "a window would straddle two clients",
+        {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "window would span two clients",
     ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "ReduceLROnPlateau.* or interval=.epoch."),
@@ -263,7 +263,11 @@ BAD_ARGUMENTS = [
     ({"visits": 8}, ValueError, "or a Vectorized object, but got 8"),
     ({"availability": 0.5}, ValueError, r"`availability` to be Availability\(...\), but got 0.5"),
     ({"faults": {"min_clients": 2}}, ValueError, r"`faults` to be Faults\(...\), but got {'min_clients': 2}"),
-    ({"faults": Faults(visit_timeout=1.0), "visits": Vectorized(2)}, ValueError, "one of `visit_timeout` and `Vector"),
+    (
+        {"faults": Faults(visit_timeout=1.0), "visits": Vectorized(2)},
+        ValueError,
+        "either `visit_timeout` or `Vectorized`, but got both",
+    ),
     ({"stragglers": 0.5}, TypeError, "unexpected keyword argument 'stragglers'"),
     ({"optimizer_state": "share"}, ValueError, r"one of \['reset', 'keep'\], but got 'share'"),
     ({"clients_per_round": 2 + 0j}, ValueError, r"a count \(int\) or a fraction \(float\), but got \(2\+0j\)"),
@@ -340,9 +344,9 @@ def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
 
 def test_methods_say_what_they_set():
     """A user's value is refused unless equal or empty, as recipes pass empty values."""
-    with pytest.raises(ValueError, match=r"`FedBN` without `batch_norm`, which it sets itself, but got 'average'"):
+    with pytest.raises(ValueError, match=r"no `batch_norm` for `FedBN`, because the method sets it, but got 'average'"):
         Federation(FedBN(), batch_norm="average")
-    with pytest.raises(ValueError, match=r"`FedPer` without `personal`, which it sets itself, but got \['a'\]"):
+    with pytest.raises(ValueError, match=r"no `personal` for `FedPer`, because the method sets it, but got \['a'\]"):
         FederatedTrainer(FedPer("head.*"), personal=["a"], **QUIET)
     assert Federation(FedBN(), batch_norm="personal").options.batch_norm == "personal"
     assert Federation(FedPer("head.*"), personal=[]).options.personal == ("head.*",)
@@ -395,22 +399,22 @@ BAD_DATA = {  # data for FederatedTrainer.fit, options, error, message
     "no batches": (
         lambda: DataLoader(loader().dataset, None), {"partition": IID(2)}, ValueError, "a batch size .*batch_size=None",
     ),
-    "mixed": (lambda: {"a": loader(), "b": loader().dataset}, {}, TypeError, "all of them loaders, but got DataLoader"),
-    "streams": (lambda: [Endless()], {}, TypeError, "map-style data sets, or all of them loaders, but got Endless"),
+    "mixed": (lambda: {"a": loader(), "b": loader().dataset}, {}, TypeError, "all loaders, but got DataLoader"),
+    "streams": (lambda: [Endless()], {}, TypeError, "map-style data sets, or all loaders, but got Endless"),
     "too few": (datasets, {"clients_per_round": 4}, ValueError, r"at most the number of clients \(3\), but got 4"),
     "more than there are": (
         datasets, {"faults": Faults(min_clients=4)}, MisconfigurationException,
-        r"of a round \(3\), but got 4: .* never change",
+        r"in a round \(3\), but got 4: .* never change",
     ),
     "more than are drawn": (
         datasets, {"faults": Faults(min_clients=3), "clients_per_round": 2}, MisconfigurationException,
-        r"of a round \(2\), but got 3",
+        r"in a round \(2\), but got 3",
     ),
     "more than do all their work": (
         datasets,
         {"faults": Faults(min_clients=3), "availability": Availability(stragglers=0.4, partial_work="drop")},
         MisconfigurationException,
-        r"of a round that do all their work \(2\), but got 3",
+        r"in a round that complete their work \(2\), but got 3",
     ),
     "too few to split": (loader, {"partition": IID(2), "clients_per_round": 3}, ValueError, "number of clients"),
 }  # fmt: skip
@@ -468,9 +472,9 @@ def test_two_federations(plain_trainer, federated_trainer):
         plain_trainer(callbacks=[Federation(), Federation()])
     trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))])
     trainer.callbacks.append(Federation(partition=IID(2)))
-    with pytest.raises(MisconfigurationException, match="one `Federation` callback, but the Trainer has more"):
+    with pytest.raises(MisconfigurationException, match="one `Federation` callback, but the Trainer has several"):
         trainer.fit(module(), datamodule=models.PooledData(CLIENTS))
-    with pytest.raises(ValueError, match="as the argument `federation`, not among the `callbacks`"):
+    with pytest.raises(ValueError, match="in the argument `federation`, but got one among the `callbacks`"):
         federated_trainer(callbacks=[Federation()])
 
 

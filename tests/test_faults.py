@@ -198,7 +198,7 @@ TRUNCATED = "its data raised OSError: (OSError: )?image 7 is truncated"
 DATA = {
     # The client's data set, the logged reason, and options of the datamodule.
     "no examples": (lambda: examples(0), "it has no examples"),
-    "no full batch": (lambda: examples(BATCH - 1), "its 3 examples make no full batch and `drop_last` is set"),
+    "do not fill a batch": (lambda: examples(BATCH - 1), "its 3 examples do not fill a batch, and `drop_last` is set"),
     "a single example": (lambda: examples(1), "it has a single example, on which BatchNorm cannot train"),
     "length raises": (HasNoLength, "its data raised OSError: index file is gone"),
     "first batch raises": (lambda: Breaks(0), TRUNCATED),
@@ -217,7 +217,7 @@ DATA = {
 LOADERS = {
     # The client's loader and the reason.
     "loader cannot be built": (raise_on_build, "its data raised OSError: its disk is not mounted"),
-    "loader without a batch": (lambda: Loader(0, length=2), "its data raised ValueError: its loader gave no batch"),
+    "loader without a batch": (lambda: Loader(0, length=2), "its data raised ValueError: its loader returned no batch"),
     "loader of an empty data set": (lambda: DataLoader(examples(0), batch_size=4), "it has no examples"),
     "loader raises at the first batch": (lambda: Loader(3, breaks_at=0), TRUNCATED),
     "loader raises in the middle": (lambda: Loader(3, breaks_at=1), TRUNCATED),
@@ -434,7 +434,7 @@ def at_places(table):
 @pytest.mark.parametrize(("fault", "place"), at_places(DATA))
 def test_data(fault, place, without, caplog):
     bad, reason = DATA[fault]
-    options = {"drop_last": True} if fault == "no full batch" else {}
+    options = {"drop_last": True} if fault == "do not fill a batch" else {}
     run = train(with_bad(good_clients(), place, bad), data_options=options, batch_norm="recalibrate")
     assert_left_out(caplog, reason)
     assert_as_if_it_were_not_there(run, without("data sets", "recalibrate"))
@@ -624,7 +624,7 @@ def test_fewer_than_min_clients(caplog):
     assert_left_out(caplog, "NaN")
     for round, row in rows.items():
         assert (row["fed/clients"], row["fed/failed"], row["fed/global_update_norm"]) == (3, 1, 0)
-        message = f"Round {round + 1}: 3 good updates, fewer than min_clients=4: the global model stays as it was."
+        message = f"Round {round + 1}: 3 valid updates, fewer than min_clients=4, so the global model does not change."
         assert message in caplog.messages
 
 
@@ -669,7 +669,9 @@ def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
     train(LazyClients(range(3), AllBad(bad)), data_options=workers, faults=Faults(max_failed_rounds=None))
     (shown,) = [record for record in caplog.records if "Traceback" in record.getMessage()]
     assert shown.levelname == "WARNING"
-    assert shown.getMessage().startswith("The data of client 0 raised (shown for the first client only):\n")
+    assert shown.getMessage().startswith(
+        "The data of client 0 raised an exception (logged only for the first client):\n"
+    )
     assert f", in __{'len' if kind == 'length' else 'iter' if kind == 'loaders' else 'getitem'}__" in shown.getMessage()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert [message.split(" raised")[0] for message in errors] == [
@@ -742,9 +744,9 @@ def test_the_only_client_of_a_round_among_others_may_fail():
 @pytest.mark.parametrize(("limit", "rounds"), [(1, 1), (2, 2), (3, 3), (9, 3)])
 def test_failed_rounds_in_a_row_end_the_fit(limit, rounds, caplog):
     """Clients without data raise no error, but a fit without any successful round still fails."""
-    with pytest.raises(RuntimeError, match=f"up to round {rounds}, in which 3 of 3 clients failed: .*no examples"):
+    with pytest.raises(RuntimeError, match=rf"\(the last is round {rounds}\): 3 of 3 clients failed, .*no examples"):
         train(LazyClients(range(3), AllBad(lambda: examples(0))), faults=Faults(max_failed_rounds=limit))
-    assert sum("0 good updates" in message for message in caplog.messages) == rounds
+    assert sum("0 valid updates" in message for message in caplog.messages) == rounds
 
 
 def test_a_round_that_succeeds_begins_the_count_anew():
@@ -762,7 +764,7 @@ def test_a_round_that_succeeds_begins_the_count_anew():
 def test_too_few_good_clients_and_too_few_at_all():
     """A round below `min_clients` counts as failed if it would have had enough clients without failures."""
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
-    with pytest.raises(RuntimeError, match="up to round 2, in which 1 of 4 clients failed: client 'bad'"):
+    with pytest.raises(RuntimeError, match=r"\(the last is round 2\): 1 of 4 clients failed, for example client 'bad'"):
         train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=4, max_failed_rounds=2))
     failed = FailedRounds(limit=1)
     failed.end_round(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), has_aggregate=False, min_clients=3)
@@ -770,7 +772,7 @@ def test_too_few_good_clients_and_too_few_at_all():
 
 
 def test_an_aggregate_that_is_never_finite_ends_the_fit():
-    with pytest.raises(RuntimeError, match="the aggregate was not used"):
+    with pytest.raises(RuntimeError, match="the aggregate was discarded"):
         train(good_clients(), method=Exploding())
 
 
@@ -790,7 +792,7 @@ def test_failed_rounds_are_counted_on_after_resuming(tmp_path, federated_trainer
     for resumed in (None, path):
         callbacks = [SaveSecond(path), *(Sabotages(client, NAN_BODY) for client in clients)]
         trainer = federated_trainer(max_rounds=9, callbacks=callbacks, faults=Faults(max_failed_rounds=3))
-        with pytest.raises(RuntimeError, match=r"3 rounds in a row, up to round 3, .*NaN"):
+        with pytest.raises(RuntimeError, match=r"3 consecutive failed rounds \(the last is round 3\): .*NaN"):
             trainer.fit(Net(), clients, ckpt_path=resumed)
 
 
@@ -808,7 +810,7 @@ def test_all_clients_drop_out(caplog):
     for row in rows.values():
         assert (row["fed/clients"], row["fed/failed"], row["fed/dropped"]) == (0, 0, 3)
         assert row["comm/up_bytes"] == row["comm/down_bytes"] == 0
-    assert sum("0 good updates" in message for message in caplog.messages) == ROUNDS
+    assert sum("0 valid updates" in message for message in caplog.messages) == ROUNDS
 
 
 def test_learning_rates_after_rounds_without_visits():
@@ -842,7 +844,7 @@ def test_an_aggregate_that_is_not_finite(caplog):
     module, rows = train(good_clients(), method=Exploding(), **options)
     assert_nothing_changed(module, rows)
     assert (
-        sum("the aggregate is not used: entry 'body.0.weight' has NaN" in message for message in caplog.messages) == 3
+        sum("the aggregate is discarded: entry 'body.0.weight' has NaN" in message for message in caplog.messages) == 3
     )
 
 
@@ -1039,7 +1041,7 @@ class Classes(Net):
 STEPS = {
     "out of memory": (LargeBatches, "its training step raised OutOfMemoryError: CUDA out of memory"),
     "out of memory in the backward pass": (LargeGradients, "its training step raised OutOfMemoryError: CUDA out of m"),
-    "no loss": (NeverTrains, "its training step gave no loss in 4 batches"),
+    "no loss": (NeverTrains, "its training step returned no loss in 4 batches"),
     "a label out of range": (Classes, "its training step raised IndexError: Target 3 is out of bounds"),
 }
 
@@ -1070,7 +1072,7 @@ def test_an_error_in_the_steps_of_all_clients_ends_the_fit(make_module, monkeypa
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_steps_without_a_loss_of_all_clients_end_the_fit(monkeypatch):
     monkeypatch.setitem(globals(), "is_bad", lambda module: True)
-    with pytest.raises(RuntimeError, match=r"3 rounds in a row.*its training step gave no loss"):
+    with pytest.raises(RuntimeError, match=r"3 consecutive failed rounds.*its training step returned no loss"):
         train(good_clients(), module=NeverTrains())
 
 
@@ -1085,13 +1087,13 @@ def test_a_gpu_that_is_lost_ends_the_fit():
 
     with pytest.raises(RuntimeError, match="device-side assert") as caught:
         train(with_bad(good_clients(), 1, lambda: examples(2 * BATCH)), module=Lost())
-    assert "labels out of range are the usual cause" in "\n".join(caught.value.__notes__)
+    assert "The usual cause is labels out of range" in "\n".join(caught.value.__notes__)
 
 
 def test_a_single_example_from_a_users_loader(caplog):
     clients = with_loaders(good_clients())
     _, rows = train(with_bad(clients, 1, lambda: DataLoader(examples(2 * BATCH + 1), batch_size=BATCH)))
-    assert_left_out(caplog, "its loader gave a batch of a single example, on which BatchNorm.*`drop_last=True`")
+    assert_left_out(caplog, "its loader returned a batch with a single example, on which BatchNorm.*`drop_last=True`")
     assert [row["fed/clients"] for row in rows.values()] == [3] * ROUNDS
 
 
@@ -1205,7 +1207,7 @@ def test_the_server_by_itself(caplog):
         expected = state[name].double() + 2.5 if value.is_floating_point() else state[name]
         torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-6)
     reasons = {client: reason for client, (_, reason) in MESSAGES.items()}
-    reasons |= dict.fromkeys(["good", "stranger"], "it sent an update that was not asked for")
+    reasons |= dict.fromkeys(["good", "stranger"], "it sent an update that was not requested")
     assert server.report.failed == reasons | {"silent": "it never answered"}
     for client, reason in server.report.failed.items():
         assert f"Round 5: client {client!r} is excluded: {reason}." in caplog.messages

@@ -38,7 +38,7 @@ def test_numbers_of_clients_have_a_namespace_of_their_own(federated_trainer, cap
     for name, value in honest.callback_metrics.items():
         assert logged.pop(name) == float(value), name
     assert logged == {f"clients/{name}": value for name, value in forged.items()}
-    assert "Round 1: 6 numbers of client 'bob' are not logged, 'a b' first" in caplog.text
+    assert "Round 1: 6 values of client 'bob' are not logged, starting with 'a b'" in caplog.text
 
 
 def test_a_client_sends_so_many_numbers_and_no_more(federated_trainer, caplog):
@@ -46,7 +46,7 @@ def test_a_client_sends_so_many_numbers_and_no_more(federated_trainer, caplog):
     trainer.fit(Module(mlp()), as_datasets(vectors(SIZES)))
     names = sorted(name for name in trainer.callback_metrics if name.startswith("clients/"))
     assert names == [f"clients/m{number:03d}" for number in range(64)]
-    assert "436 numbers of client 'bob' are not logged" in caplog.text
+    assert "436 values of client 'bob' are not logged" in caplog.text
 
 
 class Invents(FederatedCallback):
@@ -64,9 +64,9 @@ def test_a_client_invents_no_names_without_end(federated_trainer, caplog):
     names = {name for name in trainer.callback_metrics if name.startswith("clients/")}
     assert len(names) == 256
     assert {"clients/honest", "clients/late"} < names, "names that most clients send come first"
-    assert caplog.text.count("numbers of client 'bob' are not logged") == 1
+    assert caplog.text.count("values of client 'bob' are not logged") == 1
     assert trainer.federation.round_log.totals["numbers"] == 8 * 60 - 254
-    assert "226 of those that clients sent for the log" in caplog.text
+    assert "226 values that clients sent for the log" in caplog.text
 
 
 class ReadsWrongly(FederatedCallback):

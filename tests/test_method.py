@@ -111,7 +111,7 @@ def test_a_method_is_registered_once(monkeypatch):
     assert register(FedMine) is FedMine
     assert type(build_method("fedmine").aggregator) is FedMine
     with pytest.raises(
-        ValueError, match=r"a new name of a method, but 'fedavg' is a method of lightning_fed\.algorithms"
+        ValueError, match=r"a new method name, but 'fedavg' is already a method of lightning_fed\.algorithms"
     ):
         register(type("FedAvg", (FedAvg,), {}))
 
@@ -143,11 +143,19 @@ def test_options_of_its_callbacks():
         (lambda: build_method("nowhere.FedX"), ValueError, "the path of a class, but got 'nowhere.FedX': No module"),
         (lambda: build_method("torch.FedX"), ValueError, "the path of a class, but got 'torch.FedX': module 'torch'"),
         (lambda: build_method("torch.nn.Linear"), ValueError, "the path of a Method or an Aggregator, but got 'torch"),
-        (lambda: build_method("fedss"), ValueError, r"'fedss' with its options \['num_negatives'\], which have no def"),
-        (lambda: build_method("fedprox", nu=1), ValueError, r"'fedprox' to be of \['mu', 'row_.*\], but got \['nu'\]"),
+        (
+            lambda: build_method("fedss"),
+            ValueError,
+            r"'fedss' with the options \['num_negatives'\], which have no default",
+        ),
+        (
+            lambda: build_method("fedprox", nu=1),
+            ValueError,
+            r"'fedprox' to be among \['mu', 'row_.*\], but got \['nu'\]",
+        ),
         (lambda: build_method("fedprox:mu"), ValueError, "`option=value`, but got 'mu' in 'fedprox:mu'"),
-        (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "every option once, but got 'mu' again"),
-        (lambda: build_method(FedAvg(), mu=1), TypeError, r"only with the name of a method, but got \['mu'\] with"),
+        (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "each option only once, but got 'mu' again"),
+        (lambda: build_method(FedAvg(), mu=1), TypeError, r"only together with a method's name, but got \['mu'\] with"),
         (lambda: build_method(FedBN), TypeError, "a name, a Method or an Aggregator object, but got <class"),
         (lambda: Method("fedsgd"), ValueError, r"`method` to be one of 37 names, but got 'fedsgd'"),
         (lambda: FedBN(3), TypeError, "a name, a Method or an Aggregator object, but got 3"),

@@ -255,7 +255,7 @@ def test_a_store_for_one_process_says_so():
     class Own(MemoryStore):
         share = ClientStore.share
 
-    with pytest.raises(NotImplementedError, match="Own stores client state for one process only"):
+    with pytest.raises(NotImplementedError, match="Own supports client state only in one process"):
         Own().share(0)
 
 

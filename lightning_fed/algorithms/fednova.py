@@ -99,8 +99,8 @@ class FedNova(ChannelRule):
                 )
             if keeps and any(group["momentum"] for group in optimizer.param_groups):
                 raise MisconfigurationException(
-                    "FedNova divides a client's change by the length of the visit's steps, but with "
-                    "optimizer_state='keep' momentum adds gradients from earlier visits to the change: use "
+                    "FedNova divides a client's update by the accumulated length of its SGD steps, but with "
+                    "optimizer_state='keep' momentum adds gradients from earlier visits to the update: use "
                     "optimizer_state='reset', or SGD without momentum."
                 )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

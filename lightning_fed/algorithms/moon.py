@@ -116,7 +116,7 @@ class ContrastiveTerm(FederatedCallback):
         if self._handles and not self._has_run:
             raise MisconfigurationException(
                 f"Expected {type(module).__name__} to run its {self._name or 'forward'!r} up to {self._layer}, where "
-                "MOON compares features, but no batch did: name another layer in `layer`."
+                "MOON compares features, but this layer ran in no batch: name another layer in `layer`."
             )
         names = entries_of_network(module, module.get_submodule(self._name)).items()
         network_state = {path: update.state[name] for path, name in names if name in update.state}

@@ -40,7 +40,7 @@ class Attack:
     def needs_population(self) -> str:
         """Reason why the attack needs to know all clients, or an empty string."""
         is_drawn = isinstance(self.clients, int)
-        return "it draws the malicious clients from all clients: name the clients instead" if is_drawn else ""
+        return "it draws the malicious clients from all clients: name the malicious clients instead" if is_drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
         """Returns the malicious clients; raises ``ValueError`` if ``population`` has too few clients."""

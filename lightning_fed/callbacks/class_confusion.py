@@ -101,7 +101,7 @@ class OwnClassConfusion(PeriodicPictures):
     ) -> None:
         super().__init__(every_n_epochs)
         if (clients if isinstance(clients, int) else len(clients)) < 1:
-            raise ValueError(f"Expected `clients` to be at least one, but got {clients}.")
+            raise ValueError(f"Expected `clients` to contain at least one client, but got {clients}.")
         self.clients = clients
         self.class_names = tuple(class_names)
         self.target = target
@@ -124,7 +124,7 @@ class OwnClassConfusion(PeriodicPictures):
             client for client in self._chosen(trainer) if client not in find_federation(trainer).population.clients
         ]
         if unknown:
-            raise OptionError(f"Expected `clients` to be some of the federation's, but got {unknown}.")
+            raise OptionError(f"Expected `clients` to be clients of the federation, but got {unknown}.")
         self._labels_of, self._void = self.target, None
         if self.target is None:
             task = find_class_task(trainer, pl_module, "give `OwnClassConfusion` a `target`", needs_target=True)

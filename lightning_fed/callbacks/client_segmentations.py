@@ -284,7 +284,7 @@ class ClientSegmentations(L.Callback):
         unknown = labels[is_unknown if void is None else is_unknown & (labels != void)]
         if len(unknown):
             raise MisconfigurationException(
-                f"Expected masks of the {max(2, count)} classes in the module's logits, but got the label "
+                f"Expected masks to contain the {max(2, count)} classes of the module's logits, but got the label "
                 f"{int(unknown[0])}: to ignore this label, set `ignore_index` of `ClientSegmentations`."
             )
         return logits, images, labels

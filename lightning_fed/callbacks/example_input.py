@@ -33,7 +33,7 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
         batch = next(itertools.islice(batches, index, None), None)
     if batch is None:
         raise MisconfigurationException(
-            f"Expected a batch of client {client!r} as input for the module, but its data have none."
+            f"Expected a batch of client {client!r} as input for the module, but the client's data have no batch."
         )
     return batch
 

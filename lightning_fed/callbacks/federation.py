@@ -288,7 +288,7 @@ class Federation(TrainerCallback):
     def client_memory(self) -> State:
         """Tensors of the current client that callbacks read and write; stored if the server accepts the update."""
         if self.open_visit is None:
-            raise RuntimeError("No client is training: its memory can be asked for during its visit.")
+            raise RuntimeError("No client is training: the memory of a client is only available during its visit.")
         return self.open_visit.memory
 
     @property
@@ -484,8 +484,8 @@ class Federation(TrainerCallback):
             _log.info(describe_end(self.method.name, totals, seconds, metrics, files, again))
             if self.has_own_statistics:
                 _log.info(
-                    "Each client has its own BatchNorm statistics: %s. A model of `load_from_checkpoint` has %s "
-                    "statistics, with other scores: adapt(model, loader) measures new ones.",
+                    "Each client has its own BatchNorm statistics: %s. A model from `load_from_checkpoint` has %s "
+                    "statistics, so its scores differ: adapt(model, loader) measures new statistics.",
                     "the clients measure the statistics again before each evaluation"
                     if self.is_remote
                     else "`client_model(client)` of the federation returns a client's model, and "
@@ -511,7 +511,10 @@ class Federation(TrainerCallback):
             self._loop.end_training(pl_module)
             checkpoint = last_checkpoint(trainer)
             if checkpoint is not None and trainer.is_global_zero:
-                words = "The fit ended early. Resume: `fit(..., ckpt_path=%r)`, or the same command with --ckpt_path %s"
+                words = (
+                    "The fit ended early. To resume, call `fit(..., ckpt_path=%r)`, or repeat the command with "
+                    "--ckpt_path %s"
+                )
                 _log.info(words, checkpoint, shlex.quote(checkpoint))
         finally:
             self._loop.detach()  # Lightning does not call `teardown` after an exception
@@ -563,7 +566,7 @@ class Federation(TrainerCallback):
             if self._is_fit:
                 raise
             self.has_lost_entries = True
-            _log.warning("The clients are not evaluated one by one. %s", error)
+            _log.warning("The clients are not evaluated individually. %s", error)
         self.server.held.load_state_dict(state_dict.get("held", {}))
 
     def find_population(self) -> Population:
@@ -584,7 +587,7 @@ class Federation(TrainerCallback):
         then, now = self._clients, describe_clients(self.population.clients)
         if self.rounds and then and then != now:
             _log.warning(
-                "The clients differ from the clients in the checkpoint: the checkpoint had %s, and now there are %s%s.",
+                "The clients differ from the clients in the checkpoint: the checkpoint has %s, but the data have %s%s.",
                 count_of(then),
                 count_of(now),
                 " with other names" if count_of(then) == count_of(now) else "",
@@ -597,10 +600,12 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
     parameters = inspect.signature(Federation).parameters
     for name, value in method.settings.items():
         if name not in _SETTINGS:
-            raise ValueError(f"Expected the settings of `{method.name}` to be of {_SETTINGS}, but got {name!r}.")
+            raise ValueError(f"Expected the settings of `{method.name}` to be among {_SETTINGS}, but got {name!r}.")
         given, default = arguments[name], parameters[name].default
         if given not in (default, value) and (given or default):  # an empty list in a recipe is treated as not given
-            raise ValueError(f"Expected `{method.name}` without `{name}`, which it sets itself, but got {given!r}.")
+            raise ValueError(
+                f"Expected no `{name}` for `{method.name}`, because the method sets it, but got {given!r}."
+            )
     return {**arguments, **method.settings}
 
 
@@ -623,7 +628,7 @@ def find_federation(trainer: L.Trainer) -> Federation:
     """
     federation = federation_of(trainer)
     if federation is None:
-        raise MisconfigurationException("The Trainer has no `Federation` callback.")
+        raise MisconfigurationException("Expected a Trainer with a `Federation` callback, but got none.")
     return federation
 
 

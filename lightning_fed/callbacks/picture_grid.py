@@ -67,7 +67,7 @@ def segmentation_grid(
             f"{len(images)}, {len(truth)} and {len(prediction)}."
         )
     if any(len(column) != len(images) for column in maps):
-        raise ValueError(f"Expected `maps` of {len(images)} images, but got {[len(column) for column in maps]}.")
+        raise ValueError(f"Expected `maps` with {len(images)} images each, but got {[len(column) for column in maps]}.")
     truths, predictions = [_indices(mask) for mask in truth], [_indices(mask) for mask in prediction]
     checked = checked_colors(class_colors)
     colors = torch.tensor(checked or default_colors(_num_classes([*truths, *predictions], ignore_index)))
@@ -111,7 +111,7 @@ def _paint(mask: Tensor, colors: Tensor, ignore_index: int | None) -> Tensor:
     labels = mask.masked_fill(is_ignored, 0)
     if int(labels.min()) < 0 or int(labels.max()) >= len(colors):
         raise ValueError(
-            f"Expected class indices from 0 to {len(colors) - 1}, one colour each, or `ignore_index` {ignore_index}, "
+            f"Expected class indices from 0 to {len(colors) - 1}, one per colour, or `ignore_index` {ignore_index}, "
             f"but got {int(labels.min())} to {int(labels.max())}."
         )
     painted = colors[labels]
@@ -141,6 +141,7 @@ def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] 
     colors = [tuple(color) for color in class_colors]
     if not colors or not all(len(color) == 3 and all(0 <= value <= 255 for value in color) for color in colors):
         raise ValueError(
-            f"Expected `class_colors` to hold a (red, green, blue) from 0 to 255 per class, but got {class_colors}."
+            "Expected `class_colors` to contain a colour (red, green, blue), from 0 to 255, for each class, but got "
+            f"{class_colors}."
         )
     return [(int(red), int(green), int(blue)) for red, green, blue in colors]

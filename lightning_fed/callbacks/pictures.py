@@ -75,7 +75,7 @@ def report_other_loggers(name: str, trainer: L.Trainer) -> None:
     """Logs which of the Trainer's loggers receive no pictures from the callback ``name``."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
-        rank_zero_info(f"{name} logs to TensorBoard only: no images for {', '.join(skipped)}.")
+        rank_zero_info(f"{name} sends images only to TensorBoard, so these loggers receive none: {', '.join(skipped)}.")
 
 
 def paint_numbers(values: Tensor) -> Tensor:

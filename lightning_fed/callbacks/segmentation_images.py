@@ -168,7 +168,7 @@ class SegmentationImages(PeriodicPictures):
         missing = [position for position in self._positions if position not in self._samples]
         if missing and self._needs_all and self._num_seen:
             raise OptionError(
-                f"Expected `images` of `SegmentationImages` to be positions in the {self._num_seen} validation "
+                f"Expected `images` of `SegmentationImages` to be positions among the {self._num_seen} validation "
                 f"images, 0 to {self._num_seen - 1}, but got {missing}."
             )
         if not self._samples:

@@ -84,7 +84,7 @@ class LabelDescription(NamedTuple):
     def is_known(self, callback: str) -> bool:
         """Whether labels are known; logs a line without a trial step and ``target``, as in ``trainer.validate``."""
         if self.target is None:
-            rank_zero_info(f"{callback} draws nothing without a fit: give `{callback}` a `target`.")
+            rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
 
 
@@ -105,7 +105,7 @@ def find_class_task(
     expected = _guess(module, optimized_parameters(trainer)) if is_remote else None
     if is_remote and expected is None:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a layer that makes the logits, but got none: {remedy}."
+            f"Expected {type(module).__name__} to have a layer that computes logits, but found none: {remedy}."
         )
     if expected is not None and federation is not None and federation.has_server:
         return expected
@@ -113,19 +113,19 @@ def find_class_task(
         task = _task_in(module, _trace(trainer, module))
     except _Unproven as fault:
         raise MisconfigurationException(
-            f"Expected `training_step` of {type(module).__name__} to compare the outputs of one layer with labels of "
-            f"classes in a cross-entropy, binary cross-entropy or Dice loss, but {fault}: {remedy}."
+            f"Expected `training_step` of {type(module).__name__} to compare the outputs of one layer with class "
+            f"labels in a cross-entropy, binary cross-entropy or Dice loss, but {fault}: {remedy}."
         ) from fault.__cause__
     if needs_target and (task.target is None or (task.is_multilabel and not allows_multilabel)):
         raise MisconfigurationException(
-            f"Expected the labels in the loss of {type(module).__name__} to be one tensor of the batch with a class "
-            f"for each example or pixel, but they are not: {remedy}."
+            f"Expected the labels in the loss of {type(module).__name__} to be one tensor from the batch with a class "
+            f"for each example or pixel, but the labels are not: {remedy}."
         )
     if expected is not None and (
         not has_same_parameters(module, task.layer, expected.layer) or task.num_classes != expected.num_classes
     ):
         raise MisconfigurationException(
-            f"Expected the training to have the classifier that the server takes, {expected.layer!r} with "
+            f"Expected training to use the same classifier as the server, {expected.layer!r} with "
             f"{expected.num_classes} classes, but got {task.layer!r} with {task.num_classes}: on both sides, {remedy}."
         )
     return task
@@ -180,7 +180,7 @@ class _Unproven(Exception):
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
     """Returns the trace of the first client whose step succeeds, on the client's first batch with a loss."""
     if not module.automatic_optimization:
-        raise _Unproven("a trial step is impossible with manual optimization")
+        raise _Unproven("manual optimization does not allow a trial step")
     error: Exception | None = None
     for read_batch in _batch_readers(trainer):
         try:
@@ -233,11 +233,11 @@ def _plain_batch(trainer: L.Trainer, index: int) -> Any:
     if any(
         isinstance(data, Iterator) for part in tree_leaves(loader) for data in (part, getattr(part, "dataset", None))
     ):
-        raise ValueError("the loader gives each batch only once")
+        raise ValueError("the loader returns each batch only once")
     with isolated_generators(loader, 0):
         for batch, *_ in itertools.islice(CombinedLoader(loader, "min_size"), index, None):
             return batch
-    raise ValueError(f"the loader has no batch after the first {index}")
+    raise ValueError(f"the loader has only {index} batches")
 
 
 def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
@@ -250,7 +250,7 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
     losses = [loss for loss in trace.class_losses if loss.layer == layers[0]]
     voids = frozenset[int]().union(*(loss.voids for loss in losses))
     if len(voids) > 1:
-        raise _Unproven(f"its losses leave out different labels, {sorted(voids)}")
+        raise _Unproven(f"its losses ignore different labels, {sorted(voids)}")
     paths = frozenset[BatchPath]().union(*(loss.labels for loss in losses))
     has_labels = all(loss.has_labels for loss in losses)
     target = _reader(next(iter(paths)), trace.batch) if has_labels and len(paths) == 1 else None
@@ -267,7 +267,7 @@ def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
         if found is None or expected is None or found[1:] != expected[1:]:
             place = "".join(f"[{key!r}]" for key in path)
             raise MisconfigurationException(
-                f"Expected the labels in `batch{place}`, like in the batch of the traced training step, but got a "
+                f"Expected the labels in `batch{place}`, as in the traced training step, but got a "
                 f"{type(batch).__name__} with another structure: select the labels with `target`."
             )
         return found[0]
@@ -319,15 +319,14 @@ def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterat
         trace = _trace(trainer, module)
     except _Unproven as fault:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a `forward`, whose operations are followed, or a "
-            f"`training_step` that trains networks, but it has no `forward`, and {fault}: {advice}."
+            f"Expected {type(module).__name__} to have a `forward` to trace, or a `training_step` that trains one "
+            f"network, but the module has no `forward`, and {fault}: {advice}."
         ) from fault.__cause__
     networks = [name for name in trace.outermost if name in trace.trained]
     if not networks:
         raise MisconfigurationException(
-            f"Expected {type(module).__name__} to have a `forward`, whose operations are followed, or a "
-            "`training_step` that trains networks, but it has no `forward`, and its `training_step` trains no "
-            f"network: {advice}."
+            f"Expected {type(module).__name__} to have a `forward` to trace, or a `training_step` that trains one "
+            f"network, but the module has no `forward`, and its `training_step` trains no network: {advice}."
         )
     with ExitStack() as stack:
         if len(networks) == 1:

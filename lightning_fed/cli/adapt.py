@@ -37,7 +37,7 @@ def run(args: Sequence[str]) -> None:
     source = Path(config.checkpoint)
     out = source.with_name(f"{source.stem}-adapted{source.suffix}") if config.out is None else Path(config.out)
     if out.resolve() == source.resolve():
-        parser.error(f"Expected `--out` to be another file than the checkpoint, but got {out}.")
+        parser.error(f"Expected `--out` to differ from the checkpoint, but got {out}.")
     L.seed_everything(config.seed_everything, verbose=False)
     content = read_checkpoint(config.checkpoint)
     built = parser.instantiate_classes(config)

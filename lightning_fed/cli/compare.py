@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser, out: str) -> None:
         required=True,
         metavar="METHOD",
         help=f"any of central, local, {', '.join(read_methods())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm."
-        " central trains on all data at once, local trains a model per client without any exchange",
+        " central trains on the pooled data, local trains a model per client without any exchange",
     )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 0 (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder (default: %(default)s)")
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--last",
         type=int,
         default=1,
-        help="number of final rounds in the mean score (default: %(default)s)",
+        help="number of final rounds over which the score is averaged (default: %(default)s)",
     )
     parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
     return parser

@@ -39,7 +39,7 @@ _ENCODER = "tu-mobilenetv3_small_100"
 _NUM_PICTURES = 8
 _SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # one value for all channels
 _DECISIONS = {
-    "own": "clients look different, so each client has its own statistics",
+    "own": "the clients' inputs differ, so each client has separate statistics",
     "pooled": "the clients' inputs are similar, so all clients share pooled statistics",
     "": "no decision",
 }

@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stage",
         choices=("validate", "test"),
         default="validate",
-        help="validation or test step and data",
+        help="whether to run the validation or the test step, on the corresponding data",
     )
     evaluate.add_argument("--ckpt", type=Path, help="the checkpoint (default: the last checkpoint of the run)")
     worker = commands.add_parser("worker", help="run the long-lived process of a client")

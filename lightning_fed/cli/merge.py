@@ -35,7 +35,10 @@ def run(args: Sequence[str]) -> None:
     take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))
     if config.model is None:
-        parser.error("Expected the model by `-c RECIPE` or `--model CLASS`: the first checkpoint does not name it.")
+        parser.error(
+            "Expected a model from `-c RECIPE` or `--model CLASS`, because the first checkpoint does not "
+            "name the class, but got neither."
+        )
     out = Path(config.out)
     if any(out.resolve() == Path(path).resolve() for path in config.checkpoints):
         parser.error(f"Expected `--out` to differ from the merged checkpoints, but got {out}.")
@@ -43,7 +46,7 @@ def run(args: Sequence[str]) -> None:
         parser.error(f"Expected `--out` to be a file, but got the folder {config.out}.")
     count = len(config.checkpoints)
     if config.weights is not None and len(config.weights) != count:
-        parser.error(f"Expected a weight for each of {count} checkpoints, but got {len(config.weights)} `--weights`.")
+        parser.error(f"Expected one weight per checkpoint ({count}), but got {len(config.weights)} `--weights`.")
     if config.seed_everything is not False:
         L.seed_everything(None if config.seed_everything is True else config.seed_everything, True, verbose=False)
     try:
@@ -126,8 +129,8 @@ def _merge(
 ) -> MergedModel:
     if batch_norm_layers(module) and average.batch_norm == "recalibrate" and data is None:
         raise OptionError(
-            "Expected data to measure BatchNorm's running statistics with, but got none: give `-c RECIPE` or "
-            "`--data`, or average them with `--batch_norm average`."
+            "Expected data to measure BatchNorm's running statistics, but got none: pass `-c RECIPE` or `--data`, or "
+            "average the statistics with `--batch_norm average`."
         )
     batches: Iterable[Any] | None = None
     if data is not None:
@@ -149,5 +152,5 @@ def _report(merged: MergedModel, out: Path, is_resized: bool) -> str:
     ]
     lines.append(f"Merged checkpoint: {out}")
     if is_resized:
-        lines.append("The layers have other widths than the model: load the checkpoint with `load_matched`.")
+        lines.append("The layers have other widths than the model's layers: load the checkpoint with `load_matched`.")
     return "\n".join(lines) + "\n"

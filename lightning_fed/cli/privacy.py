@@ -78,8 +78,8 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
         f" ({budget.accountant})",
         f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise in a round's sum has "
         f"standard deviation {std:.4g} per coordinate, and norm {std * math.sqrt(num_parameters):.3g} over "
-        f"{num_parameters:,} parameters; {cohort} equal updates with the norm of the clip sum to norm "
-        f"{cohort * privacy.clip:g}",
+        f"{num_parameters:,} parameters; for comparison, {cohort} equal updates at the clipping norm have a sum with "
+        f"norm {cohort * privacy.clip:g}",
         _table("rounds", "epsilon", [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)]),
         _table(
             f"epsilon after {rounds} rounds",

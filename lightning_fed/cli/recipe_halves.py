@@ -107,7 +107,7 @@ def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], netwo
     installed = importlib.util.find_spec(module)
     if keyword.iskeyword(module) or (installed is not None and installed.origin is not None):
         raise OptionError(
-            f"Expected a new package name, but {module!r} is a Python keyword or package: choose another folder."
+            f"Expected an unused package name, but {module!r} is a Python keyword or package: choose another folder."
         )
     if not recipe.is_file():
         raise FileNotFoundError(f"Expected a recipe (a YAML file), but {str(recipe)!r} does not exist.")

@@ -61,7 +61,7 @@ class ClientStore(ABC):
 
     def share(self, round: int) -> Any:
         """Returns the changes in ``round`` for other processes, picklable; without this method, one process only."""
-        raise NotImplementedError(f"{type(self).__name__} stores client state for one process only.")
+        raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
         """Adds the changes from :meth:`share` in another process."""

@@ -270,7 +270,7 @@ class LocalModel:
             current = getattr(layer, attribute, None)
             if not isinstance(current, Tensor):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but in training it became {current!r}.")
+                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but training replaced it by {current!r}.")
             if not current.is_set_to(self.entries[name]):  # faster than a new view
                 self.entries[name] = as_real(current.detach())
 

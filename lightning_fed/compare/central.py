@@ -121,7 +121,7 @@ def _length_of(loader: Any) -> int:
         if length := len(loader):
             return length
     raise MisconfigurationException(
-        f"Expected training data with a known length for {CENTRAL!r}, at least one batch, but got a "
+        f"Expected training data of known length for {CENTRAL!r}, with at least one batch, but got a "
         f"{type(loader).__name__} without a length."
     )
 

@@ -91,7 +91,7 @@ class MethodChoice:
                 parts[argument] = replace(parts[argument], **{entry: of_federation.pop(name)})
             return recipe.replace(method=method, **parts, **of_federation)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"The method {self.label!r} does not work: {error}") from error
+            raise ValueError(f"The method {self.label!r} cannot run: {error}") from error
 
 
 def method_choices() -> list[str]:

@@ -277,7 +277,9 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
         if isinstance(callback, ModelCheckpoint) and callback.monitor
     }
     if plan.monitor is None and not saved:
-        raise MisconfigurationException("Expected `monitor`, because the recipe has no ModelCheckpoint with a metric.")
+        raise MisconfigurationException(
+            "Expected `monitor`, because the recipe has no ModelCheckpoint that monitors a metric."
+        )
     monitor = plan.monitor or next(iter(saved))
     return monitor, plan.mode or saved.get(monitor, "max" if is_score(monitor) else "min")
 
@@ -294,8 +296,8 @@ def _check_folder(plan: Plan, run: Run) -> None:
     different = [name for name, value in now.items() if value != before[name]]
     if different:
         raise MisconfigurationException(
-            f"Expected {folder} to hold a run of the same recipe, overrides and method, but other "
-            f"{' and '.join(different)} made it: choose another `--out`, or delete the folder."
+            f"Expected {folder} to contain a run of the same recipe, overrides and method, but its run has different "
+            f"{' and '.join(different)}: choose another `--out`, or delete the folder."
         )
 
 
@@ -307,7 +309,7 @@ def _load(folder: Path, target: tuple[str, str]) -> dict[str, Any]:
         hint = " (`fed/<metric>/mean` needs validation data for every client)" if target[0].startswith("fed/") else ""
         shown = sorted(name for name in names if not name.startswith("client/"))
         raise MisconfigurationException(
-            f"Expected `monitor` to be logged{hint}, but {target[0]!r} is not one of {shown}."
+            f"Expected the metric `monitor` to be logged{hint}, but {target[0]!r} is not one of {shown}."
         )
     return result
 

@@ -97,7 +97,7 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
     try:
         draw(results, folder / "curves.png", target, last)
     except ModuleNotFoundError:
-        _log.warning("No figure with curves: install matplotlib with `pip install lightning-fed[demo]`.")
+        _log.warning("No figure of the curves: install matplotlib with `pip install lightning-fed[demo]`.")
     return text
 
 
@@ -230,7 +230,9 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
     if len(methods) < 2:
         return []
     if len({run["seed"] for run in results}) < 2:
-        return ["One seed cannot separate a difference from chance: `--seeds 5` adds seeds and keeps finished runs."]
+        return [
+            "One seed cannot distinguish a difference from chance: `--seeds 5` adds seeds and reuses finished runs."
+        ]
     scores: dict[tuple[str, float], dict[int, float]] = {}
     for run in results:
         scores.setdefault((run["method"], run["stragglers"]), {})[run["seed"]] = _score(run, last)
@@ -239,7 +241,7 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
     for part in _parts(results):
         where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
         lines.append(
-            f"Compared with `{methods[0]}`{where}: mean difference and 95 % interval, paired over the seeds:\n"
+            f"Compared with `{methods[0]}`{where}: mean difference and 95 % confidence interval, paired by seed:\n"
         )
         baseline = scores.get((methods[0], part), {})
         for method in methods[1:]:

@@ -144,7 +144,7 @@ class ImageLook:
         if values.min() < -_TOLERANCE or values.max() > 1 + _TOLERANCE:
             raise ValueError(
                 f"Expected images from 0 to 1, but got values from {float(values.min()):.3g} to "
-                f"{float(values.max()):.3g}: give the `mean` and `std` with which the data set normalises them."
+                f"{float(values.max()):.3g}: pass the `mean` and `std` with which the data set normalises images."
             )
         if any(gain != 1 for gain in self.gains):
             values = (values * _per_channel(self.gains, values)).clamp(0, 1)

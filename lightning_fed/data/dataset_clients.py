@@ -113,7 +113,7 @@ class DatasetClients(Population):
             if not lengths[0]:
                 break  # the round then excludes the client
             if not any(lengths[-_MOST_EMPTY:]):
-                raise ValueError(f"its sampler gave no batch in {_MOST_EMPTY} passes")
+                raise ValueError(f"its sampler returned no batch in {_MOST_EMPTY} passes")
         return tuple(lengths)
 
     def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:

@@ -263,7 +263,7 @@ class FederatedDataModule(EvaluationData):
                 return self.clients[key]
             except Exception as error:
                 fault = fault or error
-        raise fault or ValueError("Expected at least one client, but got none.")
+        raise fault or ValueError("Expected `clients` to contain at least one client, but got none.")
 
     def _loader(self, dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(
@@ -288,8 +288,9 @@ def datamodule_of_handed(
     if brings_clients and partition is not None:
         raise OptionError(
             "Expected one DataLoader or data set for `partition` to split into clients, but got a "
-            f"{type(train).__name__} of {len(train)}. If its entries are the clients, leave out `partition`; if every "
-            "step takes a batch of each, put the loaders into a `CombinedLoader`; each client then gets a part."
+            f"{type(train).__name__} with {len(train)} elements. If the elements are the clients, omit `partition`. "
+            "If every step takes one batch from each element, put the loaders into a `CombinedLoader`, which is then "
+            "split into clients."
         )
     if brings_clients:
         return FederatedDataModule(train, val)
@@ -388,8 +389,8 @@ def _check_kinds(clients: Any, numbers: KnownClasses) -> None:
     kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}
     if len(set(kinds.values())) > 1 or any(isinstance(value, IterableDataset) for value in values):
         raise TypeError(
-            "Expected the clients to be map-style data sets, or all of them loaders, but got "
-            f"{' and '.join(sorted(kinds))}. Put each in a `DataLoader`."
+            "Expected the clients to be all map-style data sets, or all loaders, but got "
+            f"{' and '.join(sorted(kinds))}: put each data set in a `DataLoader`."
         )
 
 
@@ -437,8 +438,8 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         indices = {client: np.sort(client_indices) for client, client_indices in indices.items()}
     if batch_size is None:
         _log.warning(
-            "%s is divided batch by batch: a client's step takes only the client's part of a batch. To keep the "
-            "batch size, give each client its own loader in a FederatedDataModule.",
+            "%s is divided batch by batch: a client's step uses only the client's part of a batch, so batches are "
+            "smaller. For full batches, give each client its own loader in a FederatedDataModule.",
             type(sampler).__name__,
         )
     parts = client_subsets(loader.dataset, indices, partial(partition.transform, seed=seed))

@@ -47,8 +47,8 @@ class FlowerPartition(Partition):
     ) -> None:
         if not hasattr(partitioner, "load_partition"):
             raise TypeError(
-                "Expected `partitioner` to be one of `flwr_datasets.partitioner`, such as `IidPartitioner(10)`, but "
-                f"got {partitioner!r}."
+                "Expected `partitioner` to be an object from `flwr_datasets.partitioner`, such as "
+                f"`IidPartitioner(10)`, but got {partitioner!r}."
             )
         self.partitioner = partitioner
         self.columns = columns
@@ -73,7 +73,7 @@ class FlowerPartition(Partition):
             datasets = import_module("datasets")
         except ImportError as error:
             raise ImportError(
-                "`FlowerPartition` needs the package `datasets`, which comes with `pip install flwr-datasets`."
+                "`FlowerPartition` requires the package `datasets`: pip install flwr-datasets."
             ) from error
         if isinstance(self.columns, Mapping):
             columns = {name: list(values) for name, values in self.columns.items()}

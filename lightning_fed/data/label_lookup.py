@@ -24,7 +24,7 @@ _NAMES = ("targets", "labels", "label", "target", "y")  # names of attributes an
 _KEYS = ("label", "labels", "target", "y", "mask")  # names of entries in a sample
 _NUM_BINS = 10
 _HINT = (
-    "Pass `label_fn`, a function of a sample that gives its label, a number or a text. The partitions `IID` and "
+    "Pass `label_fn`, a function from a sample to its label (a number or a string). The partitions `IID` and "
     "`ByGroup` need no labels."
 )
 _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
@@ -88,8 +88,8 @@ def labels_of(
 
     def read_labels(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         _log.info(
-            "Reading %d samples of %s to find their labels, because it has no labels as `targets` or `labels`. For "
-            "faster splits, add such an attribute.",
+            "Reading %d samples of %s to find their labels, because the data set has no attribute `targets` or "
+            "`labels`. Add such an attribute for faster splits.",
             indices.size,
             type(part).__name__,
         )
@@ -99,7 +99,7 @@ def labels_of(
             try:
                 return label_of(_find_target(sample, is_logged=not labels))
             except (TypeError, ValueError) as error:
-                error.add_note(f"This is about sample {indices[len(labels)]} of {type(part).__name__}.")
+                error.add_note(f"Raised for sample {indices[len(labels)]} of {type(part).__name__}.")
                 raise
 
         with seeded_generators(0):
@@ -130,7 +130,7 @@ def groups_of(
     def refuse(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         raise ValueError(
             f"Expected the data set to have an attribute or column `{group}` with one group per sample, but "
-            f"{type(part).__name__} has none. Name another one, or pass the groups or a function of a sample."
+            f"{type(part).__name__} has none: pass another name, the groups, or a function from a sample to its group."
         )
 
     return _collect(dataset, np.arange(length), find_groups, refuse)
@@ -219,7 +219,8 @@ def _find_target(sample: Any, is_logged: bool) -> Any:
     if isinstance(sample, tuple | list) and len(sample) > 1:
         if is_logged:
             _log.info(
-                "The label of a sample is the second of its %d elements (a %s); `label_fn` takes another one.",
+                "The second of %d elements of a sample (a %s) is used as the label; pass `label_fn` to use another "
+                "element.",
                 len(sample),
                 type(sample[1]).__name__,
             )
@@ -231,7 +232,7 @@ def _find_target(sample: Any, is_logged: bool) -> Any:
                 _log.info("The entry %r of a sample is used as the label; pass `label_fn` to use another entry.", key)
             return entries[key]
     raise NoLabels(
-        "Expected a sample to be a tuple or list of at least an input and a target, or to have one of "
+        "Expected a sample to be a tuple or list with an input and a target, or to have one of the entries "
         f"{', '.join(map(repr, _KEYS))}, but got {_describe(sample)}. {_HINT}"
     )
 
@@ -247,7 +248,7 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
         if array.ndim == 2:
             return _dominant_class(array, ignore_index, background)
     raise NoLabels(
-        "Expected a target to be a number or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got "
+        "Expected a target to be a number or a class mask of shape (H, W), (1, H, W) or (H, W, 1), but got "
         f"{_describe(target if array is None else array)}. {_HINT}"
     )
 
@@ -255,7 +256,7 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
 def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
     """Converts labels to integers: strings in alphabetical order, real numbers to bins. Logs suspicious labels."""
     if values.dtype.kind not in "iubfU":
-        raise NoLabels(f"Expected labels to be numbers, or all of them texts, but got {values[0]!r}. {_HINT}")
+        raise NoLabels(f"Expected labels to be all numbers or all strings, but got {values[0]!r}. {_HINT}")
     if values.dtype.kind == "U":
         values = np.unique(values, return_inverse=True)[1]
     if not np.isfinite(values).all():
@@ -273,15 +274,15 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
         labels = np.searchsorted(edges, values, side="right").astype(np.int64)
     if labels.size > 1 and (labels == labels[0]).all():
         _log.warning(
-            "All %d samples have the label %d, so clients cannot differ by label. In masks of 0 and 255 the "
-            "foreground counts as void: pass `ignore_index=None`. Other labels come from `label_fn`.",
+            "All %d samples have the label %d, so clients cannot differ by label. If the masks contain only 0 and "
+            "255, the foreground is treated as void: pass `ignore_index=None`. For other labels pass `label_fn`.",
             labels.size,
             labels[0],
         )
     if (labels < 0).any():
         _log.warning(
-            "%d of %d samples have a label below 0, which counts as a class. If it means `unlabelled`, take these "
-            "samples out with a `Subset`, or pass `label_fn`.",
+            "%d of %d samples have a negative label, which is treated as a class. If the label means `unlabelled`, "
+            "exclude these samples with a `Subset`, or pass `label_fn`.",
             (labels < 0).sum(),
             labels.size,
         )
@@ -291,9 +292,7 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
 def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background: int | None) -> int:
     pixels = _as_integers(mask.ravel())
     if pixels is None:
-        raise NoLabels(
-            f"Expected a mask of classes (whole numbers), but got one of {mask.dtype} with fractions. {_HINT}"
-        )
+        raise NoLabels(f"Expected a mask of integer classes, but got {mask.dtype} with non-integer values. {_HINT}")
     if pixels.min() >= 0 and pixels.max() < _MOST_BINS:
         counts = np.bincount(pixels)
         classes = np.arange(counts.size)
@@ -305,7 +304,7 @@ def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background
         return excluded[-1]  # background, else void: the mask has no other pixels
     if classes[counts > 0].min() < 0:
         raise ValueError(
-            f"Expected the classes of a mask to be at least 0, apart from `ignore_index` ({ignore_index}), but got "
+            f"Expected the classes in a mask to be at least 0, except `ignore_index` ({ignore_index}), but got "
             f"{classes.min()}."
         )
     return int(classes[counts.argmax()])
@@ -334,7 +333,7 @@ def _as_groups(values: Any, length: int, source: str) -> npt.NDArray[Any]:
     array = _as_array(values)
     items = [_plain(item) for item in (values if array is None else array.tolist())]
     if len(items) != length:
-        raise ValueError(f"Expected {source} to have one group for each of {length} samples, but got {len(items)}.")
+        raise ValueError(f"Expected {source} to have one group per sample ({length}), but got {len(items)}.")
     for kind, dtype in ((str, np.str_), (int, np.int64)):
         if all(isinstance(item, kind) for item in items):
             return np.asarray(items, dtype=dtype)

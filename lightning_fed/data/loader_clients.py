@@ -81,9 +81,9 @@ class LoaderClients(Population):
         if dataset is not None and self.local_steps is not None and batch_size is not None:
             return self.local_steps * int(batch_size)
         raise ValueError(
-            f"Expected the loader of client {client!r} to have a data set with a length, because an average weights "
-            "clients by numbers of examples: define `__len__` on the data set, or set `local_steps` (and a batch "
-            "size), so a client counts with the examples in a visit."
+            f"Expected the loader of client {client!r} to have a data set with a length, because averages are "
+            "weighted by the number of examples: define `__len__` on the data set, or set `local_steps` (and a batch "
+            "size), so that the examples of a visit are counted."
         )
 
     def _loader(self, client: Client) -> Any:
@@ -184,7 +184,7 @@ class LoaderClients(Population):
                 has_batches = True
                 yield batch
             if not has_batches:
-                raise ValueError("its loader gave no batch")
+                raise ValueError("its loader returned no batch")
 
 
 def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -226,8 +226,9 @@ def _checked_length(batch: Any) -> int:
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
-            "Expected the examples of a batch along the first dimension of all tensors, with one length, but got "
-            f"lengths {sorted(lengths)}: put the batch first, or give the loader a `dataset` with a length."
+            "Expected all tensors in a batch to have the examples along the first dimension, with equal lengths, but "
+            f"got lengths {sorted(lengths)}: move the batch dimension to the front, or give the loader a `dataset` "
+            "with a length."
         )
     return batch_length(batch)
 
@@ -297,14 +298,14 @@ def check_client_loader(loader: Any) -> None:
         )
     if hasattr(loader, "column_names") and not isinstance(loader, Dataset):
         raise TypeError(
-            "Expected a client's data to be a data set of torch or a loader, but got the table "
-            f"{type(loader).__name__}. Put it in a `DataLoader`."
+            f"Expected a client's data to be a torch data set or a loader, but got the table {type(loader).__name__}: "
+            "put the table in a `DataLoader`."
         )
     if any(isinstance(value, Dataset) for value in inside(loader)):
         raise TypeError(
             "Expected a client's data to be a data set, a loader or several loaders, but got data sets in a "
-            f"{type(loader).__name__}. Put each in a `DataLoader`, or all of them in one data set "
-            "(`torch.utils.data.StackDataset` zips them, `ConcatDataset` puts them together)."
+            f"{type(loader).__name__}: put each data set in a `DataLoader`, or combine all data sets "
+            "(`torch.utils.data.StackDataset` zips them, `ConcatDataset` concatenates them)."
         )
 
 

@@ -123,9 +123,7 @@ class AnnotatedClasses:
             description = (
                 f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             )
-            raise ValueError(
-                f"Expected a sample with a mask of classes (a tensor of whole numbers), but got {description}."
-            )
+            raise ValueError(f"Expected a sample with a class mask (a tensor of integers), but got {description}.")
         has_mask_per_class = mask.ndim == 3 and len(mask) == self.num_classes
         if self.mode == "multilabel":
             if not has_mask_per_class:
@@ -142,9 +140,9 @@ class AnnotatedClasses:
             and bool(((mask == 0) | (mask == 1) | (mask == self.ignore_index)).all())
         ):
             raise ValueError(
-                f"Expected masks of classes with mode='multiclass', but a mask of shape {tuple(mask.shape)} holds 0 "
-                "and 1 only. For a mask of each class give mode='multilabel'; a volume of class indices needs "
-                "another axis before its first."
+                f"Expected class masks with mode='multiclass', but a mask of shape {tuple(mask.shape)} contains only "
+                "0 and 1. For one mask per class set mode='multilabel'; a volume of class indices needs an "
+                "additional leading axis."
             )
         is_annotated = torch.isin(mask, torch.tensor(self.classes, dtype=mask.dtype))
         return mask.masked_fill(~is_annotated, self.ignore_index)

@@ -69,8 +69,8 @@ class PartitionedData(FederatedDataModule):
         super().__init__({}, val={}, test={})
         if not isinstance(source, L.LightningDataModule):
             raise TypeError(
-                f"Expected `source` to be a LightningDataModule, but got {type(source).__name__}: "
-                "`L.LightningDataModule.from_datasets(data_set, batch_size=32)` makes one of a data set."
+                f"Expected `source` to be a LightningDataModule, but got {type(source).__name__}: create one with "
+                "`L.LightningDataModule.from_datasets(data_set, batch_size=32)`."
             )
         check_inside("val_fraction", val_fraction)
         if not 0 <= test_fraction < 1 - val_fraction:
@@ -131,9 +131,9 @@ class PartitionedData(FederatedDataModule):
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         if population.draws is not None:
             raise OptionError(
-                "Expected a training loader with a pass over all examples, because some are held out, but got "
-                f"sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with `partition=` on "
-                "the Trainer."
+                "Expected a training loader that passes over all examples, because some examples are held out, but "
+                f"got sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with "
+                "`partition=` on the Trainer."
             )
         source = population.source
         train, val, test = dict[Client, Any](), dict[Client, Any](), dict[Client, Any]()

@@ -64,8 +64,8 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise OptionError(
-            "Expected one DataLoader over a data set that can be indexed, because examples are drawn independently, "
-            f"but got {type(loader).__name__}."
+            "Expected one DataLoader over a map-style data set, because examples are drawn independently, but got "
+            f"{type(loader).__name__}."
         )
     check_class(loader, "with independently drawn examples")
     sampler, batch_size, _ = batches_of(loader)

@@ -112,7 +112,7 @@ class Population(ABC):
 
     def __init__(self, clients: Sequence[Client]) -> None:
         if len(clients) == 0:
-            raise ValueError("Expected at least one client, but got none.")
+            raise ValueError("Expected `clients` to contain at least one client, but got none.")
         if isinstance(clients, list | tuple):  # other sequences may be too long to check
             _check_keys(clients)
         self.clients = clients
@@ -352,8 +352,8 @@ def _check_keys(clients: Iterable[Any]) -> None:
     for client in clients:
         if not isinstance(client, str | int | np.integer):
             raise TypeError(
-                "Expected the clients' keys to be of type str or int, because checkpoints and logs name clients, but "
-                f"got {client!r}, a {type(client).__name__}."
+                "Expected client keys of type str or int, because checkpoints and logs contain the keys, but got "
+                f"{client!r} of type {type(client).__name__}."
             )
         if isinstance(client, str) and len(client) > LONGEST_NAME:
             raise ValueError(
@@ -374,7 +374,10 @@ def batch_length(batch: Any) -> int:
     """
     length = next(_lengths(batch), None)
     if length is None:
-        raise ValueError(f"Expected a batch of tensors to count its examples, but got {type(batch).__name__}.")
+        raise ValueError(
+            "Expected a batch to contain a tensor, whose length is the number of examples, but got "
+            f"{type(batch).__name__}."
+        )
     return length
 
 

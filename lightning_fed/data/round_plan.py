@@ -64,7 +64,7 @@ class PlannedRound:
         if not population.has_raised:
             population.has_raised = True
             _log.warning(
-                "The data of client %r raised (shown for the first client only):\n%s",
+                "The data of client %r raised an exception (logged only for the first client):\n%s",
                 client,
                 item.trace or f"{describe(item.error)}\n",
             )
@@ -80,8 +80,8 @@ class PlannedRound:
             reason, count = Counter(self.reasons).most_common(1)[0]
             assert self.round is not None
             _log.error(
-                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. Look for the fault"
-                " in the data set.",
+                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. The data set is "
+                "probably at fault.",
                 round_number(self.round),
                 self.num_clients,
                 count,
@@ -156,9 +156,9 @@ def _plan_visit(
         pass_batches=passes,
     )
     if planned.num_batches == 0 and is_counted:
-        return "its loader has no batch"
+        return "its loader returned no batch"
     if planned.num_batches == 0:
-        return f"its {num_samples} examples make no full batch and `drop_last` is set"
+        return f"its {num_samples} examples do not fill a batch, and `drop_last` is set"
     return planned
 
 
@@ -174,7 +174,7 @@ def _apply_limit(plan: PlannedRound, limit: int | float) -> None:
         if planned.num_batches:
             visits.append(planned)
     _log.warning(
-        "`limit_train_batches` cuts the round from %d visits and %d batches to %d visits and %d batches.",
+        "`limit_train_batches` shortens the round from %d visits and %d batches to %d visits and %d batches.",
         len(plan.visits),
         total,
         len(visits),

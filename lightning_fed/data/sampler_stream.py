@@ -51,9 +51,9 @@ class SamplerStream:
         first, _, again = ((*self._draw(0, number, number), self._state()) for number in (0, 1, 0))
         if not all(map(np.array_equal, first[:2], again[:2])) or first[2] != again[2]:
             raise OptionError(
-                f"Expected {name} to draw the same indices from the same seed, but passes depend on a state shared "
-                "between clients: shuffle by the global generators, by an attribute `generator` (a "
-                f"`torch.Generator`), or by `set_epoch(epoch)`. {LOADERS_REMEDY}"
+                f"Expected {name} to draw the same indices for the same seed, but its passes depend on a state that "
+                "clients share: shuffle with the global generators, with an attribute `generator` (a "
+                f"`torch.Generator`), or with `set_epoch(epoch)`. {LOADERS_REMEDY}"
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,8 +92,8 @@ class SamplerStream:
         name = type(self.sampler).__name__
         if self.batch_size is not None and len(drawn) > len(self.sampler):
             raise OptionError(
-                f"Expected {name} to draw no more than its length of {len(self.sampler)}, but a pass continues: "
-                f"change `__len__`. {LOADERS_REMEDY}"
+                f"Expected {name} to draw at most {len(self.sampler)} batches or indices, its length, but a pass "
+                f"continues: correct `__len__`. {LOADERS_REMEDY}"
             )
         batches = [[index] for index in drawn] if self.batch_size is not None else drawn
         try:

@@ -96,8 +96,8 @@ class Omniglot(FileDataModule):
         check_count("test_drawers", test_drawers, 0)
         if val_drawers + test_drawers >= _DRAWERS:
             raise ValueError(
-                f"Expected `val_drawers` + `test_drawers` to leave some of the {_DRAWERS} drawers to train on, but "
-                f"got {val_drawers} + {test_drawers}."
+                f"Expected `val_drawers` + `test_drawers` to leave at least one of {_DRAWERS} drawers for training, "
+                f"but got {val_drawers} + {test_drawers}."
             )
         check_option("group_by", group_by, ("drawer", "alphabet"))
         self.download = download

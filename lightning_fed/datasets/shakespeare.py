@@ -22,8 +22,8 @@ Vocabulary = Literal["leaf", "text"]
 _FILES = ["shakespeare/shakespeare_roles.json.gz", "shakespeare_roles.json.gz", "shakespeare/tinyshakespeare.txt",
           "tinyshakespeare.txt"]  # fmt: skip
 _INSTRUCTIONS = (
-    "Make one that `help(Shakespeare)` describes from any edition of the plays, pass `data_dir` as the folder that "
-    "has it, or leave `data_dir` out for generated text."
+    "Create the file described in `help(Shakespeare)` from any edition of the plays, pass the folder that contains "
+    "the file as `data_dir`, or omit `data_dir` for generated text."
 )
 _GENERATED = 12  # roles
 
@@ -128,7 +128,8 @@ class Shakespeare(FederatedDataModule):
         if not large:
             most = max(len(text) for text in roles.values()) - self.seq_length
             raise ValueError(
-                f"Expected a role with `min_samples` ({self.min_samples}) samples, but none has over {most}."
+                f"Expected a role with at least `min_samples` ({self.min_samples}) samples, but the largest role has "
+                f"{most}."
             )
         train: dict[Client, ClientData] = {}
         val = {}

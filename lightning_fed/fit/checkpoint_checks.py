@@ -50,9 +50,9 @@ def check_model(state: Mapping[str, Tensor]) -> None:
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(
-            f"The fit would start from a model that no client can train: {fault}. If the model is from a checkpoint, "
-            "resume from an earlier one. A constant that holds infinities does not have to travel: make it a buffer, "
-            "or name it in `frozen`."
+            f"The fit would start from a model that no client can train: {fault}. If the model comes from a "
+            "checkpoint, resume from an earlier one. A constant with infinite values need not be sent: make it a "
+            "buffer, or name it in `frozen`."
         )
 
 

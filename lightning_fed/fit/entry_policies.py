@@ -55,8 +55,8 @@ def decide_policies(
     if (batch_norm == "personal" or keeps_statistics) and not layers:
         raise OptionError(
             f"Expected a model with BatchNorm layers for batch_norm={batch_norm!r} "
-            f"({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: name the "
-            "entries that stay with the clients in `personal`, or choose another `batch_norm`."
+            f"({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: list the "
+            "entries that stay on the clients in `personal`, or choose another `batch_norm`."
         )
     statistics = batch_norm_statistics(module)
     if batch_norm == "personal":
@@ -80,8 +80,9 @@ def decide_policies(
         at_home = [name for name in at_home if name not in statistics]
     if at_home:
         _log.warning(
-            "%d entries stay with their clients (%s, ...). Validation of the global model uses the initial values of "
-            "these entries. With validation data as a mapping by client, each client's own values are evaluated too.",
+            "%d entries stay on the clients (%s, ...). Validation of the global model uses the initial values of "
+            "these entries. With validation data as a mapping by client, each client is also evaluated with its own "
+            "values.",
             len(at_home),
             at_home[0],
         )
@@ -114,8 +115,8 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
-            "%d buffers held NaN or infinite values at the start and do not travel (%s): they are the server's at "
-            "the start of every visit.",
+            "%d buffers with NaN or infinite initial values are not sent (%s): every visit starts with the server's "
+            "values of these buffers.",
             len(names),
             _first(names),
         )
@@ -175,14 +176,14 @@ def check_sliced(
         entry = names.get(layer.weight) if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
         if entry in sliced and layer.padding_idx is not None:
             raise MisconfigurationException(
-                f"Clients hold some rows of {entry!r} only, and its padding_idx={layer.padding_idx} would be another "
-                "word in every visit: make the embedding without `padding_idx`."
+                f"Clients hold only some rows of {entry!r}, so its padding_idx={layer.padding_idx} would mean another "
+                "word in every visit: create the embedding without `padding_idx`."
             )
     if reports_statistics and batch_norm_statistics(module):
         raise MisconfigurationException(
-            "A measurement of BatchNorm's running statistics (for example with batch_norm='recalibrate') would send "
-            f"the whole of {sliced} to every client again: convert the model with "
-            "`lightning_fed.modules.to_group_norm` (the FedSS paper does), or choose another `batch_norm`."
+            "Measuring BatchNorm's running statistics (for example with batch_norm='recalibrate') would send all "
+            f"rows of {sliced} to every client: convert the model with `lightning_fed.modules.to_group_norm` (as in "
+            "the FedSS paper), or choose another `batch_norm`."
         )
 
 

@@ -75,8 +75,8 @@ class FailedRounds:
             if self._cause is None:
                 raise RuntimeError(self._message)
             self._cause.add_note(
-                f"In round {round_number(report.round)} all {len(report.failed)} clients failed by this error. With "
-                "`max_failed_rounds=None` the fit goes on whatever fails."
+                f"In round {round_number(report.round)} all {len(report.failed)} clients failed with this error. With "
+                "`max_failed_rounds=None` the fit continues after any failure."
             )
             raise self._cause
         if self.in_a_row >= self.limit:
@@ -88,17 +88,17 @@ class FailedRounds:
             raise RuntimeError(self._message) from self._cause
 
     def _describe(self, report: RoundReport) -> str:
-        rounds = "1 round" if self.in_a_row == 1 else f"{self.in_a_row} rounds in a row"
-        reason = "the aggregate was not used, see the log"
+        rounds = "1 failed round" if self.in_a_row == 1 else f"{self.in_a_row} consecutive failed rounds"
+        reason = "the aggregate was discarded, see the log"
         if report.failed:
             client, fault = next(iter(report.failed.items()))
             number = len(report.failed)
             reason = (
-                f"{number} of {number + len(report.received)} clients failed: client {client!r} is excluded: {fault}"
+                f"{number} of {number + len(report.received)} clients failed, for example client {client!r}: {fault}"
             )
         return (
-            f"There is no new model after {rounds}, up to round {round_number(report.round)}, in which {reason}. Mend "
-            "this, or let the fit go on whatever fails with `max_failed_rounds=None`."
+            f"There is no new model after {rounds} (the last is round {round_number(report.round)}): {reason}. Correct "
+            "the cause, or continue after any failure with `max_failed_rounds=None`."
         )
 
 

@@ -286,7 +286,7 @@ class FederatedFit:
     def population(self) -> Population:
         """All clients; available after :meth:`set_population`."""
         if self._population is None:
-            raise RuntimeError("The clients are not known before `fit` asks for the training data.")
+            raise RuntimeError("The clients are unknown until `fit` has loaded the training data.")
         return self._population
 
     def set_population(self, population: Population) -> None:
@@ -303,10 +303,10 @@ class FederatedFit:
         population.overfit_batches = self.trainer.overfit_batches  # type: ignore[attr-defined]
         most, clients = self.schedule.cohort_size(len(population.clients)), "in a round"
         if self.options.availability.partial_work == "drop" and self.options.availability.stragglers:
-            most, clients = self.schedule.active_size(most), "of a round that do all their work"
+            most, clients = self.schedule.active_size(most), "in a round that complete their work"
         if self.server.min_clients > most:
             raise MisconfigurationException(
-                f"Expected `min_clients` to be at most the clients {clients} ({most}), but got "
+                f"Expected `min_clients` to be at most the number of clients {clients} ({most}), but got "
                 f"{self.server.min_clients}: the global model would never change."
             )
 

@@ -44,19 +44,19 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
     kept = " and ".join(f"{counts[policy]} {policy}" for policy in _LOCAL if counts[policy])
     text = [
-        f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit, trains_at_once)}.",
+        f"{method}: {rounds}, {size} of {clients} clients per round, {_execution(fit, trains_at_once)}.",
         f"{format_bytes(tensor_bytes(shared))} each way per client ({len(shared)} "
-        f"entries{f'; {kept} ones stay' if kept else ''}).",
+        f"tensors{f'; not sent: {kept}' if kept else ''}).",
     ]
     if following:
         text.append(
-            f"{format_bytes(tensor_bytes(following))} more ({len(following)} entries without gradient) travel where "
-            "the module writes into them, as into a teacher."
+            f"{format_bytes(tensor_bytes(following))} more ({len(following)} tensors without gradient) if the module "
+            "writes to them, as with a teacher."
         )
     if counts["sliced"]:
-        text.append(f"Of {counts['sliced']} more only the rows that a client asks for.")
+        text.append(f"{counts['sliced']} more tensors, of which clients receive only requested rows.")
     if batch_norm_layers(fit.module):
-        again = ", for which clients are sent the new model too" if fit.reports_statistics else ""
+        again = ", and clients also receive each new model to measure statistics" if fit.reports_statistics else ""
         text.append(f"BatchNorm: {fit.batch_norm!r}{again}.")
     return " ".join([*text, f"Seed {fit.schedule.seed}."])
 
@@ -87,7 +87,7 @@ def describe_end(
         >>> metrics = {"val_acc": 0.8125, "fed/clients": 2.0, "evaluation/clients": 2.0}
         >>> print(describe_end("FedAvg", totals, 3.0, metrics))
         FedAvg:
-          rounds            2, 1.5 s each, 3 s in all
+          rounds            2, 1.5 s each, 3 s in total
           updates used      5
           clients excluded  1 failed, 0 dropped out
           sent to clients   4.0 kB
@@ -95,14 +95,15 @@ def describe_end(
           val_acc           0.8125
     """
     rows = {
-        "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in all",
+        "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in total",
         "updates used": str(totals["clients"]),
         "clients excluded": f"{totals['failed']} failed, {totals['dropped']} dropped out",
-        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", new models once more for BatchNorm",
+        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", including new models sent again "
+        "for BatchNorm",
         "sent back": format_bytes(totals["up_bytes"]),
     }
     if totals.get("numbers"):
-        rows["values skipped"] = f"{totals['numbers']} of those that clients sent for the log"
+        rows["values skipped"] = f"{totals['numbers']} values that clients sent for the log"
     rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OURS)}
     rows |= files or {}
     width = max(map(len, rows))

@@ -165,9 +165,9 @@ class RoundLog:
             left_out = [name for name in metrics if name not in kept[client] or name not in taken]
             if left_out and not self.totals["numbers"]:
                 _log.warning(
-                    "Round %d: %d numbers of client %r are not logged, %.100r first. The limits are %d numbers per "
-                    "client and round, %d names per fit, finite values, and names of at most 100 letters, digits and "
-                    "`._-/`. This warning appears once.",
+                    "Round %d: %d values of client %r are not logged, starting with %.100r. The limits are %d "
+                    "numbers per client and round, %d names per fit, finite values, and names of at most 100 "
+                    "letters, digits and `._-/`. This warning appears once.",
                     round_number(report.round), len(left_out), client, left_out[0], _MOST_METRICS, _MOST_NAMES,
                 )  # fmt: skip
             self.totals["numbers"] += len(left_out)

@@ -33,11 +33,11 @@ _REFUSED: dict[type[L.Callback], str] = {BatchSizeFinder: _NO_CALLBACKS, Learnin
 
 _REFUSED_INSIDE: dict[type[L.Callback], str] = {
     **_REFUSED,
-    StochasticWeightAveraging: "it replaces the schedule of optimizers that every visit makes anew, and adds an "
-    "epoch in which nothing trains: use `WeightAveraging` (from Lightning 2.6 on), which "
-    "averages the global models here, or a rule of the server",
-    ModelPruning: "it renames entries of the module between rounds, by whose names the server and the clients keep "
-    "theirs: prune the trained model with `torch.nn.utils.prune`",
+    StochasticWeightAveraging: "it replaces the schedules of optimizers, which every visit creates anew, and adds an "
+    "epoch without training: use `WeightAveraging` (from Lightning 2.6 on), which "
+    "averages the global models, or a server-side rule",
+    ModelPruning: "it renames entries of the module between rounds, but server and clients identify entries by name: "
+    "prune the trained model with `torch.nn.utils.prune`",
 }
 
 
@@ -70,7 +70,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
-        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has more.")
+        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has several.")
     callbacks.remove(callback)
     callbacks.insert(0, callback)
 
@@ -80,7 +80,7 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
-            f"{trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, `devices=1`,"
+            f"{trainer.world_size} processes: use strategy='client_parallel', which distributes the clients, `devices=1`,"
             " or strategy='ddp' inside one client, with `partition=IID(1)`, averaging and optimizer_state='keep'."
         )
 
@@ -114,9 +114,9 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
 
 def _refuse_window(window: int, odd: str, between: str) -> None:
     raise MisconfigurationException(
-        f"Gradients of {window} batches are accumulated, and {odd}: a window would straddle two {between}. Set "
-        f"`local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger batch size "
-        f"instead of `accumulate_grad_batches={window}`."
+        f"Gradients of {window} batches are accumulated, and {odd}: the last accumulation window would span two "
+        f"{between}. Set `local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger "
+        f"batch size instead of `accumulate_grad_batches={window}`."
     )
 
 
@@ -148,13 +148,13 @@ def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) ->
     check_processes(trainer, is_plain)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
-            "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client "
-            "should have begun: take the batch instead, `training_step(self, batch, batch_idx)`."
+            "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "
+            "its first batch: use `training_step(self, batch, batch_idx)` instead."
         )
     for callback in callbacks_of(trainer):
         for refused, reason in (_REFUSED if is_plain else _REFUSED_INSIDE).items():
             if isinstance(callback, refused):
-                raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
+                raise MisconfigurationException(f"`{type(callback).__name__}` is not supported in a federation: {reason}.")
         if isinstance(callback, ModelCheckpoint) and not is_plain:
             _check_saver(callback)
     if not is_plain:

@@ -179,7 +179,7 @@ class CarriedAttributes:
         if names:
             known.named.update(names)
             _log.warning(
-                "Round %d: these attributes of %s changed in the visits: %s. The values pass from client to client "
+                "Round %d: visits changed these attributes of %s: %s. Their values pass from client to client "
                 "outside the messages: %s.",
                 round_number(round),
                 type(self._module).__name__,

@@ -58,7 +58,7 @@ def matched_mean(
     """
     if not len(states) == len(assignments) == len(weights) > 0:
         raise ValueError(
-            "Expected `states`, `assignments` and `weights` to be of the same clients, at least one, but got "
+            "Expected `states`, `assignments` and `weights` to have one element per client, at least one, but got "
             f"{len(states)}, {len(assignments)} and {len(weights)}."
         )
     if not all(0 < weight < float("inf") for weight in weights):

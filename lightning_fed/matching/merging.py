@@ -158,7 +158,9 @@ class MatchedAverage:
         states = _states(networks, module)
         _refuse_adapters(states)
         if weights is not None and len(weights) != len(states):
-            raise ValueError(f"Expected one of `weights` per network, but got {len(weights)} for {len(states)}.")
+            raise ValueError(
+                f"Expected `weights` to have one weight per network, but got {len(weights)} for {len(states)}."
+            )
         example, data = self._example(module, example_input, data)
         match_widths(module, states[0])
         groups = self._groups(module, example)
@@ -228,14 +230,14 @@ def _refuse_adapters(states: Sequence[Mapping[str, Tensor]]) -> None:
 def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
     first = next((network for network in networks if isinstance(network, nn.Module)), None)
     if first is None:
-        raise ValueError("Expected `module` or a module in `networks`, but got neither.")
+        raise ValueError("Expected a `module` argument, or a module in `networks`, but got neither.")
     return copy.deepcopy(first)
 
 
 def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> list[dict[str, Tensor]]:
     """Reads the states of all networks to the devices of the module's entries."""
     if not networks:
-        raise ValueError("Expected at least one of `networks`, but got none.")
+        raise ValueError("Expected `networks` to contain at least one network, but got none.")
     module_tensors, states = entry_tensors(module), list[dict[str, Tensor]]()
     for number, network in enumerate(networks):
         label = str(network) if isinstance(network, str | Path) else f"network {number}"

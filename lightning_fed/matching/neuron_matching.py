@@ -135,7 +135,7 @@ def match_neurons(
         check_count("max_width", max_width, max(len(client_neurons) for client_neurons in neurons))
     sizes = [size] if blocks is None else list(blocks)
     if sum(sizes) != size or min(sizes) < 1:
-        raise ValueError(f"Expected `blocks` to be at least 1 each and to sum to {size}, but got {sizes}.")
+        raise ValueError(f"Expected `blocks` to have sizes of at least 1 that sum to {size}, but got {sizes}.")
     if score == "published":
         variance = 1.0 if variance is None else variance
         prior_variance = 1.0 if prior_variance is None else prior_variance
@@ -315,7 +315,7 @@ class _Matcher:
 def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
     """Checks the clients' neurons, and converts them to the dtype and device of the first client."""
     if not len(clients):
-        raise ValueError("Expected `clients` to be the neurons of at least one client, but got none.")
+        raise ValueError("Expected `clients` to contain the neurons of at least one client, but got none.")
     for number, neurons in enumerate(clients):
         if (
             neurons.ndim != 2
@@ -324,11 +324,15 @@ def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
             or not neurons.is_floating_point()
         ):
             raise ValueError(
-                f"Expected `clients` to be floating-point neurons of shape (L_j, {clients[0].shape[-1:].numel()}), "
-                f"with L_j of at least 1, but got {neurons.dtype} of shape {tuple(neurons.shape)} as number {number}."
+                "Expected `clients` to contain floating-point tensors of shape (L_j, "
+                f"{clients[0].shape[-1:].numel()}), with L_j at least 1, but got {neurons.dtype} of shape "
+                f"{tuple(neurons.shape)} at position {number}."
             )
         if not bool(neurons.isfinite().all()):
-            raise ValueError(f"Expected `clients` to be finite, but number {number} has NaN or infinite values.")
+            raise ValueError(
+                f"Expected `clients` to have finite values, but the tensor at position {number} has NaN "
+                "or infinite values."
+            )
     first = at_least_float32(clients[0].detach())
     return [neurons.detach().to(first) for neurons in clients]
 

@@ -125,7 +125,7 @@ def match_states(
     check_option("order", order, MatchOrder)
     check_option("mode", mode, MatchMode)
     if not states:
-        raise ValueError("Expected at least one of `states`, but got none.")
+        raise ValueError("Expected `states` to contain at least one state, but got none.")
     check_width_limit("max_growth", max_growth)
     if max_growth == "auto":
         max_growth = _MARGINAL_LIMIT if score == "marginal" else None

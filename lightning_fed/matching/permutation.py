@@ -338,8 +338,8 @@ def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
 def _check_length(name: str, axis: int, entry: GroupEntry, value: Tensor) -> None:
     if axis >= value.ndim or value.shape[axis] != entry.length:
         raise ValueError(
-            f"Expected axis {axis} of {name!r} to have the length {entry.length}, but its shape is "
-            f"{tuple(value.shape)}: are these the groups of this network?"
+            f"Expected axis {axis} of {name!r} to have length {entry.length}, but the shape is {tuple(value.shape)}: "
+            "pass the groups of this network."
         )
 
 

@@ -210,8 +210,8 @@ def _trace(
         if unused:
             rank_zero_warn(
                 f"`forward` does not use these children, so their inputs are unknown: {_some(unused)}. If training "
-                "feeds features to them, name the layers of the features in `pin` of `PermutationGroups.of` or "
-                "`LayerwiseTraining`."
+                "passes features to these children, name the layers that compute these features in `pin` of "
+                "`PermutationGroups.of` or `LayerwiseTraining`."
             )
     return tracer
 

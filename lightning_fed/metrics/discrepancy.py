@@ -124,6 +124,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
     def _check_type(self, num_classes: int) -> None:
         if num_classes - 1 > 2 / torch.finfo(self.dtype).eps:
             raise ValueError(
-                f"Expected a type for {num_classes} different classes (`num_classes`), but got {self.dtype}: labels "
-                "are kept in the metric's type."
+                f"Expected a dtype that can represent {num_classes} different classes (`num_classes`), but got "
+                f"{self.dtype}: labels are stored in the metric's dtype."
             )

@@ -177,8 +177,8 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
     if lazy:
         raise OptionError(
-            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: make a dry run of the module "
-            "before `fit`, such as `module(batch)` with one batch, or write the layer's sizes."
+            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: run the module once before "
+            "`fit`, such as `module(batch)` with one batch, or specify the layer's sizes."
         )
     entries, names = _find_complete_state(module)
     missing = [
@@ -190,9 +190,9 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     ]
     if missing:
         raise OptionError(
-            f"Expected `{owner}.state_dict()` to hold the running statistics of every layer in training mode, but "
-            f"{_some(missing)} shares no memory with an entry of this kind, and the server would see no statistic: "
-            "keep the statistics in `state_dict` under names with the endings `.running_mean` and `.running_var`, or "
+            f"Expected `{owner}.state_dict()` to contain the running statistics of every layer in training mode, but "
+            f"{_some(missing)} shares no memory with such an entry, so the server would not receive the statistics: "
+            "include the statistics in `state_dict` under names that end in `.running_mean` and `.running_var`, or "
             "put the layer in evaluation mode (`.eval()`)."
         )
     _check_optimizers(owner, optimizers, [*names, *entries.values()])
@@ -207,9 +207,9 @@ def _check_optimizers(owner: str, optimizers: Iterable[Optimizer], saved: Iterab
             if tensor.requires_grad and tensor.numel() and tensor not in known and _memory(tensor) not in memories:
                 raise OptionError(
                     f"Expected {type(optimizer).__name__} to train tensors with an entry in `{owner}.state_dict()`, "
-                    f"but got a tensor of shape {tuple(tensor.shape)} without an entry, and the server would never "
-                    "see the tensor: make the tensor an `nn.Parameter` of the module, and register layers as "
-                    "attributes or in an `nn.ModuleList`; a criterion with parameters has to be an `nn.Module`."
+                    f"but got a tensor of shape {tuple(tensor.shape)} without an entry, so the server would never "
+                    "receive the tensor: make the tensor an `nn.Parameter` of the module, and register layers as "
+                    "attributes or in an `nn.ModuleList`; a loss with parameters must be an `nn.Module`."
                 )
 
 
@@ -337,7 +337,7 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     root = float(norm(flat for (flat,) in join(values))) / max(1, sum(value.numel() for value in values)) ** 0.5
     # Close to the largest finite number, a forward pass only overflows for some inputs. A fault would reveal the input.
     if not root <= _MOST_MEAN_SQUARE:
-        excess = f"its values have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
+        excess = f"its values have a root mean square of {root:.3g}, but the limit is {_MOST_MEAN_SQUARE:.3g}"
         return find_non_finite(state) or excess
     kinds = ("running_var", "num_batches_tracked")
     statistics = {name: value for name, value in state.items() if name.rpartition(".")[2] in kinds and value.numel()}
@@ -447,7 +447,7 @@ def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
         if isinstance(selector, nn.Module) or not (isinstance(selector, str) or callable(selector)):
             raise ValueError(
                 f"Expected `{name}` to be a list of name patterns ('head.*'), module types (nn.BatchNorm2d) and "
-                f"functions, but got {selector!r} in it."
+                f"functions, but it contains {selector!r}."
             )
     return checked
 

@@ -107,9 +107,9 @@ def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():
-        return f"it has no rows to choose from: shape {tuple(table.shape)}, {table.dtype}"
+        return f"it is not a table of floating-point rows: shape {tuple(table.shape)}, {table.dtype}"
     if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(table)):
-        return f"its rows are between {int(rows.min())} and {int(rows.max())}, and it has {len(table)}"
+        return f"its rows range from {int(rows.min())} to {int(rows.max())}, but the table has {len(table)} rows"
     return None if is_increasing(rows) else "its rows are not strictly increasing"
 
 

@@ -125,7 +125,7 @@ def calibrate(
         low, high = high, high + math.log(2)
         if high > math.log(1e4):
             raise OptionError(
-                f"Expected an epsilon within reach of a noise multiplier of 10,000, but got {epsilon}: increase it."
+                f"Expected an epsilon that a noise multiplier of 10,000 can reach, but got {epsilon}: increase epsilon."
             )
     while low == high or excess(low) <= 0:
         low, high = low - math.log(2), low
@@ -154,8 +154,8 @@ def plan_budget(
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
     if epsilon is None or rounds is None or rounds < 1:
         raise OptionError(
-            f"Expected a number of rounds (`max_rounds`) to find the noise for an epsilon, but got {rounds}: set it, "
-            "or pass a `noise_multiplier`."
+            f"Expected a number of rounds (`max_rounds`) to compute the noise for an epsilon, but got {rounds}: set "
+            "`max_rounds`, or pass a `noise_multiplier`."
         )
     return calibrate(epsilon, delta, population, cohort, rounds, sampling, accountant)
 

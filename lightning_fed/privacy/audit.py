@@ -78,7 +78,7 @@ def audit_mean(
         raise ValueError(f"Expected `num_canaries` to be at most {budget.population}, but got {num_canaries}.")
     half = int(share * num_canaries / 2)
     if not 1 <= half <= num_canaries // 2:
-        raise ValueError(f"Expected `share` to make from 2 to {num_canaries} guesses, but got {share}.")
+        raise ValueError(f"Expected `share` to give 2 to {num_canaries} guesses, but got {share}.")
     is_there = np.random.default_rng([seed]).random(num_canaries) < 0.5
     dp = CentralDP(1.0, budget.delta, budget.noise_multiplier, sampling=budget.sampling, accountant=budget.accountant)
     key = dp.draw_key() if key_for_tests is None else key_for_tests

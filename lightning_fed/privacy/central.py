@@ -237,8 +237,8 @@ class CentralDP(UpdateStep):
         comparing = next((step for step in steps if isinstance(step, CollectingStep)), None)
         if comparing is not None:  # outer steps; the chain refuses inner steps
             raise OptionError(
-                f"Expected no `{type(comparing).__name__}` with `CentralDP`: one client could change the "
-                "contributions of others, but the noise only covers one client's update."
+                f"Expected no `{type(comparing).__name__}` with `CentralDP`, because one client could change the "
+                "contributions of others, but the noise only covers one client's update: remove the step."
             )
 
     def callbacks(self) -> Sequence[Any]:
@@ -252,7 +252,7 @@ class CentralDP(UpdateStep):
         """Clips the update, and removes the number of examples, metrics, and changes to untrained parameters."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
-            raise ClientFault(f"its federation has a clip of {self.clip:g}, but the server {clip:g}")
+            raise ClientFault(f"its federation has clip={self.clip:g}, but the server has clip={clip:g}")
         update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
         length = self.measure(update.state, sent.state)
         factor = clip_factor(length, clip)
@@ -353,7 +353,7 @@ class PrivateSum(Held):
             )
         length = step.measure(update.state, sent)
         if not length <= self.longest:
-            raise BadUpdate(f"its update has the norm {length:g}, above the clip {step.clip:g}")
+            raise BadUpdate(f"its update has norm {length:g}, above clip={step.clip:g}")
         factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the weight that the client reports
         self._join(step.vector.mul_(factor))
         if step.adaptive:
@@ -405,7 +405,8 @@ class PrivacyBudget(FederatedCallback):
         budget.epsilon(1)  # raises before the first round if the accountant is not installed
         if budget.delta >= 1 / budget.population:
             _log.warning(
-                "delta=%g is not below one over the number of clients (%d): the bound allows to reveal a whole client.",
+                "delta=%g is not below one over the number of clients (%d), so the bound would allow revealing a "
+                "whole client.",
                 budget.delta,
                 budget.population,
             )
@@ -466,7 +467,8 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
             if not is_harmless and is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"Expected clients to send updates only, but `{type(callback).__name__}.{hook}` may send more."
+                    f"Expected clients to send only updates, but `{type(callback).__name__}.{hook}` may send more: "
+                    "remove the callback."
                 )
 
 
@@ -480,13 +482,14 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
     is_manual = not module.automatic_optimization
     if any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise MisconfigurationException(
-            "Expected learning rate schedulers per epoch (round) and automatic optimization with differential "
-            "privacy, but got a scheduler per step: it depends on the clients' numbers of steps, which have no noise."
+            "Expected learning-rate schedulers per epoch (round) and automatic optimization with differential "
+            "privacy, but got a scheduler per step, which depends on the clients' step counts, and these have no "
+            "noise."
         )
     if loss_scaler(trainer) is not None:
         raise MisconfigurationException(
-            f"Expected precision='bf16-mixed' or '32-true' with differential privacy, but got {trainer.precision!r}: "
-            "the loss scale depends on clients without noise."
+            f"Expected precision='bf16-mixed' or '32-true' with differential privacy, but got {trainer.precision!r}, "
+            "whose loss scale depends on clients without noise."
         )
 
 

@@ -164,8 +164,8 @@ class DPSGD(FederatedCallback):
         if epsilon is not None:
             check_positive("epsilon", epsilon)
             self.needs_local_clients = (
-                "the noise for an `epsilon` depends on all clients' numbers of examples, which stay on the clients; "
-                "pass a `noise_multiplier` from `lightning_fed.privacy.calibrate`"
+                "the noise for an `epsilon` depends on the numbers of examples, which stay on the clients: pass a "
+                "`noise_multiplier` from `lightning_fed.privacy.calibrate`"
             )
             max_epsilon = epsilon if max_epsilon is None else max_epsilon
             noise_multiplier = math.nan  # set in the fit
@@ -422,8 +422,8 @@ class DPSGD(FederatedCallback):
             return
         if times is None or times < 1:
             raise OptionError(
-                "Expected a number of epochs (`max_rounds`, `max_epochs`) to find the noise for an epsilon, but got "
-                f"{times}: set it, or pass a `noise_multiplier`."
+                "Expected a number of epochs (`max_rounds`, `max_epochs`) to compute the noise for an epsilon, but "
+                f"got {times}: set the number, or pass a `noise_multiplier`."
             )
         self.noise_multiplier = 0.0
         for visit in visits():
@@ -433,7 +433,7 @@ class DPSGD(FederatedCallback):
                     epsilon, self.delta, visit.num_samples, visit.expected, account.steps, "poisson", self.accountant
                 ).noise_multiplier
         if not self.noise_multiplier:
-            raise OptionError("Expected clients with examples to find the noise for an epsilon, but got none.")
+            raise OptionError("Expected clients with examples to compute the noise for an epsilon, but got none.")
         _log.info(
             "Noise multiplier %.4g: epsilon is at most %g after %d visits of every client.",
             self.noise_multiplier, epsilon, times,
@@ -465,7 +465,7 @@ class DPSGD(FederatedCallback):
         content = {"noise_multiplier": self.noise_multiplier, "account": astuple(account)}
         write_text_atomically(path, json.dumps(content))
         _log.info(
-            "Round %d: client %r has taken %d steps so far, epsilon %.4g at delta %g.",
+            "Round %d: client %r has taken %d steps so far, with epsilon %.4g at delta %g.",
             round_number(trainer.current_epoch), client, account.steps, self.epsilon(client), self.delta,
         )  # fmt: skip
 
@@ -491,7 +491,8 @@ class DPSGD(FederatedCallback):
         self._end()
         if self.delta >= 1 / visit.planned.num_samples and not self._has_warned:
             _log.warning(
-                "delta=%g is not below one over the number of examples (%d): the bound allows to reveal an example.",
+                "delta=%g is not below one over the number of examples (%d), so the bound would allow revealing an "
+                "example.",
                 self.delta,
                 visit.planned.num_samples,
             )

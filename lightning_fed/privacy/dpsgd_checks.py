@@ -42,7 +42,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     tied = set(names) - tensors_by_path(module).keys()
     parameters = set(map(id, module.parameters()))
     refused = {
-        "automatic optimization, because steps of manual optimization have no noise": not module.automatic_optimization,
+        "automatic optimization, because manual steps would have no noise": not module.automatic_optimization,
         f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: use a larger batch size": (
             trainer.accumulate_grad_batches != 1
         ),
@@ -59,7 +59,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
         "an optimizer with one loss per step, unlike LBFGS": (
             any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
         ),
-        "optimizers of the module's parameters only: others would train without noise": (
+        "optimizers with only parameters of the module, because other parameters would train without noise": (
             not optimized_parameters(trainer) <= parameters
         ),
         "no `min_epochs` and `min_steps` with `max_epsilon`, because the budget may end the fit earlier": (
@@ -87,8 +87,8 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         )
     if federation.server.chain.reveals == "model":
         raise MisconfigurationException(
-            "Expected one of `DPSGD` and `CentralDP`, but got both: `DPSGD` accounts for clients' numbers of steps, "
-            "which `CentralDP` hides."
+            "Expected only one of `DPSGD` and `CentralDP`, but got both: `DPSGD` accounts for the clients' step "
+            "counts, which `CentralDP` hides."
         )
     for callback in federated_callbacks(trainer):
         if callback is own or getattr(callback, "keeps_privacy", False):
@@ -96,8 +96,8 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         for hook in _CLIENT_HOOKS:
             if is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"`{type(callback).__name__}.{hook}` may send values, or write values into the model, computed "
-                    "from a client's examples without noise: `DPSGD` supports 'fedavg', 'fedprox', 'scaffold', "
-                    "'fednova', 'feddyn', 'fedper', server optimizers and robust rules. If the callback only uses "
-                    "models, set its `keeps_privacy`."
+                    f"`{type(callback).__name__}.{hook}` may use a client's examples without noise, in values that it "
+                    "sends or writes into the model: `DPSGD` supports 'fedavg', 'fedprox', 'scaffold', 'fednova', "
+                    "'feddyn', 'fedper', server optimizers and robust rules. If the callback uses only models, set "
+                    "its `keeps_privacy`."
                 )

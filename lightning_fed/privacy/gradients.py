@@ -95,8 +95,8 @@ class ExampleGradients:
             earlier = self.values.get(parameter)
             if earlier is not None and len(earlier) != len(values):
                 raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} sees {len(earlier)} and {len(values)} rows of one batch, so "
-                    "gradients per example are unknown."
+                    f"The layer {self._names[layer]!r} receives {len(earlier)} and {len(values)} rows for one batch, "
+                    "so per-example gradients are unknown."
                 )
             self.values[parameter] = values if earlier is None else earlier + values
 

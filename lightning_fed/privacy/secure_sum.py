@@ -101,8 +101,8 @@ class SecureSum(UpdateStep):
             )
         if self._private is not None and self._private.adaptive:
             raise OptionError(
-                "Expected `CentralDP` with a fixed clip for a secure sum, but got adaptive=True: every client would "
-                "report whether its update was short."
+                "Expected `CentralDP` with a fixed clipping norm for a secure sum, but got adaptive=True: every "
+                "client would report whether its update was clipped."
             )
         self.max_weight = 1 if self._private is not None else counted_samples(inside, MOST_SAMPLES)
         if self.max_weight == MOST_SAMPLES:
@@ -150,7 +150,7 @@ class SecureSum(UpdateStep):
         steps = {name: to_float64(update.state[name]) - to_float64(sent.state[name]) for name in names}
         length, weight = step_length(steps), 1 if self.is_private else update.num_samples
         if not math.isfinite(length):
-            raise ClientFault("its step has NaN or infinite values")
+            raise ClientFault("its update has NaN or infinite values")
         # Clips a little more, so that the rounded update stays within the norm covered by the noise.
         longest = ring.longest(sum(step.numel() for step in steps.values())) if self.is_private else ring.clip
         factor = weight * clip_factor(length, longest)
@@ -173,11 +173,11 @@ class SecureSum(UpdateStep):
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
-                raise BadUpdate(f"it sends the extras {sorted(update.extras)} instead of none")
+                raise BadUpdate(f"it sends the extras {sorted(update.extras)}, but no extras are allowed")
             return numbers
         weight = update.extras.get(WEIGHT)
         if weight is None or len(update.extras) > 1 or weight.shape != torch.Size([]) or weight.dtype != torch.int32:
-            raise BadUpdate(f"it sends the extras {sorted(update.extras)} instead of only its weight")
+            raise BadUpdate(f"it sends the extras {sorted(update.extras)}, but only its weight is allowed")
         return {**numbers, WEIGHT: weight}
 
     @torch.no_grad()
@@ -218,7 +218,7 @@ class RingSum(Held):
         """Adds a client's update. A malformed or surplus update raises :class:`BadUpdate`."""
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
-            raise BadUpdate(f"the ring only has room for {self._step.ring.clients} clients")
+            raise BadUpdate(f"the secure sum has room for only {self._step.ring.clients} clients")
         self._join(self._step.vector(update))
         self.clients.append(update.client)
 
@@ -237,7 +237,7 @@ class RingSum(Held):
     def release(self) -> Sequence[Arrived]:
         """Returns the mean as one update, or an empty list without clients."""
         if self._fault is None and 0 < len(self.clients) < self.least:
-            self._fault = f"the secure sum needs at least {self.least} clients, but got {len(self.clients)}"
+            self._fault = f"the secure sum requires at least {self.least} clients, but got {len(self.clients)}"
         clients, total, fault = self.clients, self.total, self._fault
         self.clients, self.total, self._fault = [], {}, None
         if fault is not None and clients:

@@ -264,10 +264,10 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {
         f"Lightning {L.__version__} has an unknown loop": not L.__version__.startswith(KNOWN_VERSIONS),
-        f"{type(profiler).__name__} measures what Lightning calls in its own loop": (
+        f"{type(profiler).__name__} measures calls in Lightning's loop": (
             not isinstance(profiler, PassThroughProfiler)
         ),
-        f"{type(strategy).__name__} may change how a step is made": (
+        f"{type(strategy).__name__} may change how a step is performed": (
             type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
         )
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,

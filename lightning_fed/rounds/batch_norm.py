@@ -48,9 +48,9 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 _MOST_LEFT = 0.1  # 22 batches with BatchNorm's default momentum
 
 _SERVES = {
-    "batch": "each batch has its own BatchNorm statistics",
-    "data": "each loader has its own BatchNorm statistics",
-    "pooled": "pooled BatchNorm statistics serve",
+    "batch": "evaluation uses the statistics of each batch",
+    "data": "evaluation uses the statistics of each loader",
+    "pooled": "evaluation uses pooled statistics",
 }
 
 LARGE_SHIFT = 0.05
@@ -110,8 +110,8 @@ def warn_of_monitors(fit: FederatedFit) -> None:
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
     if names and fit.record_warning("monitor"):
         _log.warning(
-            "%r is a value of the global model, for which %s: each client has its own BatchNorm statistics. Give "
-            "validation data by client, and monitor %r, the mean over the clients' own models.",
+            "%r is a value of the global model, for which %s, because each client has its own BatchNorm statistics. "
+            "Pass validation data by client, and monitor %r, the mean over the clients' models.",
             names[0],
             _SERVES[fit.unseen],
             f"fed/{names[0]}/mean",
@@ -286,7 +286,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
         first, shift, excess = _find_first_shift(fit, measured, shifts)
         decision = "own" if excess > LARGE_SHIFT else "pooled"
         text = (
-            "each client has its own statistics, and the statistics of the batch serve data without a client"
+            "each client has separate statistics, and data without a client are normalised with batch statistics"
             if decision == "own"
             else "the clients share pooled statistics"
         )
@@ -299,8 +299,9 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
         fit.decision, fit.reports = decision, {}
     elif fit.record_warning("undecided"):
         _log.info(
-            "The choice between own and pooled BatchNorm statistics is open after %d reports: a decision needs reports"
-            " of %d clients, in the first round of half the clients. Until then the latest reports serve all clients.",
+            "The choice between separate and pooled BatchNorm statistics is still open after %d reports: it requires "
+            "reports of %d clients, and in the first round of half the clients. Until then all clients use the "
+            "latest pooled statistics.",
             len(measured),
             max(2, fit.server.min_clients),
         )
@@ -379,7 +380,7 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
     if not batch_norm_layers(module):
         raise OptionError(
             f"Expected a module with BatchNorm layers that have running statistics, but {type(module).__name__} has "
-            "none: use the module as it is."
+            "none: use the module unchanged."
         )
     adapted = copy.deepcopy(module).eval()
     run: Callable[[Any], object] | None = None
@@ -438,7 +439,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
 
 def warn_of_report(client: Client, fault: object) -> None:
     """Warns about a client without BatchNorm statistics."""
-    _log.warning("Client %r's BatchNorm statistics are excluded: %s.", client, fault)
+    _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
 
 
 def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:

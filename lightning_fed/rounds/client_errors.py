@@ -27,9 +27,9 @@ def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
 
 
 _ODD_BATCH = (
-    "its loader gave a batch of a single example, on which BatchNorm cannot train; set `drop_last=True` or another "
-    "batch size on that loader, or give the client as a data set, whose trailing single example joins the batch "
-    "before"
+    "its loader returned a batch with a single example, on which BatchNorm cannot train: set `drop_last=True` or "
+    "another batch size on that loader, or pass the client's data set, whose single trailing example is merged into "
+    "the previous batch"
 )
 
 
@@ -38,8 +38,8 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
     note = f"Raised in round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (
-            f"{note} The GPU may report the error some steps late, and does not work any more in this process: labels "
-            "out of range are the usual cause, in this visit or the one before. Restart the program: the fit resumes "
-            "from its last checkpoint."
+            f"{note} The GPU may report the error some steps late and cannot be used further in this process. The "
+            "usual cause is labels out of range, in this visit or the previous one. Restart the program: the fit "
+            "resumes from its last checkpoint."
         )
     return note

@@ -244,7 +244,7 @@ def _log_strangers(fit: FederatedFit, clients: Sequence[Client], has_personal: b
     if strangers:
         _log.log(
             logging.WARNING if has_personal else logging.INFO,
-            "%d clients are evaluated that do not train (%s), with %s. Those that train are %s.",
+            "%d evaluated clients do not train (%s), and use %s. The training clients are %s.",
             len(strangers),
             _first(strangers),
             "the initial values of the personal entries" if has_personal else "the global model",

@@ -107,8 +107,8 @@ class RoundLoop:
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
         if fit.remote is None and has_clients == (partition is not None):
             raise MisconfigurationException(
-                "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that "
-                f"brings them, but got {'both' if partition is not None else 'neither'}."
+                "Expected either a `partition` that splits the training data into clients, or a FederatedDataModule "
+                f"that contains clients, but got {'both' if partition is not None else 'neither'}."
             )
         loader_owner = find_loader_owner(trainer, module)
         if any(isinstance(callback, WEIGHT_AVERAGING) for callback in callbacks_of(trainer)):
@@ -172,9 +172,11 @@ class RoundLoop:
         if fit.batch_norm != fit.options.batch_norm and fit.trainer.is_global_zero and fit.has_server:
             has_slices = "sliced" in fit.policies.values()
             reason = (
-                "a report needs the whole model on each client" if has_slices else "the server may not see a client's"
+                "a report needs the whole model on each client"
+                if has_slices
+                else "the server must not receive statistics of single clients"
             )
-            _log.info("BatchNorm: each client has its own statistics, because %s.", reason)
+            _log.info("BatchNorm: each client has separate statistics, because %s.", reason)
         if self._averages is not None:
             self._averages.check_entries()
         self._batch_loop = self._fuse()
@@ -357,9 +359,9 @@ class RoundLoop:
                 self.start_epoch()  # Lightning omits the hook in a resumed epoch
             elif num_trained or self.fit.rounds > self.fit.trainer.current_epoch:
                 raise MisconfigurationException(
-                    f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only its "
-                    "validation is not, or with one client its last batches: resume with a Trainer that validates as "
-                    "the one before, and with the same clients and options."
+                    f"The checkpoint contains round {round_number(self.fit.trainer.current_epoch)}, but not its "
+                    "validation, or not its last batches (one client): resume with the same clients and options, and a "
+                    "Trainer that validates like the Trainer that saved the checkpoint."
                 )
             self.fit.cohort = cohort
             if self._find_new_entries() and self._plan.groups is not None:
@@ -430,7 +432,7 @@ class RoundLoop:
         elif round is not None:
             self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
             number = round_number(self.fit.server.report.round)
-            _log.warning("Round %d was cut short: the global model stays as it was.", number)
+            _log.warning("Round %d was cut short, so the global model does not change.", number)
             self._abandon_round()
 
     def _abandon_round(self) -> None:

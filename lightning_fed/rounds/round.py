@@ -137,10 +137,10 @@ class Round:
         written = [name for name, count in self._count_writes().items() if count != self._writes[name]]
         if written:
             raise MisconfigurationException(
-                f"Expected the entries of a message that do not train to be left as they are, but {written[0]!r} was "
-                f"written into ({len(written)} in all) by {type(self._server.rule).__name__} or a callback: all "
-                "messages of a round share these tensors (`update.unsent` names them), so put new ones in their "
-                "place."
+                f"Expected untrained entries of a message to stay unchanged, but {type(self._server.rule).__name__} "
+                f"or a callback has written into {written[0]!r} ({len(written)} entries in total): all messages of a "
+                "round share these tensors (`update.unsent` names them), so replace the tensors instead of writing "
+                "into them."
             )
 
     # 2. Close
@@ -194,7 +194,7 @@ class Round:
         ):
             fault = find_fault(new, form) or find_implausible(new)
             if fault is not None:
-                _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
+                _log.error("The aggregate is discarded after `on_server_aggregate`: %s.", fault)
                 self._server.abandon_round()
                 return None
         return state if state is start else new  # the initial state if the rule has no new model yet

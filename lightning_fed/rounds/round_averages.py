@@ -70,8 +70,8 @@ class RoundAverages:
             )
             if average != current:
                 raise MisconfigurationException(
-                    f"Expected `{type(callback).__name__}` behind `Federation` in the Trainer's `callbacks`, because "
-                    "the method changes the module, but got the callback in front of `Federation`."
+                    f"Expected `{type(callback).__name__}` after `Federation` in the Trainer's `callbacks`, because "
+                    "the method changes the module, but it comes before `Federation`."
                 )
 
     def end_round(self) -> None:

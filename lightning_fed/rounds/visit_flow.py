@@ -177,7 +177,8 @@ class ClientVisit:
         unsliced = sorted(request.rows.keys() - self._local.sliced.keys())
         if unsliced:
             raise MisconfigurationException(
-                f"A callback asks for rows of {unsliced}, which travel as a whole: name them in its `sliced_entries`."
+                f"A callback requests rows of {unsliced}, but these entries are sent as a whole: return their names "
+                "in `sliced_entries`."
             )
 
     def _load_optimizers(self, request: Request, stored: State) -> None:
@@ -202,7 +203,7 @@ class ClientVisit:
 
     def _check_trained(self, num_losses: int) -> None:
         if self._must_train and not num_losses:
-            self.planned.fault = f"its training step gave no loss in {self.planned.num_batches} batches"
+            self.planned.fault = f"its training step returned no loss in {self.planned.num_batches} batches"
             raise ClientFault(self.planned.fault)
         fault = self._local.find_personal_fault(self.planned.visit.client)
         if fault is not None:

@@ -298,7 +298,7 @@ class Server(ServerInterface):
         self.report.up_bytes += update.nbytes
         expected = self._expected.get(update.client)
         update.rows = {} if expected is None else expected.rows
-        return expected is not None or self.fail(update.client, "it sent an update that was not asked for")
+        return expected is not None or self.fail(update.client, "it sent an update that was not requested")
 
     def accept(self, update: ClientUpdate) -> bool:
         """Checks an update after :meth:`count`, and passes the update to the chain."""
@@ -316,7 +316,7 @@ class Server(ServerInterface):
         except BadUpdate as error:
             return self._take_back(client, str(error))
         except Exception as error:
-            reason = f"the server cannot use its update: {describe(error)}"
+            reason = f"its update raised {describe(error)} on the server"
             return self._take_back(client, reason, without_frames(error))
         return True
 
@@ -339,7 +339,7 @@ class Server(ServerInterface):
             return None
         fault = find_implausible(state)
         if fault is not None:
-            _log.error("Round %d: the aggregate is not used: %s.", round_number(self.report.round), fault)
+            _log.error("Round %d: the aggregate is discarded: %s.", round_number(self.report.round), fault)
             self.abandon_round()
             return None
         return state
@@ -353,7 +353,7 @@ class Server(ServerInterface):
             count = len(self.report.received)
             if count < self.min_clients and self.chain.reveals != "model":
                 _log.warning(
-                    "Round %d: %d good updates, fewer than min_clients=%d: the global model stays as it was.",
+                    "Round %d: %d valid updates, fewer than min_clients=%d, so the global model does not change.",
                     round_number(self.report.round),
                     count,
                     self.min_clients,
@@ -381,7 +381,7 @@ class Server(ServerInterface):
             length = distance(update.state, sent, names) or 0.0
             self.report.norms[update.client] = length
         if not length <= _FARTHEST * self._length:
-            raise BadUpdate(f"its step has the length {length:.3g}, and the model {self._length:.3g}")
+            raise BadUpdate(f"its update has norm {length:.3g}, but the model has norm {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         report = self.report
@@ -393,7 +393,7 @@ class Server(ServerInterface):
         """Replaces entries of a message by the requested rows."""
         if not self.rule.accepts_rows:
             raise ValueError(
-                f"Expected a rule that can do with some rows of {sorted(request.rows)}, but "
+                f"Expected a rule that supports partial rows of {sorted(request.rows)}, but "
                 f"{type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."
             )
         for name, rows in request.rows.items():

@@ -106,8 +106,8 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
     """Refuses entries of which clients hold only some rows, because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
-            f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}: the step compares whole "
-            "entries. Remove the step, or send whole entries."
+            f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "
+            "compares whole entries: remove the step, or send whole entries."
         )
 
 
@@ -115,6 +115,6 @@ def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
     """Refuses a rule with one of ``capabilities``, because the step needs the difference from one global model."""
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
-            f"Expected no `{type(step).__name__}` with {type(rule).__name__}: not all clients start from one model of "
-            "the same shapes. Remove the step, or use another method."
+            f"Expected no `{type(step).__name__}` with {type(rule).__name__}, because not all clients start from one "
+            "model with the same shapes: remove the step, or use another method."
         )

@@ -62,7 +62,8 @@ class Chain:
             if isinstance(step, CollectingStep):
                 raise OptionError(
                     f"Expected no `{type(step).__name__}` before `{type(self.steps[self._num_hidden]).__name__}` in "
-                    "`steps`, because it compares single updates, but the server sees no single update there."
+                    "`steps`, because the step compares single updates, but the server sees no single update at this "
+                    "position."
                 )
         for step in self.steps:
             step.check(rule, self.steps)
@@ -70,7 +71,7 @@ class Chain:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
                 raise OptionError(
                     f"Expected `{type(step).__name__}` before `{type(self.steps[self._num_whole]).__name__}` in "
-                    "`steps`, but got the reverse order: after it, updates are codes instead of models."
+                    "`steps`, but got the reverse order: at this position, updates are encoded and no longer models."
                 )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}
@@ -200,7 +201,9 @@ class Chain:
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
-            _log.warning("The checkpoint contains states of unused update steps: %s.", ", ".join(unused))
+            _log.warning(
+                "The checkpoint contains states of update steps that this fit does not use: %s.", ", ".join(unused)
+            )
         self.rule.load_state_dict(state["rule"])
         for name, step in steps.items():
             step.load_state_dict(state["steps"].get(name, {}))

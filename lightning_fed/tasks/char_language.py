@@ -146,8 +146,8 @@ class CharLanguageTask(Task):
         shape = (logits.shape[0], *logits.shape[2:])
         if target.shape != shape:
             raise ValueError(
-                f"Expected targets of shape {shape}, one for each prediction, but got {tuple(target.shape)}: "
-                "`every_step` of the task and of the data have to be the same."
+                f"Expected targets of shape {shape}, one for each prediction, but got {tuple(target.shape)}: set the "
+                "same `every_step` on the task and the data."
             )
         return F.cross_entropy(logits, target.long())
 

@@ -81,7 +81,7 @@ class ClassificationTask(Task):
             )
         unknown = set(head_kwargs or ()) - ({"scale", "normalize"} if head == "sampled_softmax" else set())
         if unknown:
-            raise ValueError(f"Expected only known `head_kwargs` with head={head!r}, but got {sorted(unknown)}.")
+            raise ValueError(f"Expected `head_kwargs` accepted by head={head!r}, but got {sorted(unknown)}.")
         self.num_classes = check_count("num_classes", num_classes, 2)
         self._in_channels = in_channels
         self._input_size = input_size

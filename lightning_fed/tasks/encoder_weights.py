@@ -32,7 +32,8 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"Expected `encoder_weights` to be the name of published weights or a file, but there is no {path}."
+            f"Expected `encoder_weights` to be the name of published weights or a file, but the file {path} does not "
+            "exist."
         )
     saved: dict[str, Any] = (
         load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
@@ -58,7 +59,7 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     left_over = [name for name in entries if name not in encoder.state_dict()]
     if left_over:
         _log.info(
-            "%d entries of %s are not the encoder's: %s, ...",
+            "%d entries of %s do not belong to the encoder: %s, ...",
             len(left_over),
             path.name,
             ", ".join(left_over[:3]),

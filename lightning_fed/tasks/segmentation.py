@@ -190,13 +190,13 @@ class SegmentationTask(Task):
             return
         if len(wrong):
             raise ValueError(
-                f"Expected masks of 0 and 1, apart from `ignore_index` ({self.ignore_index}), with mode='binary', but "
-                f"got {int(wrong[0])}: make the masks 0 and 1 by `mask > 0`."
+                f"Expected masks of 0 and 1, except `ignore_index` ({self.ignore_index}), with mode='binary', but got "
+                f"{int(wrong[0])}: convert the masks with `mask > 0`."
             )
         if seems_ignored:
             rank_zero_warn(
-                f"No pixel of a batch's masks is 1, but some are {self.ignore_index}, an ignored label. If this label "
-                "means the class, convert the masks by `mask > 0`."
+                f"No pixel in a batch's masks is 1, but some pixels have the ignored label {self.ignore_index}. If "
+                "this label means the class, convert the masks with `mask > 0`."
             )
 
     def example_input(self) -> Tensor:

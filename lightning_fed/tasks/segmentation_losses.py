@@ -52,8 +52,8 @@ class NamedLoss(nn.Module):
                 )
             if name == "fedseg" and (mode != "multiclass" or ignore_index is None):
                 raise ValueError(
-                    "Expected mode='multiclass' and an `ignore_index`, the class of pixels without a label, for "
-                    f"loss='fedseg', but got {mode!r} and {ignore_index}."
+                    "Expected mode='multiclass' and an `ignore_index` for pixels without a label with loss='fedseg', "
+                    f"but got {mode!r} and {ignore_index}."
                 )
             self.terms.append((name, None if is_ours else self._build(name, options)))
 
@@ -81,7 +81,7 @@ class NamedLoss(nn.Module):
         try:
             loss: nn.Module = getattr(smp.losses, {**_REGION, **_PIXEL}[name])(mode, **ignored, **options)
         except (TypeError, ValueError, AssertionError) as error:
-            raise ValueError(f"Expected options that the loss {name!r} takes, but got {options}: {error}") from error
+            raise ValueError(f"Expected options accepted by the loss {name!r}, but got {options}: {error}") from error
         return loss
 
     def _cross_entropy(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:

@@ -318,7 +318,11 @@ def test_what_it_costs(federated_trainer):
         (lambda: Ditto(0.1, 0), ValueError, "`local_epochs` to be at least 1, but got 0"),
         (lambda: Ditto(0.1, 1, 0), ValueError, "`personal_epochs` to be at least 1, but got 0"),
         (lambda: PersonalModel(0.1, 0), ValueError, "`global_epochs` to be at least 1, but got 0"),
-        (lambda: Federation("ditto", local_epochs=4), ValueError, "`Ditto` without `local_epochs`, which it sets"),
+        (
+            lambda: Federation("ditto", local_epochs=4),
+            ValueError,
+            "no `local_epochs` for `Ditto`, because the method sets",
+        ),
     ],
 )
 def test_options_that_cannot_be(make, error, message):

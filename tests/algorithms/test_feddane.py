@@ -415,7 +415,7 @@ def test_what_fails_in_the_module_for_all_clients_ends_the_fit(index, federated_
         federated_trainer(max_rounds=1, method="feddane", callbacks=[keep]).fit(
             module, models.as_datasets(models.vectors({"a": 20, "b": 12}))
         )
-    assert any("all 2 clients failed by this error" in note for note in caught.value.__notes__)
+    assert any("all 2 clients failed with this error" in note for note in caught.value.__notes__)
     assert module.training
 
 

@@ -328,10 +328,26 @@ def test_the_last_head_epochs_are_one_more_round(federated_trainer, tmp_path):
             "up to `local_epochs`, 3, but got 2",
         ),
         (lambda: FedRep(local_epochs=1), ValueError, "up to `local_epochs`, 1, but got 0 and 1"),
-        (lambda: Federation("fedrep", local_epochs=3), ValueError, "`FedRep` without `local_epochs`, which it sets"),
-        (lambda: Federation("fedrep", local_steps=3), ValueError, "`FedRep` without `local_steps`, which it sets"),
-        (lambda: Federation("fedrep", personal=["x"]), ValueError, "`FedRep` without `personal`, which it sets"),
-        (lambda: Federation("fedper", personal=["x"]), ValueError, "`FedPer` without `personal`, which it sets"),
+        (
+            lambda: Federation("fedrep", local_epochs=3),
+            ValueError,
+            "no `local_epochs` for `FedRep`, because the method sets",
+        ),
+        (
+            lambda: Federation("fedrep", local_steps=3),
+            ValueError,
+            "no `local_steps` for `FedRep`, because the method sets",
+        ),
+        (
+            lambda: Federation("fedrep", personal=["x"]),
+            ValueError,
+            "no `personal` for `FedRep`, because the method sets",
+        ),
+        (
+            lambda: Federation("fedper", personal=["x"]),
+            ValueError,
+            "no `personal` for `FedPer`, because the method sets",
+        ),
     ],
 )
 def test_options_that_cannot_be(make, error, message):
@@ -420,7 +436,7 @@ def test_the_chosen_head_is_logged(federated_trainer, caplog):
     trainer = federated_trainer(max_rounds=1, method=FedPer(), clients_per_round=2, callbacks=[recorder])
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         trainer.fit(models.Module(models.BaseAndHead()), models.as_datasets(models.vectors(SIZES)))
-    assert "The head that stays with every client is 'net.head'" in caplog.text
+    assert "The personal head of each client is 'net.head'" in caplog.text
     assert all(not any("head" in name for name in visit.update) for visit in recorder.visits)
     assert all(any("base" in name for name in visit.update) for visit in recorder.visits)
 

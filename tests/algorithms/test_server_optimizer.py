@@ -596,7 +596,7 @@ def test_states_of_others(caplog):
     chain.load_state_dict(chain_of("fedavg").state_dict())
     assert not memory_of(chain)
     chain_of("fedavg").load_state_dict(with_memory)
-    assert "states of unused update steps: ServerOptimizer:0" in caplog.text
+    assert "states of update steps that this fit does not use: ServerOptimizer:0" in caplog.text
 
 
 # --- Fits -------------------------------------------------------------------------------------------------------------
@@ -637,8 +637,8 @@ def test_methods_on_the_command_line():
         (lambda: ServerOptimizer(nn.Linear), "`optimizer` to be an optimizer's class .*, but got <class"),
         (lambda: ServerOptimizer("SGD", lr=-1.0), "the arguments {'lr': -1.0}, but SGD does not: Invalid learning"),
         (lambda: ServerOptimizer("SGD", rate=1.0), "but SGD does not: .*unexpected keyword argument 'rate'"),
-        (lambda: ServerOptimizer("LBFGS"), "to need only gradients.* but LBFGS does not: .*closure"),
-        (lambda: ServerOptimizer("SparseAdam"), "to need only gradients.* but SparseAdam does not"),
+        (lambda: ServerOptimizer("LBFGS"), "to work with only gradients.* but LBFGS failed: .*closure"),
+        (lambda: ServerOptimizer("SparseAdam"), "to work with only gradients.* but SparseAdam failed"),
         (lambda: ServerOptimizer("SGD", lr=float("nan")), "finite arguments for SGD, but got {'lr': nan}"),
         (lambda: chain_of(FedAvgM(aggregator=FeSEM())), "Expected no `ServerOptimizer` with FeSEM: not all clients"),
         (lambda: Federation(FedAvgM(aggregator=FedMA("permute"))), "Expected no `ServerOptimizer` with FedMA: not"),

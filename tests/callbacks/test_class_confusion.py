@@ -104,7 +104,7 @@ def test_chosen_clients():
         confusion = OwnClassConfusion(clients)
         federate([confusion])
         assert list(confusion.latest) == expected
-    with pytest.raises(ValueError, match=r"`clients` to be some of the federation's, but got \['e'\]"):
+    with pytest.raises(ValueError, match=r"`clients` to be clients of the federation, but got \['e'\]"):
         federate([OwnClassConfusion(["a", "e"])])
 
 
@@ -266,7 +266,7 @@ def test_rounds_with_pictures_and_other_loggers(tmp_path, caplog):
             assert [step for step, _ in logged(board, f"{TAG}/{client}")] == [0, 2]
         assert not logged(board, f"{TAG}/c")
     assert [record.message for record in caplog.records if "no images" in record.message] == [
-        "OwnClassConfusion logs to TensorBoard only: no images for CSVLogger."
+        "OwnClassConfusion sends images only to TensorBoard, so these loggers receive none: CSVLogger."
     ]
 
 
@@ -315,7 +315,7 @@ def test_refusals(tmp_path):
     for clients in (0, []):
         with pytest.raises(ValueError, match="`clients` to be at least one, but got"):
             OwnClassConfusion(clients)
-    with pytest.raises(MisconfigurationException, match="has no `Federation` callback"):
+    with pytest.raises(MisconfigurationException, match="with a `Federation` callback, but got none"):
         train([OwnClassConfusion()], False, 1)
 
 

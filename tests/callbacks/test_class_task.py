@@ -532,7 +532,7 @@ REFUSED = {
     "only logged": (lambda: of_a_body(only_logged), NONE),
     "outputs in parts": (lambda: of_a_body(part_of_the_outputs), NONE),
     "two heads": (lambda: of_a_body(two_heads), r"but the layers \['projector', 'other'\] do"),
-    "by hand": (by_hand, "but a trial step is impossible with manual optimization"),
+    "by hand": (by_hand, "but manual optimization does not allow a trial step"),
     "fails": (lambda: of_a_body(needs_a_fit), r"a trial of the step before training failed \(KeyError: 'known'\)"),
 }
 
@@ -586,7 +586,9 @@ def test_all_that_ask_refuse_alike(federated_trainer, name):
     method, remedy = CONSUMERS[name]
     module = Base(regression, net=nn.Linear(6, 4))
     start = state_of(module)
-    with pytest.raises(MisconfigurationException, match=f"compare the outputs of one layer with labels.*: {remedy}"):
+    with pytest.raises(
+        MisconfigurationException, match=f"compare the outputs of one layer with class labels.*: {remedy}"
+    ):
         federated_trainer(max_rounds=1, partition=IID(2), method=method).fit(
             module, DataLoader(TensorDataset(numbers(), labels()), batch_size=4)
         )
@@ -652,7 +654,7 @@ def test_a_stream_loses_no_batch(plain_trainer):
     trainer = plain_trainer(max_epochs=1, callbacks=[ClassPrototypes()])
     batches = iter([(numbers(4), labels(4))] * 3)
     with pytest.raises(
-        MisconfigurationException, match=r"gives each batch only once.*: give `ClassPrototypes` a `layer`"
+        MisconfigurationException, match=r"returns each batch only once.*: give `ClassPrototypes` a `layer`"
     ):
         trainer.fit(Base(compiled, net=models.mlp()), batches)
     assert len(list(batches)) == 2  # Lightning reads one ahead

@@ -233,5 +233,5 @@ def test_no_clients_name_reads_as_another_row(federated_trainer, tmp_path):
 def test_a_matrix_of_compressed_models_is_refused(step, federated_trainer):
     clients = models.as_datasets(models.vectors(CLIENTS))
     trainer = federated_trainer(max_rounds=1, steps=[step], callbacks=[SiteMatrix("val_acc")])
-    with pytest.raises(MisconfigurationException, match="sees no single client's model"):
+    with pytest.raises(MisconfigurationException, match="hides the models of single clients"):
         trainer.fit(models.Module(models.mlp()), clients, clients)

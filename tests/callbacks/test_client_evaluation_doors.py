@@ -104,7 +104,7 @@ def test_what_a_folder_no_longer_has_is_not_evaluated(keep_all, federated_traine
     [values] = trainer.validate(Both(), datamodule=data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
     assert "val_acc" in values
     assert bool(of_clients(trainer, "val_acc")) == keep_all
-    assert ("The clients are not evaluated one by one" in caplog.text) != keep_all
+    assert ("The clients are not evaluated individually" in caplog.text) != keep_all
     assert ("keep_all=True" in caplog.text) != keep_all
 
 
@@ -219,7 +219,7 @@ def test_privacy_says_that_clients_are_not_evaluated(steps, is_of_clients, feder
     with caplog.at_level(logging.INFO, "lightning_fed"):
         val = held_out if is_of_clients else DataLoader(held_out["ann"], 8)
         trainer.fit(models.Module(models.mlp()), models.as_datasets(CLIENTS), val)
-    line = "Clients are not evaluated: no noise covers their scores."
+    line = "Clients are not evaluated: no noise would protect their scores."
     assert caplog.text.count(line) == (bool(steps) and is_of_clients)
     assert ("client/ann/val_loss" in trainer.callback_metrics) == (not steps and is_of_clients)
 
@@ -228,7 +228,9 @@ def test_privacy_says_that_clients_are_not_evaluated(steps, is_of_clients, feder
 def test_a_callback_without_data_of_clients_is_refused(callbacks, federated_trainer):
     pooled = DataLoader(models.as_datasets({"all": CLIENTS["ann"]})["all"], 8)
     trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=callbacks)
-    message = rf"`{type(callbacks[0]).__name__}` has nothing to evaluate: .* as a mapping of clients, split the data"
+    message = (
+        rf"`{type(callbacks[0]).__name__}` has no data to evaluate, .* as a mapping from client to data, split the data"
+    )
     with pytest.raises(MisconfigurationException, match=message):
         trainer.fit(Both(), pooled, pooled)
     federated_trainer(max_rounds=1, partition=IID(2)).fit(Both(), pooled, pooled)

@@ -44,7 +44,7 @@ def test_predictions_stay_with_their_client(federated_trainer, caplog):
     assert pooled == {"fed/val_iou/pooled", "fed/val_loss/pooled"}
     # computed by the client evaluation
     assert {"client/ann/val_dice", "fed/val_jaccard/mean"} <= set(trainer.callback_metrics)
-    reason = "its state is a list of predictions or targets, and so contains data."
+    reason = "its state is a list of predictions or targets, and therefore reveals data."
     assert caplog.text.count(f"The state of metric 'dice' does not leave the clients: {reason}") == 1
     assert caplog.text.count("The state of metric 'jaccard' does not leave the clients: it is withheld.") == 1
     assert caplog.text.count("No value over all clients for val_dice, val_jaccard: the clients' sums") == 1

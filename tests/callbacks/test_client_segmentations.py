@@ -291,14 +291,14 @@ def test_without_clients_validation_data(federated_trainer, caplog, tmp_path):
     tensors = validation()["a"]
     trainer = federated_trainer(max_rounds=2, callbacks=[ClientSegmentations(1, tmp_path / "out")])
     trainer.fit(module(), models.as_datasets(validation()), DataLoader(TensorDataset(*tensors), 2))
-    assert sum("has nothing to evaluate" in message for message in caplog.messages) == 1
+    assert sum("has no data to evaluate, because" in message for message in caplog.messages) == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_mistakes(plain_trainer):
     with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
         ClientSegmentations(0)
-    with pytest.raises(Exception, match="has no `Federation` callback"):
+    with pytest.raises(Exception, match="with a `Federation` callback, but got none"):
         plain_trainer(max_epochs=1, callbacks=[ClientSegmentations()]).fit(module(), datamodule=data())
 
 

@@ -228,7 +228,7 @@ def test_the_parts():
     assert top_level_parts(["weight"]) == ["weight"]
     assert top_level_parts(["a", "a.b"]) == ["a"]
     for wrong in ("net.", "net.1", "ne", "net.*"):
-        with pytest.raises(ValueError, match=r"`parts` to be prefixes of the entries' names, but none begins with"):
+        with pytest.raises(ValueError, match=r"`parts` to be prefixes of entry names, but no entry name begins with"):
             federate([CommunicationReport(parts=["net.0", wrong])], 1)
 
 
@@ -373,5 +373,5 @@ def test_another_fit_starts_anew():
 
 
 def test_it_needs_a_federation():
-    with pytest.raises(MisconfigurationException, match="has no `Federation` callback"):
+    with pytest.raises(MisconfigurationException, match="with a `Federation` callback, but got none"):
         train([CommunicationReport()], False, 1)

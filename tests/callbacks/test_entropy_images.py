@@ -93,7 +93,7 @@ def test_maps_of_different_sizes():
 
 def test_refusals():
     image, mask = torch.zeros(2, 3, 2, 2), torch.zeros(2, 2, 2)
-    with pytest.raises(ValueError, match=r"Expected `maps` of 2 images, but got \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"Expected `maps` with 2 images each, but got \[2, 1\]"):
         segmentation_grid(image, mask, mask, maps=[mask, mask[:1]])
     with pytest.raises(ValueError, match=r"Expected `maps` to be one of .*'feature_entropy'.* but got 'entropy'"):
         SegmentationImages(maps=["entropy"])

@@ -123,12 +123,12 @@ def test_refusals():
         segmentation_grid(image, mask[:0], mask)
     with pytest.raises(ValueError, match="but got 0, 0 and 0"):
         segmentation_grid(image[:0], mask[:0], mask[:0])
-    with pytest.raises(ValueError, match="from 0 to 2, one colour each, or `ignore_index` 255, but got 0 to 3"):
+    with pytest.raises(ValueError, match="from 0 to 2, one per colour, or `ignore_index` 255, but got 0 to 3"):
         segmentation_grid(image, mask, torch.tensor([[[0, 3], [0, 0]]]), COLORS)
     with pytest.raises(ValueError, match="but got -1 to 0"):
         segmentation_grid(image, mask, torch.tensor([[[0, -1], [0, 0]]]), COLORS)
     for colors in ([], [(0, 0)], [(0, 0, 256)]):
-        with pytest.raises(ValueError, match=r"\(red, green, blue\) from 0 to 255 per class"):
+        with pytest.raises(ValueError, match=r"\(red, green, blue\), from 0 to 255, for each class"):
             SegmentationImages(class_colors=colors)
     with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
         SegmentationImages(every_n_epochs=0)
@@ -369,7 +369,7 @@ def test_images_that_are_not_there(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     for images, missing in (([0, 5], r"\[5\]"), ([7, 6], r"\[7, 6\]")):
         with pytest.raises(
-            OptionError, match=f"`images` .* positions in the 5 validation images, 0 to 4, but got {missing}"
+            OptionError, match=f"`images` .* positions among the 5 validation images, 0 to 4, but got {missing}"
         ):
             fit(Segmenter(), logger, [SegmentationImages(images=images)], max_epochs=1)
     with pytest.raises(OptionError, match=r"in the 2 validation images, 0 to 1, but got \[2\]"):
@@ -486,7 +486,7 @@ def test_every_tensorboard_gets_the_grid_and_others_one_line(tmp_path, caplog):
         fit(Segmenter(), [*boards, CSVLogger(tmp_path)], [SegmentationImages(every_n_epochs=1)], max_epochs=3)
     assert [steps(board) for board in boards] == [[0, 1, 2]] * 2
     lines = [record.message for record in caplog.records if "SegmentationImages" in record.message]
-    assert lines == ["SegmentationImages logs to TensorBoard only: no images for CSVLogger."]
+    assert lines == ["SegmentationImages sends images only to TensorBoard, so these loggers receive none: CSVLogger."]
 
 
 def test_without_tensorboard_the_module_is_not_called(tmp_path):
@@ -628,5 +628,5 @@ def test_without_a_fit_a_line_asks_for_a_target(tmp_path, caplog):
         make_trainer(logger, [SegmentationImages()]).validate(ThirdTensor(), DataLoader(triples()), verbose=False)
     assert steps(logger) == []
     assert [message for message in caplog.messages if "give `SegmentationImages` a `target`" in message] == [
-        "SegmentationImages draws nothing without a fit: give `SegmentationImages` a `target`."
+        "SegmentationImages draws no pictures without a fit: pass `SegmentationImages` a `target`."
     ]

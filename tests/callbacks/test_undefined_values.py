@@ -132,4 +132,6 @@ def test_a_metric_with_an_exception_leaves_later_values(federated_trainer, caplo
     assert values["evaluation/clients"] == 4
     assert values["fed/accuracy/pooled"] == pytest.approx(values["accuracy"])
     assert values["fed/total/pooled"] == pytest.approx(values["total"])
-    assert caplog.text.count("Metric 'fragile' raises an exception with the joint states of 4 clients: IndexError") == 1
+    assert (
+        caplog.text.count("Metric 'fragile' raises an exception with the merged states of 4 clients: IndexError") == 1
+    )

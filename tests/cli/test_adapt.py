@@ -64,7 +64,7 @@ def test_a_checkpoint_gets_the_statistics_of_the_data(capsys):
     [
         (["last.ckpt"], 2, "Expected `-c RECIPE` or `--model CLASS`, but got neither"),
         (["missing.ckpt", "-c", "recipe.yaml"], 1, "missing.ckpt"),
-        (["last.ckpt", "-c", "recipe.yaml", "-o", "last.ckpt"], 2, "to be another file than the checkpoint"),
+        (["last.ckpt", "-c", "recipe.yaml", "-o", "last.ckpt"], 2, "to differ from the checkpoint"),
         (["mlp.ckpt", "-c", "mlp.yaml"], 1, "a module with BatchNorm layers"),
     ],
 )

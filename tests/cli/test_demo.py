@@ -83,7 +83,7 @@ def test_the_table_holds_the_logged_values(small):
 def test_it_ends_with_the_command_and_the_picture(small):
     result, said, _ = small
     assert re.search(
-        r"^BatchNorm: clients look different, so each client .* \(shift 0\.\d\d after round 1\)\.$", said, re.M
+        r"^BatchNorm: the clients' inputs differ, so each client .* \(shift 0\.\d\d after round 1\)\.$", said, re.M
     )
     last = said.splitlines()[-4:]
     assert re.fullmatch(rf"    \S*tensorboard --logdir {result.log_dir.parent}", last[1])

@@ -112,7 +112,7 @@ def test_grown_checkpoints(capsys):
     options = ("--model", "ClassificationTask", "--weights", "[3,1,1]")
     main(["merge", "-o", "out.ckpt", *options, "0.ckpt", "1.ckpt", "2.ckpt", "--score=published"])
     said = capsys.readouterr().out
-    assert "other widths than the model: load the checkpoint with `load_matched`." in said
+    assert "other widths than the model's layers: load the checkpoint with `load_matched`." in said
     again = load_matched(task(), "out.ckpt")
     assert again.model.features[1].out_features > 12
     bias = [net.model.classifier[-1].bias for net in nets]
@@ -172,7 +172,7 @@ def test_batch_norm_is_measured_with_the_recipes_data(capsys, monkeypatch):
     torch.save(permuted(module, torch.zeros(2, 3, 16, 16), 0), "b.pt")
     model_options = ("--model", "normed.Normed", "--model.width", "5", "--data", str(RECIPE["data"]))
     said = fails(capsys, 1, "a.pt", "b.pt", "-o", "c.pt", *model_options[:4])
-    assert "error: Expected data to measure BatchNorm's running statistics with, but got none: give `-c RECIPE`" in said
+    assert "error: Expected data to measure BatchNorm's running statistics, but got none: pass `-c RECIPE`" in said
     data = Shapes(**RECIPE["data"]["init_args"])
     data.setup("fit")
     recalibrate_batch_norm(module, data.train_dataloader())
@@ -211,7 +211,7 @@ def test_what_is_wrong_is_one_line(capsys):
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"model": nn.ReLU()}}, "unsafe.ckpt")
     named = ("--model", "ClassificationTask")
     for arguments, status, words in (
-        (["a.ckpt", "-o", "b.ckpt"], 2, "the model by `-c RECIPE` or `--model CLASS`"),
+        (["a.ckpt", "-o", "b.ckpt"], 2, "a model from `-c RECIPE` or `--model CLASS`, because"),
         (["a.ckpt", "-o", "a.ckpt", *named], 2, "`--out` to differ"),
         (["a.ckpt", *named], 2, "are required: out"),
         (["-o", "b.ckpt"], 2, "are required: checkpoints"),

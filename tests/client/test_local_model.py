@@ -511,7 +511,7 @@ def test_a_buffer_that_is_no_tensor_any_more_is_refused(federated_trainer):
         def on_train_batch_end(self, *arguments):
             self.centre = None
 
-    with pytest.raises(ValueError, match="Expected buffer 'centre' to stay a tensor, but in training it became None"):
+    with pytest.raises(ValueError, match="Expected buffer 'centre' to stay a tensor, but training replaced it by None"):
         federated_trainer(max_rounds=1).fit(Forgetful(), models.as_datasets(models.vectors()))
 
 

@@ -432,10 +432,10 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         return capsys.readouterr().err
 
     overrides = ("--out", "out", "--", "--trainer.max_rounds", "4")
-    assert "fedavg_0_0 to hold a run of the same recipe" in refused("fedavg", *overrides)
+    assert "fedavg_0_0 to contain a run of the same recipe" in refused("fedavg", *overrides)
     assert "but other overrides made it" in refused("fairavg", *overrides)  # only the beginning exists
     (tmp_path / "own.yaml").write_text(OWN.replace("max_rounds: 3", "max_rounds: 2"))
-    assert "but other recipe made it: choose another `--out`" in refused("fedprox,fedavg", "--out", "out")
+    assert "but its run has different recipe: choose another `--out`" in refused("fedprox,fedavg", "--out", "out")
     assert not Notes.fits
 
 
@@ -459,8 +459,8 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' does not work: Expected `operator"),
         ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
         slow(("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='")),
-        ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected every option once, but got 'mu' again"),
-        ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' does not work: Expected `mu` to be at least 0 "),
+        ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected each option only once, but got 'mu' again"),
+        ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' cannot run: Expected `mu` to be at least 0 "),
         ("own.yaml --methods fedprox:mu=much", 2, "The method 'fedprox:mu=much' does not work: "),
         slow(("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of")),
         ("own.yaml --methods fedavg:availability.stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),
@@ -503,7 +503,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         (
             "plain.yaml --methods fedavg",
             1,
-            "Expected `monitor`, because the recipe has no ModelCheckpoint with a metric",
+            "Expected `monitor`, because the recipe has no ModelCheckpoint that monitors a metric",
         ),
     ],
 )
@@ -528,7 +528,7 @@ def test_a_metric_that_is_not_logged(tmp_path, capsys):
         compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "val_acc", "--out", "out")
     said = capsys.readouterr()
     assert "1/2 fedavg, seed 0: no val_acc, " in said.out
-    assert "Expected `monitor` to be logged, but 'val_acc' is not one of ['comm/down_bytes'" in said.err
+    assert "but 'val_acc' is not one of ['comm/down_bytes'" in said.err
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedavg", "--monitor", "fed/val_loss/mean", "--out", "out")
     assert "needs validation data for every client" in capsys.readouterr().err
@@ -554,7 +554,7 @@ def test_the_terminal(tmp_path):
     assert [line.split()[1] for line in lines[2:]] == ["`central`", "`fedper`"]
     assert "clients of `fedper` have personal models: use `--monitor fed/val_acc/mean`" in note
     assert where.splitlines()[0] == "Tables, curves, checkpoints and logs: runs/compare"
-    assert {line[:33] for line in errors.splitlines()} == {"2 entries stay with their clients"}
+    assert {line[:33] for line in errors.splitlines()} == {"2 entries stay on the clients"}
     folder = tmp_path / "runs" / "compare"
     assert align_tables((folder / "summary.md").read_text()) == f"{table}\n\n{note}\n"
     assert {path.name for path in (folder / "tensorboard").iterdir()} == {"central_0", "fedper_0_0"}
@@ -1022,7 +1022,7 @@ def test_differences_are_told_with_their_paired_interval(mode):
     shifted[0]["rounds"][-1]["acc"] = math.nan  # for one seed and part: a diverged method
     assert markdown(results + shifted[:-1]).count("`fedprox`: +nan (+nan to +nan), no difference shown") == 1
     assert "Compared" not in markdown([run for run in results if run["method"] == "fedavg"])
-    assert "One seed cannot separate" in markdown(made_up(mode, seeds=1))
+    assert "One seed cannot distinguish" in markdown(made_up(mode, seeds=1))
     two = made_up(mode, seeds=2)
     cells = summarize(two)
     for part in (0.0, 0.5):
@@ -1052,7 +1052,7 @@ def test_the_loss_of_what_diverges(loss, shown, tmp_path):
 def test_without_matplotlib(pictures, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(made_up(), tmp_path / "out")
-    assert caplog.messages == ["No figure with curves: install matplotlib with `pip install lightning-fed[demo]`."]
+    assert caplog.messages == ["No figure of the curves: install matplotlib with `pip install lightning-fed[demo]`."]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "summary.csv", "summary.md"]
 
 

@@ -132,7 +132,7 @@ def test_it_comes_after_the_other_partitions_transform():
         (lambda: Look(IID(2), blur=-1), ValueError, "`blur` to be at least 0 and finite, but got -1"),
         (lambda: Look(IID(2), contrast=float("inf")), ValueError, "`contrast` to be at least 0 and finite"),
         (lambda: Look(IID(2), polarity=2), ValueError, r"`polarity` to be in \[0, 1\], but got 2"),
-        (lambda: ImageLook()(torch.tensor([[[-1.5, 1.0]]])), ValueError, "from -1.5 to 1: give the `mean` and `std`"),
+        (lambda: ImageLook()(torch.tensor([[[-1.5, 1.0]]])), ValueError, "from -1.5 to 1: pass the `mean` and `std`"),
         (lambda: ImageLook()(torch.zeros(1, 2, 2, dtype=torch.int64)), ValueError, "or of uint8, but got torch.int64"),
         (lambda: ImageLook()((np.zeros((2, 2)), 0)), TypeError, "a tensor of shape .*, but got ndarray"),
     ],

@@ -275,7 +275,7 @@ class AtOnce(Dataset):
         return 10
 
     def __getitem__(self, index):
-        raise AssertionError("not asked for")
+        raise AssertionError("not requested")
 
     def __getitems__(self, indices):
         return [{"x": torch.tensor([float(index)]), "y": index} for index in indices]

@@ -30,7 +30,7 @@ class Refusing:
 
 
 def test_what_is_no_partitioner():
-    with pytest.raises(TypeError, match=r"one of `flwr_datasets.partitioner`, .* but got 'IidPartitioner'"):
+    with pytest.raises(TypeError, match=r"an object from `flwr_datasets.partitioner`, .* but got 'IidPartitioner'"):
         FlowerPartition("IidPartitioner")
 
 
@@ -45,7 +45,7 @@ def test_without_the_package(monkeypatch):
             return False
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="comes with `pip install flwr-datasets`"):
+    with pytest.raises(ImportError, match="`datasets`: pip install flwr-datasets"):
         FlowerPartition(Fresh()).split([1, 2], 0)
 
 

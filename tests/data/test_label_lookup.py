@@ -106,7 +106,7 @@ def test_dominant_class_takes_the_smaller_of_two_equals_and_any_ignore_index():
     masks = torch.tensor([[[4, 2, 2, 4, -100, -100, -100]], [[2**40, 2**40, 5, 0, 0, 0, -100]]])
     assert_labels(labels_of(Samples([0] * 2, targets=masks), ignore_index=-100), [2, 2**40])
     assert_labels(labels_of([(0, np.array([[2**40, 2**40, 5, 0]]))]), [2**40])
-    with pytest.raises(ValueError, match=r"at least 0, apart from `ignore_index` \(255\), but got -100"):
+    with pytest.raises(ValueError, match=r"at least 0, except `ignore_index` \(255\), but got -100"):
         labels_of(Samples([0] * 2, targets=masks))
 
 
@@ -211,7 +211,7 @@ def test_label_fn_overrides_everything():
 
     # The function gets the outermost data set's samples.
     assert_labels(labels_of(Renamed(dataset, [5, 1]), lambda sample: sample["x"][0]), [5, 1])
-    with pytest.raises(TypeError, match=r"Expected labels to be numbers, or all of them texts, but got .*b'a'"):
+    with pytest.raises(TypeError, match=r"Expected labels to be all numbers or all strings, but got .*b'a'"):
         labels_of(dataset, lambda sample: b"a")
 
 
@@ -259,7 +259,7 @@ class Stream(IterableDataset):
         (
             Samples([(0, {"boxes": []})]),
             TypeError,
-            "or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got dict",
+            "or a class mask of shape (H, W), (1, H, W) or (H, W, 1), but got dict",
         ),
         (Samples([(0, "cat"), (1, "dog")]), TypeError, "(H, W, 1), but got str"),
         (Samples([(0, np.full(4, 2.0))]), TypeError, "but got ndarray of shape (4,) and type float64."),
@@ -268,7 +268,7 @@ class Stream(IterableDataset):
         (
             Samples([(0, torch.rand(4, 4))]),
             TypeError,
-            "Expected a mask of classes (whole numbers), but got one of float32",
+            "Expected a mask of integer classes, but got float32",
         ),
         (Samples([(0, float("nan"))]), ValueError, "Expected labels to be finite, but got nan."),
         (TensorDataset(torch.rand(3, 2)), TypeError, "'mask', but got tuple of length 1."),
@@ -341,7 +341,7 @@ def test_numbers_are_divided_into_bins(caplog):
 def test_error_names_the_sample():
     with pytest.raises(TypeError) as error:
         labels_of(Subset(Samples([(0, 1), (0, 2), (0, "x")]), [1, 2]))
-    assert error.value.__notes__ == ["This is about sample 2 of Samples."]
+    assert error.value.__notes__ == ["Raised for sample 2 of Samples."]
 
 
 def test_other_map_style_data_sets():
@@ -391,12 +391,12 @@ def test_groups_of_nested_data_sets_and_of_samples():
             ValueError,
             "an attribute or column `video` with one group per sample, but Samples has none",
         ),
-        ([0, 1], [1], ValueError, "Expected `group` to have one group for each of 2 samples, but got 1."),
+        ([0, 1], [1], ValueError, "Expected `group` to have one group per sample (2), but got 1."),
         (
             Samples([0], groups=[1, 2]),
             "groups",
             ValueError,
-            "`groups` to have one group for each of 1 samples, but got 2.",
+            "`groups` to have one group per sample (1), but got 2.",
         ),
         ([0, 1], [1, "a"], TypeError, "Expected `group` to be all integers or all strings, but got int, str."),
         ([0, 1], [0.5, 1.0], TypeError, "all integers or all strings, but got float."),
@@ -417,8 +417,8 @@ SAYS_NOTHING = {  # tensors, options, log line
     "masks of void": ((torch.rand(6, 1), torch.full((6, 2, 2), 255)), {"background": None}, "have the label 255"),
     "one label": ((torch.rand(6, 1), torch.full((6,), 3)), {}, "All 6 samples have the label 3"),
     "one text": ((torch.rand(6, 1), torch.zeros(6)), {"label_fn": lambda sample: "a"}, "have the label 0"),
-    "unlabelled": ((torch.rand(6, 1), torch.tensor([0, 1, -1, -1, 2, 0])), {}, "2 of 6 samples have a label below 0"),
-    "only unlabelled": ((torch.rand(6, 1), torch.full((6,), -1)), {}, "6 of 6 samples have a label below 0"),
+    "unlabelled": ((torch.rand(6, 1), torch.tensor([0, 1, -1, -1, 2, 0])), {}, "2 of 6 samples have a negative label"),
+    "only unlabelled": ((torch.rand(6, 1), torch.full((6,), -1)), {}, "6 of 6 samples have a negative label"),
     "two labels": ((torch.rand(6, 1), torch.arange(6) % 2), {}, None),
     "masks of 0 and 1": ((torch.rand(6, 1), HALF_FULL), {}, None),
     "255 counts": ((torch.rand(6, 1), 255 * HALF_FULL), {"ignore_index": None}, None),

@@ -257,7 +257,7 @@ def test_a_loader_without_a_batch_is_an_error():
     ((position, error),) = served({"empty": Promising(2, 0)}, Visit("empty", 0, 0, steps=5))
     assert position == 0
     assert isinstance(error, ValueError)
-    assert str(error) == "its loader gave no batch"
+    assert str(error) == "its loader returned no batch"
 
 
 def test_a_loader_without_a_data_set_is_counted_once():
@@ -398,7 +398,7 @@ TIME_FIRST = {  # 7 time steps, 4 sequences
 @pytest.mark.parametrize("kind", TIME_FIRST)
 def test_batches_with_the_time_first_are_refused_where_they_are_counted(kind):
     batch = TIME_FIRST[kind]
-    with pytest.raises(ValueError, match=r"first dimension of all tensors, .* but got lengths \[4, 7\]: put the batch"):
+    with pytest.raises(ValueError, match=r"first dimension, .* but got lengths \[4, 7\]: move the batch"):
         LoaderClients({"a": [batch]}).num_samples("a")
     counted = DataLoader(DATASET, 4, collate_fn=lambda samples: batch)
     assert LoaderClients({"a": counted}).num_samples("a") == len(DATASET)
@@ -410,7 +410,7 @@ def test_a_table_as_a_client_is_refused():
     class Table(list):
         column_names = ("x",)
 
-    with pytest.raises(TypeError, match=r"but got the table Table\. Put it in a `DataLoader`"):
+    with pytest.raises(TypeError, match=r"but got the table Table: put the table in a `DataLoader`"):
         FederatedDataModule({"a": Table([{"x": 1}])})
 
 
@@ -503,7 +503,7 @@ def test_several_loaders_are_split(mode, either_trainer):
 def test_a_combined_loader_is_split_without_a_datamodule(federated_trainer):
     loaders = {"labelled": DataLoader(DATASET, 5), "unlabelled": DataLoader(DATASET, 2)}
     trainer = federated_trainer(max_rounds=1, partition=IID(2))
-    with pytest.raises(OptionError, match=r"put the loaders into a `CombinedLoader`; each client then gets a part"):
+    with pytest.raises(OptionError, match=r"put the loaders into a `CombinedLoader`, which is then split into clients"):
         trainer.fit(Consistent(), loaders)
     (inputs, labels), _ = models.vectors({"a": 20, "b": 4}).values()
     loader = CombinedLoader({

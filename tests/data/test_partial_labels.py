@@ -72,13 +72,13 @@ def test_under_a_look():
         (lambda: PartialLabels(IID(2), 5, 0), "`classes_per_client` to be at least 1, but got 0"),
         (lambda: PartialLabels(IID(2), 5, 5, (0,)), "at most the 4 classes outside `always`, but got 5"),
         (lambda: PartialLabels(IID(2), 5, 1, (5,)), r"classes from 0 to 4, but got \[5\]"),
-        (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, 2)), "a mask of classes .*, but got int"),
-        (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)({"image": 2}), "a mask of classes .*, but got NoneType"),
+        (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, 2)), "a class mask .*, but got int"),
+        (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)({"image": 2}), "a class mask .*, but got NoneType"),
         (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, torch.rand(2, 2))), "but got torch.float32 of shape"),
         (lambda: PartialLabels(IID(2), 5, 1, mode="binary"), "`mode` to be .*, but got 'binary'"),
         (
             lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, torch.ones(5, 2, 2, dtype=torch.int64))),
-            "holds 0 and 1 only. For a mask of each class give mode='multilabel'",
+            "contains only 0 and 1. For one mask per class set mode='multilabel'",
         ),
         (
             lambda: PartialLabels(IID(2), 5, 1, mode="multilabel").transform(0, 0)((1, torch.ones(2, 2).long())),

@@ -201,7 +201,10 @@ def test_the_length_of_a_batch_is_that_of_its_first_tensor(batch):
     ("batch", "kind"), [("text", "str"), (3, "int"), ([["text"]], "list"), ({"a": []}, "dict"), (None, "NoneType")]
 )
 def test_a_batch_without_tensors(batch, kind):
-    with pytest.raises(ValueError, match=f"Expected a batch of tensors to count its examples, but got {kind}"):
+    with pytest.raises(
+        ValueError,
+        match=f"Expected a batch to contain a tensor, whose length is the number of examples, but got {kind}",
+    ):
         batch_length(batch)
 
 
@@ -211,7 +214,7 @@ def test_a_batch_without_tensors(batch, kind):
 @pytest.mark.parametrize("key", [("ann", 1), 1.5, None, b"ann"])
 def test_keys_that_no_checkpoint_can_name(key):
     for clients in ({"bob": DATASET, key: DATASET}, LazyClients(["bob", key], lambda client: DATASET)):
-        with pytest.raises(TypeError, match="keys to be of type str or int.*but got " + re.escape(repr(key))):
+        with pytest.raises(TypeError, match="keys of type str or int.*but got " + re.escape(repr(key))):
             FederatedDataModule(clients).population()
 
 

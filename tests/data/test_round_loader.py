@@ -174,9 +174,9 @@ def not_there(client):
 
 WITHOUT = {
     "no examples": (lambda: population({"ann": Numbers(9), "bad": Numbers(0)}), "it has no examples"),
-    "no full batch": (
+    "do not fill a batch": (
         lambda: population({"ann": Numbers(9), "bad": Numbers(3)}, drop_last=True),
-        "its 3 examples make no full batch and `drop_last` is set",
+        "its 3 examples do not fill a batch, and `drop_last` is set",
     ),
     "no length": (
         lambda: population({"ann": Numbers(9), "bad": NoLength(1)}),
@@ -306,7 +306,7 @@ def test_a_limit_cuts_the_rounds_end(limit, counts, caplog):
     ]
     assert [(client, left) for client, left, _ in walk(loader)] == expected
     assert (min(limit, len(loader)) if isinstance(limit, int) else int(limit * len(loader))) == len(expected)
-    warned = [message for message in caplog.messages if "`limit_train_batches` cuts the round" in message]
+    warned = [message for message in caplog.messages if "`limit_train_batches` shortens the round" in message]
     num_visits = sum(count > 0 for count in counts)
     cut = f"from 3 visits and 5 batches to {num_visits} visits and {len(expected)} batches"
     assert len(warned) == (len(expected) < 5)

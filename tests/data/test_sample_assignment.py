@@ -284,7 +284,7 @@ def test_dirichlet_per_class_min_size_and_its_error(monkeypatch):
     sizes = [min(part.size for part in dirichlet_per_class(labels, 10, 1.0, seed, min_size=0)) for seed in range(20)]
     assert min(sizes) < 12
     monkeypatch.setattr(dealing_module, "MAX_TRIES", 50)
-    with pytest.raises(ValueError, match=r"at least 20 samples \(`min_size`\), but none of 50 draws gave that to 10"):
+    with pytest.raises(ValueError, match=r"at least 20 samples \(`min_size`\), but 50 draws did not give 10"):
         dirichlet_per_class(labels, 10, 0.1, seed=0, min_size=20)
     with pytest.raises(ValueError, match=r"`min_size` \* `num_clients` to be at most .* \(200\), but got 21 \* 10\."):
         dirichlet_per_class(labels, 10, 0.1, seed=0, min_size=21)
@@ -492,7 +492,7 @@ def test_names_of_the_labels_do_not_matter():
         (lambda: by_group([[1], [2]]), "Expected `group` to be all integers or all strings, but got list."),
         (
             lambda: shards(["a", "b"], 1, 1, 0),
-            "Expected a sample to be a tuple or list of at least an input",
+            "Expected a sample to be a tuple or list with an input",
         ),
     ],
 )

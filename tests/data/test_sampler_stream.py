@@ -359,28 +359,28 @@ class Grows(Draws):
 
 
 REFUSED = {
-    "an epoch that only grows": ({"sampler": Grows(None)}, "same indices from the same seed"),
-    "numpy's generator": ({"sampler": stateful()}, "same indices from the same seed, but .* `set_epoch"),
+    "an epoch that only grows": ({"sampler": Grows(None)}, "same indices for the same seed"),
+    "numpy's generator": ({"sampler": stateful()}, "same indices for the same seed, but .* `set_epoch"),
     "a counter with period 2": (
         {"sampler": CountsPasses(lambda count: range(count % 2, SIZE, 2))},
-        "same indices from the same seed",
+        "same indices for the same seed",
     ),
     "a counter with a late effect": (
         {"sampler": CountsPasses(lambda count: range(count > 9, SIZE, 2))},
-        "same indices from the same seed",
+        "same indices for the same seed",
     ),
     "a counter of batches": (
         {"batch_sampler": CountsPasses(lambda count: [range(count > 9, 30, 2)])},
-        "same indices from the same seed",
+        "same indices for the same seed",
     ),
     "a counter inside batches": (
         {"batch_sampler": BatchSampler(CountsPasses(lambda count: range(count > 9, SIZE, 2)), 6, False)},
-        "same indices from the same seed",
+        "same indices for the same seed",
     ),
-    "an old generator of numpy": ({"sampler": Shared()}, "same indices from the same seed"),
-    "a counter": ({"sampler": counting()}, "same indices from the same seed"),
+    "an old generator of numpy": ({"sampler": Shared()}, "same indices for the same seed"),
+    "a counter": ({"sampler": counting()}, "same indices for the same seed"),
     "endless": ({"sampler": Endless()}, "Endless to have a length"),
-    "longer": ({"sampler": Draws(lambda: range(SIZE), 9)}, "no more than its length of 9"),
+    "longer": ({"sampler": Draws(lambda: range(SIZE), 9)}, "at most 9 batches or indices, its length"),
     "places": ({"sampler": Draws(lambda: ["north", "south"])}, "indices of examples, .* but got 'north'"),
     "lists": ({"sampler": Draws(lambda: [[1, 2]])}, r"indices of examples, .* but got \[1, 2\]"),
     "outside": ({"sampler": [1, 60]}, "indices from 0 to 59, but got 60"),
@@ -535,7 +535,7 @@ def check_loader(data):
     epochs = data.draw(st.integers(1, 3))
     note(f"{type(loader).__name__}, {loader.sampler}, {loader.batch_sampler}, {partition}, {epochs} epochs")
     if type(loader) in (Iterates, Shorter) or has_state(loader):
-        with pytest.raises(OptionError, match=r"would have no effect|same indices from the same seed"):
+        with pytest.raises(OptionError, match=r"would have no effect|same indices for the same seed"):
             passes_of(loader, partition)
         return
     rounds = passes_of(loader, partition, rounds=2, epochs=epochs)

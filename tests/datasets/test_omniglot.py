@@ -142,7 +142,7 @@ def test_drawers_that_cannot_be():
     for name in ("val_drawers", "test_drawers"):
         with pytest.raises(ValueError, match=f"`{name}` to be at least 0, but got -1"):
             Omniglot("data", **{name: -1})
-    with pytest.raises(ValueError, match=r"leave some of the 20 drawers to train on, but got 12 \+ 8"):
+    with pytest.raises(ValueError, match=r"leave at least one of 20 drawers for training, but got 12 \+ 8"):
         Omniglot("data", val_drawers=12, test_drawers=8)
     with pytest.raises(ValueError, match=r"`group_by` to be one of \['drawer', 'alphabet'\], but got 'writer'"):
         Omniglot("data", group_by="writer")

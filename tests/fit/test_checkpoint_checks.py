@@ -93,8 +93,8 @@ def test_a_checkpoint_that_does_not_say_its_method():
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"a": 8, "c": 9}, "the checkpoint had 2, and now there are 2 with other names"),
-        ({"a": 8, "b": 9, "c": 5}, "the checkpoint had 2, and now there are 3."),
+        ({"a": 8, "c": 9}, "the checkpoint has 2, but the data have 2 with other names"),
+        ({"a": 8, "b": 9, "c": 5}, "the checkpoint has 2, but the data have 3."),
     ],
 )
 def test_other_clients_are_said(sizes, text, fit, checkpoint, caplog):

@@ -41,11 +41,11 @@ def test_the_line_at_the_start(federated_trainer, caplog):
     module = models.Module(models.norm_mlp())
     first, *_, end = fit(federated_trainer, caplog, module, clients_per_round=2, personal=["net.0.*"])
     size = bytes_of(module, "net.0.")
-    assert first.startswith("FedAvg: rounds 1 to 2, 2 of 3 clients in each, one after another.")
+    assert first.startswith("FedAvg: rounds 1 to 2, 2 of 3 clients per round, one after another.")
     assert f"{size} bytes each way per client" in first
-    assert "2 personal ones stay" in first
-    assert "BatchNorm: 'auto', for which clients are sent the new model too." in first
-    assert ", new models once more for BatchNorm" in end
+    assert "not sent: 2 personal" in first
+    assert "BatchNorm: 'auto', and clients also receive each new model to measure statistics." in first
+    assert ", including new models sent again for BatchNorm" in end
 
 
 class Teacher(models.Module):
@@ -69,8 +69,8 @@ def test_what_travels_of_a_momentum_encoder(federated_trainer, caplog):
     module = Teacher()
     first, *_, end = fit(federated_trainer, caplog, module, rounds=1, local_epochs=2)
     half = bytes_of(module, "teacher.")
-    assert f" {half} bytes each way per client (4 entries)." in first
-    assert f" {half} bytes more (4 entries without gradient) travel where the module writes into them" in first
+    assert f" {half} bytes each way per client (4 tensors)." in first
+    assert f" {half} bytes more (4 tensors without gradient) if the module writes to them" in first
     assert f"sent back         {3 * 2 * half / 1000:.1f} kB" in end
 
 
@@ -169,6 +169,6 @@ def test_an_interrupted_fit_says_from_which_checkpoint_it_goes_on(federated_trai
         fit(federated_trainer, caplog, Stops(models.mlp()), 4, callbacks=[saver], enable_checkpointing=True)
     path = saver.best_model_path
     assert lines(caplog)[-1].endswith(
-        f"`fit(..., ckpt_path={path!r})`, or the same command with --ckpt_path {shlex.quote(path)}"
+        f"`fit(..., ckpt_path={path!r})`, or repeat the command with --ckpt_path {shlex.quote(path)}"
     )
     assert "epoch=1" in saver.best_model_path

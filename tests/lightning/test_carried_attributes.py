@@ -222,7 +222,7 @@ def test_what_passes_from_client_to_client_is_named_once(kind, either_trainer, c
     either_trainer(3, seed=0).fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
     (message,) = carried(caplog)
     number = 2 if write in (append, write_into_subclass) else 1  # empty lists are excluded
-    assert message.startswith(f"Round {number}: these attributes of Writing changed in the visits: `")
+    assert message.startswith(f"Round {number}: visits changed these attributes of Writing: `")
     name = {write_into_submodule: "net.0.kept", normalise_by_listed_metric: "kept[0]"}.get(write, "kept")
     assert f"`{name}`" in message
     is_metric = write in (normalise_by_metric, normalise_by_listed_metric)
@@ -712,7 +712,7 @@ def test_values_of_a_class_are_named(write, total, federated_trainer, caplog):
     Counted.total = total
     federated_trainer(max_rounds=2).fit(Counted(write), models.as_datasets(models.vectors()))
     (message,) = carried(caplog)
-    assert "Round 1: these attributes of Counted changed in the visits: `total`." in message
+    assert "Round 1: visits changed these attributes of Counted: `total`." in message
     assert Counted.total not in (0, [1])
 
 
@@ -745,7 +745,7 @@ def test_variables_in_closures_and_globals_are_named(federated_trainer, caplog):
     federated_trainer(max_rounds=2).fit(module, models.as_datasets(models.vectors()))
     (message,) = carried(caplog)
     names = ["loss", *(f"training_step.{name}" for name in ("_total", "mean", "options", "seen"))]
-    assert f"changed in the visits: {', '.join(f'`{name}`' for name in names)}." in message
+    assert f"attributes of Closed: {', '.join(f'`{name}`' for name in names)}." in message
 
 
 # --- no false alarms --------------------------------------------------------------------------------------------------
@@ -970,7 +970,7 @@ def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
     warm_process.run("tests.lightning.carried_script", tmp_path)
     for rank in range(2):
         (message,) = (tmp_path / f"{rank}.txt").read_text().splitlines()
-        assert "these attributes of Counting changed in the visits: `count`." in message
+        assert "visits changed these attributes of Counting: `count`." in message
 
 
 def changed_by(module, change):
@@ -1029,4 +1029,4 @@ def test_python_modules_in_attributes_are_skipped(federated_trainer, caplog):
     module = Writing(write, library=library)
     federated_trainer(max_rounds=2, seed=0).fit(module, models.as_datasets(models.vectors()))
     assert library.count
-    assert not [message for message in caplog.messages if "changed in the visits" in message]
+    assert not [message for message in caplog.messages if "visits changed" in message]

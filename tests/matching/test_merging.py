@@ -275,8 +275,8 @@ def test_networks_that_do_not_go_together(tmp_path):
     nan = {**net.state_dict(), "0.bias": torch.full((4,), torch.nan)}
     average = MatchedAverage()
     for given, message in (
-        ([], "at least one of `networks`, but got none"),
-        ([net, wider], r"network 1 to have the architecture of the first network, in which '0\.weight' has shape"
+        ([], "at least one network, but got none"),
+        ([net, wider], r"network 1 to have the architecture of the first network, where '0\.weight' has the shape"
                        r" \(4, 3\), but got \(5, 3\)"),
         ([net, tmp_path / "b.ckpt"], r"b\.ckpt to have the module's entries, but it contains unexpected \['4\.bias'"),
         ([convolution], r"of the module, in which '0\.weight' has shape \(4, 3\), but got \(4, 3, 1\)"),
@@ -286,11 +286,11 @@ def test_networks_that_do_not_go_together(tmp_path):
         with pytest.raises(ValueError, match=message):
             average.merge(given, net, example_input=example)
     assert net[0].out_features == 4
-    with pytest.raises(ValueError, match="`module` or a module in `networks`, but got neither"):
+    with pytest.raises(ValueError, match="`module` argument, or a module in `networks`, but got neither"):
         average.merge([net.state_dict()], example_input=example)
     with pytest.raises(ValueError, match="`weights` to be greater than 0"):
         average.merge([net, net], example_input=example, weights=[1, 0])
-    with pytest.raises(ValueError, match="one of `weights` per network, but got 1 for 2"):
+    with pytest.raises(ValueError, match="one weight per network, but got 1 for 2"):
         average.merge([net, net], example_input=example, weights=[1])
 
 

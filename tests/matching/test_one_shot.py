@@ -221,7 +221,7 @@ def test_refusals():
     module, example = build(CASES["LSTM"])
     groups, state = PermutationGroups.of(module, example), module.state_dict()
     for change, words in (
-        ({"states": []}, "at least one of `states`"),
+        ({"states": []}, "at least one state"),
         ({"order": "last"}, "`order` to be one of"),
         ({"max_growth": 0.5}, "`max_growth` to be at least 1 and finite, 'auto' or None, but got 0.5"),
         ({"weights": [1, 2]}, "of the same clients"),

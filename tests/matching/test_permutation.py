@@ -295,7 +295,7 @@ def test_refusals(groups):
     first = groups[0]
     with pytest.raises(ValueError, match="order of 'first' to have each of 3 neurons once"):
         permute_neurons(state, [first], [torch.tensor([0, 0, 2])])
-    with pytest.raises(ValueError, match=r"axis 0 of 'first\.weight' to have the length 3, but its shape is"):
+    with pytest.raises(ValueError, match=r"axis 0 of 'first\.weight' to have length 3, but the shape is"):
         permute_neurons({"first.weight": torch.zeros(4, 2, 3, 3)}, [first], [torch.tensor([2, 1, 0])])
     with pytest.raises(ValueError, match="distinct neurons of 'first' from 0 to 2, but got"):
         slice_neurons(state, [first], [torch.tensor([0, 3])])
@@ -313,7 +313,7 @@ def test_refusals(groups):
         PermutationGroup.over(state, {("first.bias", 1): "vec"}, 3)
     with pytest.raises(ValueError, match=r"`size` to divide the length 3 of axis 0 of 'first\.bias', but got 2"):
         PermutationGroup.over(state, {("first.bias", 0): "vec"}, 2)
-    with pytest.raises(ValueError, match="the same clients, at least one, but got 0, 0 and 0"):
+    with pytest.raises(ValueError, match="have one element per client, at least one, but got 0, 0 and 0"):
         matched_mean([], [first], [], [3], [])
     with pytest.raises(ValueError, match=r"`weights` to be greater than 0 and finite, but got \[0\]"):
         matched_mean([state], [first], [[torch.arange(3)]], [3], [0])

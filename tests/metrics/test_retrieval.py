@@ -50,7 +50,7 @@ def test_a_model_that_has_diverged():
 def test_what_map_refuses():
     with pytest.raises(ValueError, match="`r` to be at least 1, but got 0"):
         MeanAveragePrecisionAtR(0)
-    with pytest.raises(ValueError, match="`r` to be a whole number or 'relevant', but got 'all'"):
+    with pytest.raises(ValueError, match="`r` to be an integer or 'relevant', but got 'all'"):
         MeanAveragePrecisionAtR("all")
     with pytest.raises(ValueError, match=r"`metric` to be one of \['cosine', 'euclidean'\], but got 'dot'"):
         MeanAveragePrecisionAtR(metric="dot")

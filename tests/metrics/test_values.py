@@ -193,7 +193,7 @@ def test_types_that_do_not_tell_all_classes_apart(dtype, most):
         ):
             MaximumMeanDiscrepancy(num_classes=most + 1).set_dtype(dtype).update(x, y, labels)
         metric.num_classes += 1
-    with pytest.raises(ValueError, match="labels are kept in the metric's type"):
+    with pytest.raises(ValueError, match="labels are stored in the metric's dtype"):
         metric.compute()
 
 

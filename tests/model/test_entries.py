@@ -271,7 +271,9 @@ def test_a_function_selects_among_the_entries_there_are():
 
 @pytest.mark.parametrize("selector", [3, None, nn.Linear(1, 1), ["head.*"]])
 def test_what_is_no_selector(selector):
-    with pytest.raises(ValueError, match=r"Expected `frozen` to be a list of name patterns .* and functions, but got"):
+    with pytest.raises(
+        ValueError, match=r"Expected `frozen` to be a list of name patterns .* and functions, but it contains"
+    ):
         check_selectors("frozen", ["head.*", selector])
 
 

@@ -76,7 +76,7 @@ def test_nothing_that_counts():
 
 @pytest.mark.parametrize(("target", "classes"), [(3, None), (1, [0, 2]), (-1, None)])
 def test_classes_that_cannot_be(target, classes):
-    with pytest.raises(ValueError, match="`target` to have classes of"):
+    with pytest.raises(ValueError, match="`target` to contain only the classes"):
         absent_class_loss(torch.zeros(1, 3, 1, 1), torch.full((1, 1, 1), target), classes=classes)
 
 
@@ -117,7 +117,7 @@ def test_the_task_in_evaluation(federated_trainer):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ignore_index": None}, "an `ignore_index`, the class of pixels without a label, for loss='fedseg', but got"),
+        ({"ignore_index": None}, "an `ignore_index` for pixels without a label with loss='fedseg', but got"),
         ({"mode": "multilabel"}, "Expected mode='multiclass' .* but got 'multilabel'"),
         ({"class_weights": [1.0, 2.0, 1.0]}, "Expected no `class_weights` for loss='fedseg'"),
     ],

@@ -95,7 +95,7 @@ def test_no_round_costs_nothing():
     for rounds in (-1, 2.5):
         with pytest.raises(ValueError, match="`rounds` to be"):
             Budget(1.0, 1e-3, 100, 10).epsilon(rounds)
-    with pytest.raises(ValueError, match=r"an epsilon within reach of a noise multiplier of 10,000, but got 1e-09"):
+    with pytest.raises(ValueError, match=r"an epsilon that a noise multiplier of 10,000 can reach, but got 1e-09"):
         calibrate(1e-9, 1e-6, 10, 10, 1000)
 
 

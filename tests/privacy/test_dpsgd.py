@@ -383,9 +383,9 @@ def test_a_fit_does_not_resume_with_other_privacy(first, second, federated_train
 
 def test_the_noise_of_an_epsilon_needs_a_number_of_epochs(federated_trainer, plain_trainer):
     callback = DPSGD(0.5, None, 1e-3, epsilon=6.0)
-    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise for an epsilon, but got"):
+    with pytest.raises(ValueError, match=r"a number of epochs .* to compute the noise for an epsilon, but got"):
         federated(federated_trainer, callback, -1)
-    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise for an epsilon, but got None"):
+    with pytest.raises(ValueError, match=r"a number of epochs .* to compute the noise for an epsilon, but got None"):
         plain(plain_trainer, callback, -1)
 
 
@@ -677,7 +677,7 @@ REFUSED = [
     (lambda: models.ManualModule(models.mlp()), "needs automatic optimization"),
     (lambda: models.Module(models.mlp(), lbfgs), "one loss per step, unlike LBFGS"),
     (lambda: models.Module(models.mlp(), asks_twice), "but got a second loss in one batch"),
-    (TrainsOthers, "optimizers of the module's parameters only"),
+    (TrainsOthers, "optimizers with only parameters of the module, because other parameters"),
     (WritesUnsaved, "The entry 'centre' of the module has changed in training"),
     (lambda: Spreads(models.mlp()), "depends on other examples"),
     (WritesBuffer, "The entry 'centre' of the module has changed in training"),
@@ -721,11 +721,11 @@ class LooksIn(FederatedCallback):
         ({"accumulate_grad_batches": 2, "local_steps": 2}, "accumulate_grad_batches=1, but got 2"),
         ({"precision": "bf16-true"}, r"a precision from \['32-true', '64-true', 'bf16-mixed'\], but got 'bf16-true'"),
         ({"visits": Vectorized(2)}, "clients to train one after another, but got visits=Vectorized\\(clients=2\\)"),
-        ({"steps": [CentralDP(1.0, 1e-3, noise_multiplier=1.0)]}, "Expected one of `DPSGD` and `CentralDP`"),
-        ({"method": "qffl"}, "may send values, or write values into the model"),
-        ({"method": "moon"}, "may send values, or write values into the model"),
-        ({"method": "ditto"}, "may send values, or write values into the model"),
-        ({"method": "fedala"}, "may send values, or write values into the model"),
+        ({"steps": [CentralDP(1.0, 1e-3, noise_multiplier=1.0)]}, "Expected only one of `DPSGD` and `CentralDP`"),
+        ({"method": "qffl"}, "may use a client's examples without noise"),
+        ({"method": "moon"}, "may use a client's examples without noise"),
+        ({"method": "ditto"}, "may use a client's examples without noise"),
+        ({"method": "fedala"}, "may use a client's examples without noise"),
         ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may send"),
         ({"callbacks": [LooksIn()]}, "`LooksIn.on_client_receive` may send"),
     ],

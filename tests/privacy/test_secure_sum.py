@@ -149,7 +149,7 @@ def test_the_mean_and_its_parts():
     merged = chain_of(ring)
     for part in (updates[4:], [], updates[:4]):
         merged.merge(pickle.loads(pickle.dumps(chain_of(ring, part).part)))
-    with pytest.raises(BadUpdate, match="the ring only has room for 6 clients"):
+    with pytest.raises(BadUpdate, match="the secure sum has room for only 6 clients"):
         merged.receive(updates[0], START)
     assert_same(whole, merged.aggregate())
 
@@ -157,10 +157,10 @@ def test_the_mean_and_its_parts():
 def test_updates_that_are_left_out():
     ring, chain = Ring(5.0, 6, 40), chain_of(Ring(5.0, 6, 40))
     for extras, words in (
-        ({}, "instead of only its weight"),
-        ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "instead of only its weight"),
-        ({WEIGHT: torch.tensor([1, 2])}, "instead of only its weight"),
-        ({WEIGHT: torch.tensor(3)}, "instead of only its weight"),  # 64 bits
+        ({}, "but only its weight"),
+        ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "but only its weight"),
+        ({WEIGHT: torch.tensor([1, 2])}, "but only its weight"),
+        ({WEIGHT: torch.tensor(3)}, "but only its weight"),  # 64 bits
     ):
         update = update_of(ring, torch.zeros(12), 1)
         update.extras = extras
@@ -417,7 +417,7 @@ def test_methods_that_are_no_sum(method):
 
 @pytest.mark.parametrize("method", ["moon", "fedala", "fedfusion"])
 def test_methods_that_send_more(method, federated_trainer):
-    with pytest.raises(MisconfigurationException, match=r"clients to send updates only, but `\w+\.on_client_end`"):
+    with pytest.raises(MisconfigurationException, match=r"clients to send only updates, but `\w+\.on_client_end`"):
         fit(federated_trainer, 1, [UniformWeights(), SecureSum(1.0)], method)
 
 
@@ -437,18 +437,21 @@ DP = CentralDP(1.0, 1e-3, noise_multiplier=1.0)
         ([UniformWeights(), SecureSum(1.0), DP], "Expected `CentralDP` before `SecureSum` in `steps`"),
         (
             [MaxMedianNorm(1.0), MaxSamples(9), SecureSum(1.0)],
-            "no `MaxMedianNorm` before `SecureSum` in `steps`, because it compares",
+            "no `MaxMedianNorm` before `SecureSum` in `steps`, because the step compares",
         ),
         (
             [UniformWeights(), Bucketing(2), SecureSum(1.0)],
-            "no `Bucketing` before `SecureSum` in `steps`, because it compares",
+            "no `Bucketing` before `SecureSum` in `steps`, because the step compares",
         ),
-        ([ALIE(1), UniformWeights(), SecureSum(1.0)], "no `ALIE` before `SecureSum` in `steps`, because it compares"),
+        (
+            [ALIE(1), UniformWeights(), SecureSum(1.0)],
+            "no `ALIE` before `SecureSum` in `steps`, because the step compares",
+        ),
         ([SecureSum()], "Expected a `clip` either in `SecureSum` or in `CentralDP`"),
         ([DP, SecureSum(1.0)], "Expected a `clip` either in `SecureSum` or in `CentralDP`"),
         (
             [CentralDP(1.0, 1e-3, 1.0, adaptive=True), SecureSum()],
-            "with a fixed clip for a secure sum, but got adaptive=True",
+            "with a fixed clipping norm for a secure sum, but got adaptive=True",
         ),
         ([DP, DP, SecureSum()], "Expected one `CentralDP`, but got several"),
     ],

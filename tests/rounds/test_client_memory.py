@@ -86,7 +86,9 @@ class Watch(FederatedCallback):
         visit = federation.current_visit
         if visit is None:
             assert federation.current_client is None
-            with pytest.raises(RuntimeError, match="No client is training: its memory can be asked for during its"):
+            with pytest.raises(
+                RuntimeError, match="No client is training: the memory of a client is only available during its"
+            ):
                 _ = federation.client_memory
         else:
             assert federation.current_client == visit.visit.client

@@ -156,7 +156,7 @@ def test_a_round_whose_validation_is_left_is_not_trained_again(plain_trainer, tm
     with pytest.raises(KeyError, match="broken off"):
         trainer.fit(Breaks(models.mlp()), datamodule=data())
     again = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1))], limit_val_batches=0)
-    with pytest.raises(MisconfigurationException, match="Round 1 is in the checkpoint already"):
+    with pytest.raises(MisconfigurationException, match="The checkpoint contains round 1, but not"):
         again.fit(models.Module(models.mlp()), datamodule=data(), ckpt_path=tmp_path / "last.ckpt")
 
 

@@ -490,11 +490,11 @@ class OtherStrategy(SingleDeviceStrategy):
 
 OBSTACLES = {
     "`Starting.on_train_batch_start` may end the epoch": (lambda: Starting(models.mlp()), {}),
-    "SimpleProfiler measures what Lightning calls in its own loop": (
+    "SimpleProfiler measures calls in Lightning's loop": (
         lambda: models.Module(models.mlp()),
         {"profiler": "simple"},
     ),
-    "OtherStrategy may change how a step is made": (
+    "OtherStrategy may change how a step is performed": (
         lambda: models.Module(models.mlp()),
         {"strategy": lambda: OtherStrategy("cpu")},
     ),

@@ -309,7 +309,7 @@ def test_lightnings_hooks_see_the_batch_as_it_came(federated_trainer):
     [
         ({"method": FeSEM(2)}, {}, "FeSEM needs whole entries"),
         ({"optimizer_state": "keep"}, {}, "use optimizer_state='reset'"),
-        ({}, {"sliced": ()}, r"asks for rows of \['net.words.weight'\], which travel as a whole"),
+        ({}, {"sliced": ()}, r"requests rows of \['net.words.weight'\], but these entries are sent as a whole"),
         ({}, {"sliced": ["net.word"]}, "'net.word', .*, but the model has no such entry"),
         ({"personal": ["net.words.*"]}, {}, "'net.words.weight', .*, but it is personal"),
         ({"frozen": ["net.words.*"]}, {}, "'net.words.weight', .*, but it is frozen"),
@@ -335,7 +335,7 @@ def test_an_embedding_with_a_padding_word(federated_trainer):
     """Among the rows the padding index would be another word."""
     module = reader()
     module.net.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
-    with pytest.raises(MisconfigurationException, match="padding_idx=0 would be another word"):
+    with pytest.raises(MisconfigurationException, match="padding_idx=0 would mean another word"):
         federated_trainer(callbacks=[OwnWords(texts())], max_rounds=1).fit(module, texts())
 
 

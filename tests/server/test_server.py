@@ -140,7 +140,7 @@ def test_a_round_forgets_the_one_before(server):
     assert server.report == RoundReport(6)
     assert report.received == {"a": 1}
     assert not receive(server, answer("late", 9.0))  # from the previous round
-    assert "not asked for" in server.report.failed["late"]
+    assert "not requested" in server.report.failed["late"]
     assert server.finish_round() is None
 
 

@@ -192,10 +192,14 @@ BAD = {
     "weights that overflow": (
         {"w": torch.full((2, 2), 3e38)},
         1,
-        "its values have the root mean square inf, above 1e+10",
+        "its values have a root mean square of inf, but the limit is 1e+10",
     ),
-    "weights of no model": ({"w": torch.full((2, 2), 1e12)}, 1, "its values have the root mean square 7.56e+11"),
-    "a step of no training": ({"w": torch.full((2, 2), 9e9)}, 1, "its step has the length 1.8e+10, and the model 1.58"),
+    "weights of no model": ({"w": torch.full((2, 2), 1e12)}, 1, "its values have a root mean square of 7.56e+11"),
+    "a step of no training": (
+        {"w": torch.full((2, 2), 9e9)},
+        1,
+        "its update has norm 1.8e+10, but the model has norm 1.58",
+    ),
     "a negative variance": ({"n.running_var": torch.tensor([1.0, -1.0])}, 1, "entry 'n.running_var' is negative"),
     "a negative count": ({"n.num_batches_tracked": torch.tensor(-1)}, 1, "'n.num_batches_tracked' is negative"),
 }
@@ -237,7 +241,7 @@ def test_an_error_of_the_rule_is_the_clients():
         update = ClientUpdate(client, 1, copy.deepcopy(START), extras)
         assert server.count(update)
         assert server.accept(update) == (client == "good")
-    assert server.report.failed == {"bad": "the server cannot use its update: KeyError: 'needed'"}
+    assert server.report.failed == {"bad": "its update raised KeyError: 'needed' on the server"}
     assert isinstance(server.errors["bad"], KeyError)
     assert server.errors["bad"].__traceback__ is None
     assert "in receive" in server.errors["bad"].__notes__[0]
@@ -261,7 +265,7 @@ def test_an_aggregate_that_cannot_be_is_taken_back(caplog):
     assert server.count(update)
     assert server.accept(update)
     assert server.finish_round() is None
-    assert "Round 1: the aggregate is not used: entry 'n.running_var' is negative." in caplog.text
+    assert "Round 1: the aggregate is discarded: entry 'n.running_var' is negative." in caplog.text
 
 
 @pytest.mark.parametrize("rule", ["qffl", "krum", "fedmargin"])

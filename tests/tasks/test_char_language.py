@@ -177,5 +177,7 @@ def test_refusals(arguments, message):
 def test_targets_of_the_other_kind_are_refused(every_step):
     task = CharLanguageTask(hidden_size=6, every_step=every_step)
     text, target = windows(3, every_step=not every_step)
-    with pytest.raises(ValueError, match=r"Expected targets of shape \(3,.*: `every_step` of the task and of the data"):
+    with pytest.raises(
+        ValueError, match=r"Expected targets of shape \(3,.*set the same `every_step` on the task and the data"
+    ):
         task.compute_loss(task(text), target)

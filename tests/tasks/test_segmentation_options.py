@@ -219,7 +219,7 @@ def test_masks_that_are_none_of_the_labels():
     [
         ({"loss": "ce+x"}, "`loss` to be a sum of 'ce', 'dice', .* but got 'ce.x'"),
         ({"loss": "ce:alpha=1"}, "`loss` to be a sum of"),
-        ({"loss": "tversky:delta=1"}, r"options that the loss 'tversky' takes, but got \{'delta': 1\}"),
+        ({"loss": "tversky:delta=1"}, r"options accepted by the loss 'tversky', but got \{'delta': 1\}"),
         ({"mode": "several"}, "`mode` to be one of .*'several'"),
         ({"mode": "binary"}, "`num_classes` to be 1 and no `class_weights` with mode='binary', but got 3"),
         ({"num_classes": 1}, "`num_classes` to be at least 2 .* mode='binary'"),
@@ -355,7 +355,13 @@ def test_a_binary_class_that_is_ignored(recwarn):
     for values, count in ((255 * mask, 1), (mask, 0), (torch.where(images(2, 1, 8)[:, 0] > 1, 255, mask), 0)):
         recwarn.clear()
         trainer().validate(task, loader([(images(2, 1, 8), values)]), verbose=False)
-        assert sum("No pixel of a batch's masks is 1, but some are 255" in str(w.message) for w in recwarn) == count
+        assert (
+            sum(
+                "No pixel in a batch's masks is 1, but some pixels have the ignored label 255" in str(w.message)
+                for w in recwarn
+            )
+            == count
+        )
 
 
 def test_binary_masks_are_checked_in_training(recwarn):
@@ -363,7 +369,10 @@ def test_binary_masks_are_checked_in_training(recwarn):
     mask = 255 * labels(2, 8, 8, classes=2)
     data = loader([(images(2, 1, 8), mask)])
     trainer(max_epochs=1).fit(SegmentationTask(nn.Conv2d(1, 1, 1), 1, mode="binary"), data)
-    assert any("No pixel of a batch's masks is 1, but some are 255" in str(w.message) for w in recwarn)
+    assert any(
+        "No pixel in a batch's masks is 1, but some pixels have the ignored label 255" in str(w.message)
+        for w in recwarn
+    )
     with pytest.raises(ValueError, match=r"masks of 0 and 1, .* mode='binary', but got 255: make .* `mask > 0`"):
         trainer(max_epochs=1).fit(SegmentationTask(nn.Conv2d(1, 1, 1), 1, mode="binary", ignore_index=None), data)
 
@@ -448,11 +457,11 @@ def test_weights_of_an_encoder_from_a_file(names, ending, pretrained, tmp_path, 
         task = SegmentationTask("Unet", 3, encoder_name="tu-resnet10t", encoder_weights=str(path), model_kwargs=kwargs)
     for name, value in pretrained.state_dict().items():
         assert torch.equal(task.model.encoder.state_dict()[name], value), name
-    assert ("are not the encoder's: " in caplog.text) == (names == "timm")
+    assert ("do not belong to the encoder: " in caplog.text) == (names == "timm")
 
 
 def test_files_that_do_not_serve(pretrained, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"published weights or a file, but there is no .*none\.pt"):
+    with pytest.raises(FileNotFoundError, match=r"published weights or a file, but the file .*none\.pt does not exist"):
         SegmentationTask("Unet", 3, encoder_weights=str(tmp_path / "none.pt"))
     state = pretrained.state_dict()
     first = next(name for name in state if name.endswith("conv1.0.weight"))

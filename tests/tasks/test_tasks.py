@@ -598,7 +598,7 @@ def test_the_heads_own_arguments():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_kwargs": {"scale": 5.0}}, r"only known `head_kwargs` with head='linear', but got \['scale'\]"),
+        ({"head_kwargs": {"scale": 5.0}}, r"`head_kwargs` accepted by head='linear', but got \['scale'\]"),
         ({"head": "sampled_softmax", "head_kwargs": {"bias": True}}, r"with head=.*, but got \['bias'\]"),
         ({"head": "cosine"}, r"Expected `head` to be one of \['linear', 'sampled_softmax'\]"),
         ({"head": "sampled_softmax", "class_weights": [1.0] * 10}, "Expected no `class_weights`"),

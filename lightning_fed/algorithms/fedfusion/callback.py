@@ -204,8 +204,9 @@ class FeatureFusion(FederatedCallback):
         self._is_untrained = self._is_untrained and not has_fusion
         if is_fitting(trainer) and names and not has_fusion:
             raise MisconfigurationException(
-                "Expected a checkpoint of a fit with fusion, but got one without, whose optimizers do not know the "
-                "operator: begin a new fit with its weights, module.load_state_dict(torch.load(path)['state_dict'])."
+                "Expected a checkpoint of a fit with fusion, but got a checkpoint without fusion, so its optimizer "
+                "states lack the operator: begin a new fit with the checkpoint's weights, "
+                "module.load_state_dict(torch.load(path)['state_dict'])."
             )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -280,7 +281,7 @@ class FeatureFusion(FederatedCallback):
                 "`cache_global_features` found no input again in a second pass over the data, probably because of"
                 " augmentation. The cache is disabled."
                 if cache.misses
-                else f"`cache_global_features` has no effect: {network} has other inputs than one tensor."
+                else f"`cache_global_features` has no effect: the inputs of {network} are not a single tensor."
             )
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:

@@ -149,7 +149,7 @@ def find_extractor_in_fit(
     if at != "auto":
         return find_extractor(module, at, network)
     try:
-        classifier = find_class_task(trainer, module, f"name the layer of the features in `{option}`").layer
+        classifier = find_class_task(trainer, module, f"name the feature layer in `{option}`").layer
     except MisconfigurationException:
         layer = _find_extractor_module(dict(trained_layers(module)), None)
         if layer is None:
@@ -179,8 +179,8 @@ def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], c
         heads = get_classifier() if callable(get_classifier) else None
         if isinstance(heads, tuple | list | nn.ModuleList) and len(heads) > 1:
             raise ValueError(
-                f"Expected {type(layer).__name__} to have one layer that makes the logits, but it has {len(heads)}: "
-                "name the layer of its features."
+                f"Expected {type(layer).__name__} to have one layer that computes the logits, but the module has "
+                f"{len(heads)}: name the feature layer."
             )
     names = list(layers)
     before = names[: names.index(head)]

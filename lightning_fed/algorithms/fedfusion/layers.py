@@ -204,7 +204,7 @@ class FusionLayer(nn.Module):
             counts = [channels] if isinstance(channels, int) else list(channels)
             names = [str(level) for level in (range(len(counts)) if levels == "all" else levels)]
             if len(names) != len(counts):
-                raise ValueError(f"Expected `channels` of {len(names)} levels, but got {counts}.")
+                raise ValueError(f"Expected `channels` for {len(names)} levels, but got {counts}.")
             with suppress(ValueError):  # otherwise the copy contains the whole network
                 self._run(example)
             return {name: (count, channel_axis) for name, count in zip(names, counts, strict=True)}
@@ -227,9 +227,9 @@ class FusionLayer(nn.Module):
             except Exception as fault:
                 error = error or fault
         raise ValueError(
-            f"Expected to find out the channels of {self.layer} by running {type(self.network).__name__}, but "
-            f"{'no input is known for its first layer' if error is None else f'it raised {error!r}'}: set the "
-            "module's `example_input_array`, or `channels`."
+            f"Expected to infer the channels of {self.layer} by running {type(self.network).__name__}, but "
+            f"{'no example input can be derived from its first layer' if error is None else f'it raised {error!r}'}: "
+            "set the module's `example_input_array`, or `channels`."
         ) from error
 
 
@@ -260,7 +260,9 @@ def _select_levels(
             selected[name] = features[name]
     if not selected or len(selected) != len(levels):
         shapes = {name: tuple(value.shape) for name, value in features.items()}
-        raise ValueError(f"Expected `levels` to be some of the extractor's features, {shapes}, but got {levels!r}.")
+        raise ValueError(
+            f"Expected `levels` to be among the features returned by the extractor, {shapes}, but got {levels!r}."
+        )
     return selected
 
 

@@ -61,9 +61,12 @@ def fuse(
         torch.Size([64, 128])
     """
     if hasattr(module, FUSION) or find_fusion(module) is not None:
-        raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but the module has one: see `unwrap`.")
+        raise ValueError(
+            f"Expected {type(module).__name__} without `{FUSION}`, but the module already has the "
+            "submodule: remove the fusion with `unwrap`."
+        )
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-        raise ValueError(f"Expected a module that can have one more submodule, but got {type(module).__name__}.")
+        raise ValueError(f"Expected a module that can hold another submodule, but got {type(module).__name__}.")
     extractor = find_extractor(module, at, network)
     root = module.get_submodule(extractor.network)
     if channels == "infer" and operator != "none":
@@ -87,7 +90,7 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
     """
     fusions = [layer for layer in module.modules() if isinstance(layer, FusionLayer)]
     if len(fusions) > 1:
-        raise ValueError(f"Expected {type(module).__name__} to have one fusion, but got {len(fusions)}.")
+        raise ValueError(f"Expected {type(module).__name__} to have one fusion layer, but got {len(fusions)}.")
     return fusions[0] if fusions else None
 
 
@@ -112,7 +115,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     """
     fusion = find_fusion(module)
     if fusion is None:
-        raise ValueError(f"Expected {type(module).__name__} to have a fusion, but found none.")
+        raise ValueError(f"Expected {type(module).__name__} to have a fusion layer, but found none.")
     names = {id(layer): name for name, layer in module.named_modules(remove_duplicate=False)}
     owner_name = names[id(fusion)].rpartition(".")[0]
     owner = module.get_submodule(owner_name)
@@ -191,7 +194,7 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
         )
     if not fusion.is_plain:
         raise ValueError(
-            "Expected one layer with one input and one tensor of features, which a convolution can follow, but "
+            "Expected one layer with one input and one feature tensor, which a convolution can follow, but "
             f"{extractor} has several: keep the fusion, or train with 'multi'."
         )
     ndim, (operator,) = ndims[0], operators

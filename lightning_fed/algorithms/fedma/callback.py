@@ -319,7 +319,7 @@ class LayerwiseTraining(FederatedCallback):
         """Builds the client's model at the start of a visit; stores step, widths and assignment."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
-            raise ClientFault("its model of the previous stage is missing")
+            raise ClientFault("its model from the previous stage is missing")
         model = without_prefix(memory, _MODEL)
         widths, assignment = read_widths(memory), read_assignment(memory)
         memory[STEP] = sent[STEP]
@@ -347,7 +347,7 @@ class LayerwiseTraining(FederatedCallback):
             reason = f"the loss compares labels with the outputs of {task.layer!r} instead of {rule.outputs[0]!r}"
         except MisconfigurationException as fault:
             reason = str(fault)
-        rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because of this: {reason}")
+        rank_zero_warn(f"FedMA averages the output layer by numbers of examples, for this reason: {reason}")
         return None
 
     def _freeze(self, module: nn.Module, stage: int) -> None:
@@ -387,7 +387,7 @@ class LayerwiseTraining(FederatedCallback):
                 example = forward_inputs(module, training_batch(federation), self.inputs)
             except (ValueError, MisconfigurationException) as error:
                 raise MisconfigurationException(
-                    f"{error} Or give `LayerwiseTraining` an `example_input` for {type(module).__name__}.forward: a "
+                    f"{error} Or pass `LayerwiseTraining` an `example_input` for {type(module).__name__}.forward: a "
                     "tensor, a tuple or a dictionary."
                 ) from error
         return move_tensors(example, module.device)

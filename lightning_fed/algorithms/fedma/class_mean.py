@@ -33,7 +33,7 @@ def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequ
     """
     if not len(layers) == len(counts) == len(weights) > 0:
         raise ValueError(
-            "Expected `layers`, `counts` and `weights` to be of the same clients, at least one, but got "
+            "Expected `layers`, `counts` and `weights` to have one element per client, at least one, but got "
             f"{len(layers)}, {len(counts)} and {len(weights)}."
         )
     for layer, count in zip(layers, counts, strict=True):

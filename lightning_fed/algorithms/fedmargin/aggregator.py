@@ -266,8 +266,8 @@ class FedMargin(Aggregator):
         unexpected = [key for key in update.extras if key.startswith("prototypes:lpm:")]
         if unexpected:
             raise OptionError(
-                f"Expected the client's margin {name!r}, but got {unexpected[0]!r}: give `ClassPrototypes` and "
-                "`FedMargin` the same `margin` and `class_reduction`."
+                f"Expected a client margin {name!r}, but got {unexpected[0]!r}: pass the same `margin` and "
+                "`class_reduction` to `ClassPrototypes` and `FedMargin`."
             )
         return math.nan
 
@@ -293,7 +293,8 @@ class FedMargin(Aggregator):
         # Aggregate prototypes with a different number of features came from a single or faulty client.
         if self.prototypes is not None and not widths <= {self.prototypes.means.shape[1]}:
             _log.warning(
-                "Round %d: the aggregate prototypes start anew: the clients' prototypes have %d features, not %d.",
+                "Round %d: the aggregate prototypes are reset, because the clients' prototypes have %d features "
+                "instead of %d.",
                 round_number(self._info.round),
                 *widths,
                 self.prototypes.means.shape[1],

@@ -44,7 +44,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     """
     check_option("kind", kind, AttentionKind)
     if margins.ndim != 1 or not len(margins):
-        raise ValueError(f"Expected `margins` to be one number per client, but got the shape {tuple(margins.shape)}.")
+        raise ValueError(f"Expected `margins` to have one number per client, but got shape {tuple(margins.shape)}.")
     values = margins.double()
     if values.isinf().any():
         raise ValueError(f"Expected `margins` to be finite or missing (NaN), but got {margins.tolist()}.")
@@ -93,8 +93,8 @@ def combine_attention(
     check_option("combine", combine, Combination)
     if local.ndim != 1 or not len(local) or local.shape != aggregate.shape:
         raise ValueError(
-            "Expected `local` and `aggregate` to be one number per client each, but got the shapes "
-            f"{tuple(local.shape)} and {tuple(aggregate.shape)}."
+            f"Expected `local` and `aggregate` to have one number per client, but got shapes {tuple(local.shape)} and "
+            f"{tuple(aggregate.shape)}."
         )
     local, aggregate = local.double(), aggregate.double()
     if combine == "mean":
@@ -107,7 +107,7 @@ def combine_attention(
         return weights
     if len(num_samples) != len(weights) or min(num_samples) < 0:
         raise ValueError(
-            f"Expected `num_samples` to be {len(weights)} numbers of examples, one per client and none negative, but "
+            f"Expected `num_samples` to contain {len(weights)} non-negative numbers of examples, one per client, but "
             f"got {num_samples}."
         )
     return _normalized(_over_largest(weights) * weights.new_tensor(list(num_samples)))

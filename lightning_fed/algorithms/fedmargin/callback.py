@@ -274,8 +274,8 @@ class ClassPrototypes(FederatedCallback):
             return
         self._has_warned = True
         _log.warning(
-            "Client %r trains on a single batch, so online passes measure no local prototype margin (logged once). "
-            "FedMargin uses the other clients' mean instead. Use passes='exact' to measure the margin.",
+            "Client %r trains on a single batch, so online passes cannot measure its local prototype margin (logged "
+            "once). FedMargin uses the mean of the other clients instead. Use passes='exact' to measure the margin.",
             planned.visit.client,
         )
 

@@ -157,7 +157,7 @@ class TrainingFeatureSums:
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:
             raise ValueError(
-                f"Expected training to use the model's features in every batch, but {layer} was run in "
-                f"{self._num_seen} of {self._num_started}: name another `layer`, or use passes='exact' if "
-                "`torch.compile` has compiled the model before the fit."
+                f"Expected training to use the model's features in every batch, but {layer} ran in {self._num_seen} "
+                f"of {self._num_started}: name another `layer`, or use passes='exact' if `torch.compile` has compiled "
+                "the model before the fit."
             )

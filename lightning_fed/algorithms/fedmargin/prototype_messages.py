@@ -84,7 +84,7 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     """
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
-        return "its prototype margin is not a number"
+        return "its prototype margin is not a floating-point scalar"
     if any(bool(value < 0) for name, value in packed.items() if name.startswith(_LPM_WITHOUT_SIGN)):
         return "its prototype margin is a negative distance"
     missing = [name for name in PROTOTYPE_KEYS if name not in packed]
@@ -98,9 +98,9 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     if not len(classes):
         return None
     if int(classes.min()) < 0:
-        return f"its prototypes are of class {int(classes.min())}"
+        return f"its prototypes include the invalid class {int(classes.min())}"
     if num_classes is not None and int(classes.max()) >= num_classes:
-        return f"its prototypes are of class {int(classes.max())} instead of 0 to {num_classes - 1}"
+        return f"its prototypes include class {int(classes.max())} instead of only 0 to {num_classes - 1}"
     if len(set(classes.tolist())) < len(classes):
         return "its prototypes contain a class twice"
     for count in (int(counts.min()), int(counts.max())):

@@ -102,11 +102,14 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
-            raise MisconfigurationException("PrototypePlots needs a `ClassPrototypes` among the Trainer's callbacks.")
+            raise MisconfigurationException(
+                "Expected a `ClassPrototypes` callback for `PrototypePlots`, but the "
+                "Trainer has none: add one before `PrototypePlots`."
+            )
         if not federation_of(trainer) and positions[0] > callbacks.index(self):
             raise MisconfigurationException(
-                "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but got it after: "
-                "the prototypes of an epoch are measured at its end."
+                "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but it comes after: "
+                "prototypes are measured at the end of an epoch, and must exist before the plot is drawn."
             )
 
     # A federation

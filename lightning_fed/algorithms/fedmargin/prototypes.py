@@ -149,7 +149,7 @@ def aggregate_prototypes(
     """
     check_option("weighting", weighting, PrototypeWeighting)
     if not clients:
-        raise ValueError("Expected `clients` to be at least one client's prototypes, but got none.")
+        raise ValueError("Expected `clients` to contain the prototypes of at least one client, but got none.")
     check_same_shape(*clients)
     counts = torch.stack([client.counts for client in clients])
     present = (counts > 0).to(torch.float64)
@@ -248,7 +248,7 @@ def check_same_shape(*prototypes: Prototypes) -> None:
 def _sizes(num_samples: Sequence[int] | None, count: int, device: torch.device) -> Tensor:
     if num_samples is None or len(num_samples) != count or min(num_samples) < 0:
         raise ValueError(
-            f"Expected `num_samples` to be {count} numbers of examples, one per client and none negative, but got "
+            f"Expected `num_samples` to contain {count} non-negative numbers of examples, one per client, but got "
             f"{num_samples}."
         )
     return torch.tensor(list(num_samples), dtype=torch.float64, device=device)

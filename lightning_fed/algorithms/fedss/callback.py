@@ -99,7 +99,7 @@ class SampledSoftmax(FederatedCallback):
         if stage == "fit":
             find_federation(trainer)
             if sum(isinstance(callback, SampledSoftmax) for callback in callbacks_of(trainer)) > 1:
-                raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has more.")
+                raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has several.")
             self._client_classes, self._head_name, self._held = {}, None, None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -194,8 +194,8 @@ class SampledSoftmax(FederatedCallback):
         void = task.ignore_index
         if not has_same_parameters(module, task.layer, str(self._head_name)) or (void is not None and void >= 0):
             raise MisconfigurationException(
-                f"Expected a loss between the outputs of {self._head_name!r} and labels that ignores negative labels "
-                f"only, because a client's labels are logit columns, but got {task.layer!r} and `ignore_index` "
+                f"Expected a loss between labels and the outputs of {self._head_name!r} that ignores only negative "
+                f"labels, because labels become column indices in training, but got {task.layer!r} and `ignore_index` "
                 f"{void}: replace the ignored label by -100 in the data, or {remedy}."
             )
         return task.target
@@ -230,7 +230,7 @@ class SampledSoftmax(FederatedCallback):
             raise ClientFault("it has no labels")
         lowest, highest = int(positives[0]), int(positives[-1])
         if not 0 <= lowest <= highest < count:
-            raise ClientFault(f"it has labels from {lowest} to {highest}, and the head has {count} classes")
+            raise ClientFault(f"its labels range from {lowest} to {highest}, but the head has {count} classes")
         return positives
 
     def _labels(self, trainer: L.Trainer, client: Client) -> Tensor:
@@ -273,8 +273,8 @@ def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
     replaced = apply_to_collection(batch, Tensor, replace)
     if not count:
         raise OptionError(
-            "Expected `target` to return one of the batch's tensors, which may be inside a list, dictionary or "
-            f"dataclass, but this {type(batch).__name__} does not contain the returned tensor. Return the tensor "
-            "itself, not a copy, and reshape the tensor in `training_step`."
+            "Expected `target` to return a tensor from the batch (possibly inside a list, dictionary or dataclass), "
+            f"but this {type(batch).__name__} does not contain the returned tensor. Return the tensor itself, not a "
+            "copy, and reshape the tensor in `training_step`."
         )
     return replaced

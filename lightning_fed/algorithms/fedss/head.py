@@ -89,7 +89,7 @@ class SampledSoftmaxHead(LogitsLayer):
         check_option("margin_of", margin_of, MarginOf)
         limit = math.pi if margin_of == "angle" else 2.0
         if not 0 <= margin < limit:
-            raise ValueError(f"Expected `margin` to be from 0 to below {limit:.4g}, but got {margin}.")
+            raise ValueError(f"Expected `margin` to be at least 0 and below {limit:.4g}, but got {margin}.")
         if margin and not normalize:
             raise ValueError(
                 f"Expected no `margin` with `normalize=False`, because margins apply to cosines, but got {margin}."
@@ -164,7 +164,7 @@ class SampledSoftmaxHead(LogitsLayer):
         """Computes the logits. In training with held classes, the cross-entropy of the logits is the client's loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
-                f"Expected the labels, without which `margin={self.margin}` cannot be applied in training: call "
+                f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "
                 "`head.loss(features, target)` for the loss, also outside of a federation."
             )
         if self._batch is None or not self.training:
@@ -244,8 +244,8 @@ class SampledSoftmaxHead(LogitsLayer):
                 need = f"objective={held.objective!r}" if held.needs_target else f"margin={self.margin}"
                 raise ValueError(
                     f"Expected a label for each of {count} examples with {need}, but got "
-                    f"{0 if batch.target is None else batch.target.numel()}: see `begin_batch`, or use `loss` for "
-                    "other examples than the batch's."
+                    f"{0 if batch.target is None else batch.target.numel()}: see `begin_batch`, or call `loss` for "
+                    "examples outside the batch."
                 )
             target = batch.target.reshape(-1).to(features.device)
         if batch.columns is None:
@@ -262,7 +262,7 @@ class SampledSoftmaxHead(LogitsLayer):
     def _check_rows(self) -> None:
         if self._held is not None and len(self.weight) != len(self._held.classes):
             raise ValueError(
-                f"Expected `weight` to have the rows of the {len(self._held.classes)} held classes, but got "
+                f"Expected `weight` to have {len(self._held.classes)} rows, one per held class, but got "
                 f"{len(self.weight)}."
             )
 
@@ -280,8 +280,8 @@ def find_sampled_softmax_head(module: nn.Module) -> str:
     names: list[str] = [name for name, layer in module.named_modules() if isinstance(layer, SampledSoftmaxHead)]
     if len(names) != 1:
         raise ValueError(
-            f"Expected {type(module).__name__} to have one SampledSoftmaxHead, but got {names or 'none'}: make it the "
-            "model's last layer, or see `to_sampled_softmax`."
+            f"Expected {type(module).__name__} to have one SampledSoftmaxHead, but got {names or 'none'}: make the "
+            "head the model's last layer, or see `to_sampled_softmax`."
         )
     return names[0]
 

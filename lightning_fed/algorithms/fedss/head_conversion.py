@@ -53,7 +53,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     linear = None if path is None else module.get_submodule(path)
     if path is None or not isinstance(linear, nn.Linear):
         actual = "none" if linear is None else f"{path!r} ({type(linear).__name__})"
-        raise TypeError(f"Expected the layer that makes the logits to be a linear one, but got {actual}.")
+        raise TypeError(f"Expected the layer that computes the logits to be linear, but got {actual}.")
     has_bias = linear.bias is not None and not normalize
     with torch.device("meta"):  # the parameters already exist
         head = SampledSoftmaxHead(linear.in_features, linear.out_features, scale, normalize, has_bias)

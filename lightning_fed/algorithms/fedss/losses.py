@@ -211,11 +211,15 @@ def sampled_softmax_loss(
     _check_rows(logits, target)
     target = _whole_numbers("target", target)
     if objective == "full" and logits.shape[1] != num_classes:
-        raise ValueError(f"Expected `logits` of all {num_classes} classes for 'full', but got {logits.shape[1]}.")
+        raise ValueError(
+            f"Expected `logits` for all {num_classes} classes with objective 'full', but got {logits.shape[1]}."
+        )
     columns = target[target != -100]
     wrong = torch.unique(columns[~torch.isin(columns, is_positive.nonzero())])
     if len(wrong):
-        raise ValueError(f"Expected `target` to be columns of positives or -100, but got {wrong.tolist()}.")
+        raise ValueError(
+            f"Expected `target` to contain columns of the client's classes or -100, but got {wrong.tolist()}."
+        )
     num_positives = int(is_positive.sum())
     correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes)
     logits = sampled_logits(logits, is_positive, correction, target, objective=objective)
@@ -256,7 +260,7 @@ def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: 
 def _whole_numbers(name: str, values: Tensor) -> Tensor:
     if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(
-            f"Expected `{name}` to be a row of whole numbers, but got {values.dtype} of shape {tuple(values.shape)}."
+            f"Expected `{name}` to be a 1D tensor of integers, but got {values.dtype} of shape {tuple(values.shape)}."
         )
     return values.to(torch.int64)
 

@@ -47,7 +47,9 @@ class SampledClasses:
                 f" {self.is_positive.dtype} of shape {tuple(self.is_positive.shape)}."
             )
         if not self.is_positive.any():
-            raise ValueError("Expected at least one class of the client's own in `is_positive`, but got none.")
+            raise ValueError(
+                "Expected `is_positive` to be true for at least one of the client's classes, but got none."
+            )
 
     @property
     def needs_target(self) -> bool:
@@ -81,7 +83,7 @@ class SampledClasses:
             )
         left_out = int(self.is_positive.sum()) - int(self.is_positive[columns].sum())
         if left_out:
-            raise ValueError(f"Expected `columns` to have all of the client's own classes, but {left_out} are missing.")
+            raise ValueError(f"Expected `columns` to contain all of the client's classes, but {left_out} are missing.")
         return replace(self, classes=self.classes[columns], is_positive=self.is_positive[columns])
 
     def relabel(self, target: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class SampledClasses:
             ForeignLabelError: If a label is not among the client's classes.
         """
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-            raise ValueError(f"Expected `target` to be class numbers, but got {target.dtype}.")
+            raise ValueError(f"Expected `target` to contain integer class labels, but got {target.dtype}.")
         labels = target.to(torch.int64)
         classes, is_positive = self.classes.to(labels.device), self.is_positive.to(labels.device)
         columns = torch.searchsorted(classes, labels.contiguous()).clamp(max=len(classes) - 1)
@@ -99,7 +101,7 @@ class SampledClasses:
         wrong = torch.unique(labels[(labels >= 0) & ~is_known])
         if len(wrong):
             raise ForeignLabelError(
-                f"Expected `target` to be among the client's own classes, but got {wrong.tolist()}."
+                f"Expected `target` to contain only the client's classes, but got {wrong.tolist()}."
             )
         return torch.where(labels >= 0, columns, labels)
 
@@ -107,6 +109,6 @@ class SampledClasses:
 def _check_increasing(name: str, values: Tensor) -> None:
     if values.ndim != 1 or values.dtype != torch.int64 or not is_increasing(values):
         raise ValueError(
-            f"Expected `{name}` to be strictly increasing int64 numbers in a row, but got {values.dtype} of shape "
-            f"{tuple(values.shape)}."
+            f"Expected `{name}` to be a 1D int64 tensor with strictly increasing values, but got {values.dtype} of "
+            f"shape {tuple(values.shape)}."
         )

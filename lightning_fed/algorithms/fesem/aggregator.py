@@ -179,7 +179,7 @@ class FeSEM(Aggregator):
             self.assignments = dict.fromkeys(self.received, 0)
         elif len(updates) < self.num_centers:
             _log.warning(
-                "Round %d had %d good updates, fewer than num_centers=%d: the round used federated averaging.",
+                "Round %d had %d valid updates, fewer than num_centers=%d: the round used federated averaging.",
                 round_number(self._info.round),
                 len(updates),
                 self.num_centers,

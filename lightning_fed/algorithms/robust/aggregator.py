@@ -161,7 +161,7 @@ class RobustAggregator(Aggregator):
     def _find_lack(self) -> str | None:
         for client in self.always:
             if client not in self.updates:
-                return f"the trusted client {client!r} sent no good update"
+                return f"the trusted client {client!r} sent no valid update"
         count = len(self.clients)
         num_malicious = self.tolerated(count)
         factor, constant = self.least
@@ -169,8 +169,8 @@ class RobustAggregator(Aggregator):
         if count >= needed:
             return None
         return (
-            f"{type(self).__name__} with num_malicious={num_malicious} needs {needed} good updates, but the round has "
-            f"{count}"
+            f"{type(self).__name__} with num_malicious={num_malicious} needs {needed} valid updates, but the round "
+            f"has {count}"
         )
 
     def _record_exclusions(self, clients: Sequence[Client], influence: Tensor) -> None:

@@ -238,8 +238,9 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
             )
             if notes and uses:
                 raise MisconfigurationException(
-                    f"`{name}` only sees a client's update in the client's process, but aggregates in all processes: "
-                    "implement `share_round` to share its data with all processes, or return None without data."
+                    f"`{name}` receives an update only in the process that trained the client, but aggregates in all "
+                    "processes: implement `share_round` to share data with all processes, or return None if there is "
+                    "no data to share."
                 )
 
 

@@ -37,7 +37,7 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
     try:
         socket.create_connection((name, port), _SECONDS).close()
     except OSError as error:
-        raise Broken(f"port: nothing listens at {address} ({error}); does the server run?") from error
+        raise Broken(f"port: no server listens at {address} ({error}); check that the server runs") from error
     yield f"port: {port} is open"
     answer, text = _ask(name, port, ca)
     yield "certificate: valid for this name and signed by the authority"
@@ -81,7 +81,9 @@ def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]
             f"certificate: {error.verify_message}; check `ca.crt`, the server's name and this machine's clock"
         ) from error
     except ssl.SSLError as error:
-        raise Broken(f"certificate: {name}:{port} does not speak TLS ({error.reason}); is it `--insecure`?") from error
+        raise Broken(
+            f"certificate: {name}:{port} does not use TLS ({error.reason}); the server may run with `--insecure`"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise Broken(f"port: {name}:{port} does not answer ({error!r})") from error
     finally:

@@ -62,7 +62,7 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
             (*GATEWAY, superlink, listens, str(gateway_port), ca, certificate, key, str(folder / "superlink.db")),
         ],
         listening=[("127.0.0.1", port), None, (listens, gateway_port)],
-        ready=f"Nodes reach the server at {address}, `flwr` on this machine at {superlink}.",
+        ready=f"Nodes connect to the server at {address}; `flwr` on this machine connects to {superlink}.",
         environment=SERVER_ENVIRONMENT,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def _write_secret(folder: Path) -> str:
 def _check_files(*files: str) -> None:
     for file in files:
         if not Path(file).is_file():
-            raise FileNotFoundError(f"Expected the file {file!r}: make it with `lightning-fed flower certificates`.")
+            raise FileNotFoundError(f"Expected the file {file!r}: create it with `lightning-fed flower certificates`.")
 
 
 def _check_free(host: str, port: int) -> None:
@@ -179,7 +179,7 @@ def _run_together(
         while all(process.poll() is None for process in processes):
             time.sleep(0.2)
         ended = next(process for process in processes if process.poll() is not None)
-        _log.error("%s has ended with status %s.", Path(str(ended.args[0])).name, ended.returncode)  # type: ignore[index]
+        _log.error("%s exited with status %s.", Path(str(ended.args[0])).name, ended.returncode)  # type: ignore[index]
         raise SystemExit(ended.returncode or 1)
     except KeyboardInterrupt:
         _log.info("Ending.")

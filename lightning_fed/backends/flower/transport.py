@@ -59,10 +59,10 @@ def from_records(content: RecordDict) -> Packet:
         text, record = content["packet"]["text"], content["tensors"]
         arrays = [record[str(i)] for i in range(len(record))]
     except (KeyError, TypeError) as error:
-        raise PacketError("it is not a message from lightning-fed") from error
+        raise PacketError("the message is not from lightning-fed") from error
     parts = [array.data for array in arrays if isinstance(array, Array) and array.stype == _STYPE]
     if not isinstance(text, str) or not parts or len(parts) < len(arrays):
-        raise PacketError("it is not a message from lightning-fed")
+        raise PacketError("the message is not from lightning-fed")
     return Packet(text, parts[0] if len(parts) == 1 else b"".join(parts))
 
 
@@ -203,14 +203,14 @@ class FlowerTransport(Transport):
             if not isinstance(clients, list) or not all(is_client(key) and str(key).isprintable() for key in clients):
                 raise PacketError(f"its list of clients is {clients!r}"[:200])
         except Exception as error:  # the content is untrusted
-            _log.warning("Node %d has no valid list of clients: %s.", node, one_line(describe(error)))
+            _log.warning("Node %d sent no valid list of clients: %s.", node, one_line(describe(error)))
             self._retry_times[node] = time.monotonic() + _RETRY_SECONDS
             return
         if self._bound is not None:
             unbound = [client for client in clients if self._bound.get(client) != node]
             if unbound:
                 _log.warning(
-                    "Node %d lists the clients %s, which are bound to other nodes: ignored.",
+                    "Node %d lists the clients %s, but these clients are bound to other nodes: ignored.",
                     node,
                     unbound[:10],
                 )
@@ -223,7 +223,7 @@ class FlowerTransport(Transport):
                 duplicates,
             )
         self._nodes[node] = clients
-        _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
+        _log.info("Node %d serves the clients %s.", node, json.dumps(self._nodes[node]))
 
 
 def read_node_key(node: int | str) -> int | bytes:

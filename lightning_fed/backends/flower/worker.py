@@ -33,11 +33,11 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_mode & 0o077:
         raise PermissionError(
-            "Expected a folder for the socket that only you can reach (chmod 700), but others can reach "
+            "Expected a folder for the socket that only you can access (chmod 700), but other users can access "
             f"{str(path.parent)!r}."
         )
     if path.exists() and not path.is_socket():
-        raise FileExistsError(f"Expected a path for a socket, but {str(path)!r} is a file.")
+        raise FileExistsError(f"Expected the path of a socket, but {str(path)!r} is a regular file.")
     if _is_served(path):
         raise FileExistsError(f"Another worker uses the socket {str(path)!r}.")
     path.unlink(missing_ok=True)

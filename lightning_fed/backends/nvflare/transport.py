@@ -27,7 +27,7 @@ def from_shareable(content: Shareable) -> Packet:
     """Converts an NVFLARE record to a packet; raises ``PacketError`` if text or data are missing."""
     text, data = content.get("text"), content.get("data")
     if not isinstance(text, str) or not isinstance(data, bytes):
-        raise PacketError("it is not a message from lightning-fed")
+        raise PacketError("the message is not from lightning-fed")
     return Packet(text, data)
 
 

@@ -78,7 +78,7 @@ class SiteGate:
 
     def _guard(self, order: Order | None, bare: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         if order is None:
-            raise PacketError("it is not a message from lightning-fed")
+            raise PacketError("the message is not from lightning-fed")
         refused = self._decide(order, None)
         if refused is not None:
             return refused

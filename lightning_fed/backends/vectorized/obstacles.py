@@ -49,8 +49,8 @@ def check_vectorizable(fit: FederatedFit) -> None:
         ),
         "clipping by norm would take the norm over all clients (use gradient_clip_algorithm='value')": bool(clips),
         "with `optimizer_state='keep'` the clients have different step counts": fit.options.optimizer_state == "keep",
-        "`max_steps` counts the steps of one client after another": trainer.max_steps != -1,
-        "`limit_train_batches` counts the batches of one client after another": trainer.limit_train_batches != 1.0,
+        "`max_steps` counts steps across sequential clients": trainer.max_steps != -1,
+        "`limit_train_batches` counts batches across sequential clients": trainer.limit_train_batches != 1.0,
         f"with {type(rule).__name__} clients can have models of different shapes": rule.resizes,
         f"clients hold only some rows of {sliced[:1]}": bool(sliced),
     }
@@ -80,7 +80,7 @@ def check_entries(module: nn.Module, names: Iterable[str]) -> None:
         if name not in known:
             continue
         if has_gradient_hooks(value):
-            raise Obstacle(f"a hook of the parameter {name!r} would see the gradients of all clients")
+            raise Obstacle(f"a hook on the parameter {name!r} would receive the gradients of all clients")
         if value.numel():
             first_name = names_by_storage.setdefault(value.untyped_storage().data_ptr(), name)
             if first_name != name:
@@ -96,4 +96,4 @@ def _check_hooks(owner: Any, hooks: Iterable[str], base: type) -> None:
             definer.__module__.startswith("lightning.") and type(owner) is not L.pytorch.callbacks.LambdaCallback
         )
         if not is_lightnings:
-            raise Obstacle(f"`{type(owner).__name__}.{hook}` is written for one client's batch or model")
+            raise Obstacle(f"`{type(owner).__name__}.{hook}` expects the batch or model of a single client")

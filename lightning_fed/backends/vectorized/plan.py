@@ -74,7 +74,7 @@ class Vectorized(VisitsAtOnce):
                 draws = check_vectorisation(trainer, module, names, batch)
         except Obstacle as obstacle:
             _log.warning(
-                "`visits=Vectorized(%d)` has no effect, and clients train one after another: %s.",
+                "`visits=Vectorized(%d)` has no effect, and clients train sequentially: %s.",
                 self.clients,
                 obstacle,
             )
@@ -159,4 +159,4 @@ def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]
             continue
         if item.error is None and item.batch is not None:
             return item.batch, has_drawn[0]
-    raise Obstacle("no client of the first round has a batch for the trial")
+    raise Obstacle("no client in the first round has a batch for the trial step")

@@ -155,8 +155,8 @@ class StackedModel:
             loss = loss_in(output)
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
-                    f"Expected `training_step` to return a loss, but got {loss!r}. To skip batches, have one client "
-                    "train after another: `visits='auto'`."
+                    f"Expected `training_step` to return a loss, but got {loss!r}. To skip batches, train clients "
+                    "sequentially: `visits='auto'`."
                 )
             return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}
 

@@ -49,9 +49,9 @@ class StackedVisits(VisitDriver):
         if len(parts) == len(self.group) and "contents" not in self.fit.warned and _has_equal_shapes(parts):
             self.fit.record_warning("contents")
             _log.warning(
-                "`Vectorized`: the batches of %d clients have equal shapes, but different texts, numbers or objects "
-                "(file names?). The clients' steps run separately, which is slower than sequential training: remove "
-                "values from the batches that `training_step` does not need.",
+                "`Vectorized`: the batches of %d clients have equal shapes, but contain different strings, numbers "
+                "or objects (perhaps file names). The clients' steps run separately, which is slower than sequential "
+                "training: remove values from the batches that `training_step` does not need.",
                 len(parts),
             )
         losses: list[Tensor] = []

@@ -56,7 +56,7 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
         except Obstacle:
             raise
         except Exception as error:
-            raise Obstacle(f"in a trial `training_step` raised {describe(error)}") from error
+            raise Obstacle(f"in a trial step `training_step` raised {describe(error)}") from error
     try:
         _try_optimizer(optimizer)
     except Obstacle:
@@ -121,8 +121,8 @@ class _TwoClients:
                 )
         if not self._run_at_once(batch, draws, is_isolated=True)[0].isfinite().all() and together[0].isfinite().all():
             raise Obstacle(
-                "`training_step` uses parameters or buffers outside the module's attributes (a list, the optimizer), "
-                "which all clients would share"
+                "`training_step` uses parameters or buffers that are not attributes of the module (from a list or "
+                "the optimizer), which all clients would share"
             )
         return draws
 
@@ -135,7 +135,9 @@ class _TwoClients:
         if versions != [tensor_version(parameter) for parameter in self._trained]:
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
-            raise Obstacle("`training_step` draws from Python's or NumPy's generator, which all clients would share")
+            raise Obstacle(
+                "`training_step` draws from Python's or NumPy's random generator, which all clients would share"
+            )
         loss = loss_in(output)
         return self._results(loss, lambda value: [value])
 

@@ -42,7 +42,7 @@ class OrderBounds:
             check_positive("max_lr", self.max_lr)
         if self.max_batches is not None and self.min_batches > self.max_batches:
             raise ValueError(
-                f"Expected `min_batches` of at most max_batches={self.max_batches}, but got {self.min_batches}."
+                f"Expected `min_batches` to be at most max_batches={self.max_batches}, but got {self.min_batches}."
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:

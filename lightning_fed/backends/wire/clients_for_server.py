@@ -116,8 +116,8 @@ class RemoteClientSide(RemoteSide):
         fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
-                "Expected per-step schedulers that the server can repeat, but the steps of `ReduceLROnPlateau` "
-                "depend on a client's measurements: choose another schedule, or step it once per round."
+                "Expected per-step schedulers that the server can repeat, but `ReduceLROnPlateau` depends on a "
+                "client's measurements: choose another schedule, or step the scheduler once per round."
             )
         frozen = {name: value for name, value in round.local.server_entries.items() if fit.policies[name] == "frozen"}
         filled = [
@@ -126,8 +126,8 @@ class RemoteClientSide(RemoteSide):
         if filled:
             raise MisconfigurationException(
                 "Expected buffers with NaN or infinite initial values to stay unchanged, because such buffers are "
-                f"not sent, but the server's validation or training has filled {sorted(filled)}: name the buffers in "
-                "`personal` (each side keeps separate values), or start with finite values (sent and averaged)."
+                f"not sent, but validation or training on the server changed {sorted(filled)}: add the buffers to "
+                "`personal` (each client has separate values), or start with finite values (sent and averaged)."
             )
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
@@ -191,7 +191,7 @@ class RemoteClientSide(RemoteSide):
             server.refuse(client, str(error))
             return
         except Exception as error:
-            server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
+            server.refuse(client, f"its answer is invalid: {describe(error)}", without_frames(error))
             return
         if (yield UpdateAnswer(update)):
             remote.steps = steps
@@ -212,7 +212,7 @@ class RemoteClientSide(RemoteSide):
                 final = _repeat_steps(optimizers, of_schedulers)
             except Exception as error:  # a schedule with fewer steps
                 _log.warning(
-                    "Round %d: the schedulers do not continue from client %r, which reports %s steps: %s.",
+                    "Round %d: the schedulers do not resume from client %r, which reports %s steps: %s.",
                     round_number(remote.visit.round), remote.visit.client, of_schedulers, describe(error),
                 )  # fmt: skip
                 continue
@@ -407,14 +407,14 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     from the client and must be plausible.
     """
     if said.steps > most:
-        raise BadUpdate(f"it reports {said.steps} steps, and {most} are possible")
+        raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
     if after is None:
         return _Steps(said.steps)
     steps: Any = after.get("steps") if isinstance(after, dict) else None
     is_list = isinstance(steps, list) and len(steps) == len(optimizers.step_schedulers)
     if not is_list or not all(type(step) is int and 0 <= step <= most for step in steps):
-        raise BadUpdate(f"its scheduler steps cannot be used: {steps!r:.100}, expected 0 to {most} each")
+        raise BadUpdate(f"its scheduler steps are invalid: got {steps!r:.100}, expected 0 to {most} for each scheduler")
     start, scaler = pack_numbers(optimizers.start["scaler"]), after.get("scaler")
     if not start or not scaler:
         return _Steps(said.steps, steps)

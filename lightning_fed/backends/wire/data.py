@@ -42,7 +42,7 @@ def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
         data = FederatedDataModule(data)
     if isinstance(data, FederatedDataModule) == (partition is not None) or not isinstance(data, L.LightningDataModule):
         raise MisconfigurationException(
-            "Expected `data` to be clients (a mapping, or a FederatedDataModule), or a datamodule that the "
+            "Expected `data` to contain clients (a mapping or a FederatedDataModule), or a datamodule that the "
             f"federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
         )
     data.prepare_data()

@@ -56,7 +56,7 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
     is_number = isinstance(numbers, int | float) and (numbers == like or abs(numbers) < _LARGE)
     if is_number and (like is None or isinstance(like, int | float)):
         return numbers
-    raise ValueError(f"{path.lstrip('.')!r} does not fit the server's")
+    raise ValueError(f"{path.lstrip('.')!r} does not match the server's structure")
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
@@ -69,8 +69,8 @@ def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Seque
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(
-            f"the server's optimizers have {[len(options) for options in groups]} parameter groups, and the client's "
-            f"{shapes}: both need the same model"
+            f"the server's optimizers have {[len(options) for options in groups]} parameter groups, but the client's "
+            f"have {shapes}: both need the same model"
         )
     for optimizer, sent in zip(optimizers, groups, strict=True):
         for group, values in zip(optimizer.param_groups, sent, strict=True):

@@ -49,7 +49,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-NOT_HERE = "its data are not at this node"
+NOT_HERE = "its data are not on this node"
 """Fault if the node does not serve the client."""
 
 NOT_HELD = "it does not store the entries omitted from the message"
@@ -156,7 +156,7 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
         content = json.loads(packet.text)
         version, kind, header, table = (content[name] for name in ("version", "kind", "header", "tensors"))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise PacketError("it is not a message from lightning-fed") from error
+        raise PacketError("the message is not from lightning-fed") from error
     if version != VERSION:
         raise PacketError(
             f"the message has version {version!r} instead of {VERSION}: install the same release on all machines"
@@ -164,20 +164,20 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
     if kind not in kinds or not isinstance(header, dict) or not isinstance(table, dict):
         raise PacketError(f"the message is {kind!r} instead of {' or '.join(map(repr, kinds))}")
     if client is not None and (header.get("client") != client or isinstance(header.get("client"), bool)):
-        raise PacketError(f"it answers for client {header.get('client')!r:.100}")
+        raise PacketError(f"the message answers for client {header.get('client')!r:.100}")
     start, tensors = 0, {}
     for group, rows in table.items():
         tensors[group] = state = dict[str, Tensor]()
         for row in rows if isinstance(rows, list) else [None]:
             name, dtype, shape, size = _checked(row)
             if start + size > len(packet.data):
-                raise PacketError(f"entry {name!r} needs more bytes than the message has")
+                raise PacketError(f"entry {name!r} needs more bytes than the message contains")
             if name in state:
                 raise PacketError(f"entry {name!r} appears twice")
             state[name] = _tensor_at(packet.data, start, size, dtype, group == "state").reshape(shape)
             start += size
     if start != len(packet.data):
-        raise PacketError(f"its entries have {start} bytes, but it has {len(packet.data)}")
+        raise PacketError(f"its entries need {start} bytes, but the message contains {len(packet.data)}")
     return (header if len(kinds) == 1 else {**header, "kind": kind}), tensors
 
 
@@ -193,10 +193,10 @@ def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model:
 
 def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
     if not (isinstance(row, list) and len(row) == 3 and _is_name(row[0]) and _is_shape(row[2])):
-        raise PacketError(f"its table has the invalid entry {row!r}")
+        raise PacketError(f"its tensor table has the invalid row {row!r}")
     name, dtype, shape = row
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise PacketError(f"its entry {name!r} has the type {dtype!r}")
+        raise PacketError(f"its entry {name!r} has the invalid dtype {dtype!r}")
     return name, _DTYPES[dtype], shape, math.prod(shape) * _DTYPES[dtype].itemsize
 
 
@@ -233,7 +233,7 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
         (None, "the run is '../0a'")
     """
     if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{1,64}", run):  # used as a folder name
-        return f"the run is {run!r:.100}"
+        return f"the run {run!r:.100} is invalid"
     if not is_client(client):
         return f"the client {client!r:.100} is invalid"
     return None if type(round) is int and 0 <= round < _MANY else f"the round {round!r:.100} is invalid"
@@ -346,8 +346,8 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
         return (
-            f"its answer has {len(packet.text)} characters and {len(packet.data)} bytes, and no more than {longest} "
-            f"and {largest} are read"
+            f"its answer has {len(packet.text)} characters and {len(packet.data)} bytes, but the limits are {longest} "
+            f"and {largest}"
         )
     return None
 
@@ -382,7 +382,9 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
         metrics = {name: float(value) for name, value in header["metrics"].items() if isinstance(value, int | float)}
         num_samples, steps, unsent = header["num_samples"], header["steps"], header["unsent"]
         if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps, unsent)):
-            raise PacketError(f"it reports {num_samples!r} examples, {steps!r} steps and {unsent!r} entries left out")
+            raise PacketError(
+                f"it reports invalid counts: {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries"
+            )
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
         if not is_head(header["head"]):
             raise PacketError(f"the head of its record is {header['head']!r:.100}")

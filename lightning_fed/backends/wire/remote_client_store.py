@@ -58,7 +58,7 @@ class RemoteClientStore(ClientStore):
         """Restores the rounds from a checkpoint; raises ``ValueError`` for a checkpoint from a single-process fit."""
         if "folder" in state or state.get("states"):
             raise ValueError(
-                "Expected a checkpoint with remote clients, but got a checkpoint with client states from one process."
+                "Expected a checkpoint of a fit with remote clients, but got client states from a single-process fit."
             )
         self.run = state.get("run") or uuid.uuid4().hex
         if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # used as a folder name

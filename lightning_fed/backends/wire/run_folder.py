@@ -29,7 +29,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise RuntimeError(
-                    f"Another server trains in {str(folder)!r}: stop this server, or use another folder."
+                    f"Another server is training in {str(folder)!r}: stop that server, or use another folder."
                 ) from error
         yield
 

@@ -83,7 +83,7 @@ class ClientSum:
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
-                raise SumError("the server names peers without shared secrets")
+                raise SumError("the server names peers that shared no secrets with this client")
             vector = torch.cat([value.reshape(-1).cpu() for value in numbers.values()]).numpy().view(np.uint32)
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
@@ -122,7 +122,7 @@ class ClientSum:
         known = self._take(request.round, "shared")
         keys, sealing = _keys_of(known), bytes.fromhex(known["sealing"])
         if self._client not in request.peers or not set(request.peers) <= keys.keys():
-            raise SumError("the server forwards shares from clients without shared secrets")
+            raise SumError("the server forwards shares from clients that sent no keys")
         self._check_count(len(request.peers), int(known["least"]))
         context, missing = self._context(request.round), _hex(Share(NO_SHARE, NO_SHARE))
         shares = {self._client: known["own"]}
@@ -143,9 +143,9 @@ class ClientSum:
         shares = {peer: Share(*map(bytes.fromhex, share)) for peer, share in known["shares"]}
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
         if list(shares) != list(request.peers):
-            raise SumError("the server requests shares for other clients than its masking peers")
+            raise SumError("the server requests shares of clients that are not peers of the masked update")
         if self._client not in survivors:
-            raise SumError("it is not a client of the sum to unmask")
+            raise SumError("it is not one of the clients in the sum to unmask")
         self._check_count(len(survivors), int(known["least"]))
         self._note_release(request.round, survivors)
         return tuple(shares[peer].seed if peer in survivors else shares[peer].pairing for peer in request.peers)
@@ -156,14 +156,14 @@ class ClientSum:
     def _check_count(self, count: int, least: int) -> None:
         needed = max(least, self._min_clients)
         if count < needed:
-            raise SumError(f"the sum has {count} clients, but needs {needed}")
+            raise SumError(f"the sum has {count} clients, but requires at least {needed}")
 
     def _note_release(self, round: int, survivors: list[Client]) -> None:
         path = self._folder / "released.json"
         released = json.loads(path.read_text()) if path.exists() else {}
         clients = hashlib.sha256(json.dumps(sorted(survivors, key=repr)).encode()).hexdigest()[:32]
         if released.setdefault(str(round), clients) != clients:
-            raise SumError("the round's sum was unmasked before, for other clients")
+            raise SumError("the sum of this round was already unmasked for other clients")
         write_text_atomically(path, json.dumps(released))
 
     def _put(self, round: int, stage: str, values: dict[str, Any]) -> None:

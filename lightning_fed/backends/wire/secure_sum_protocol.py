@@ -214,7 +214,7 @@ def _restore(
     if len(opened) < least:
         raise SumError(
             f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r}, and its "
-            f"{secret_name} needs {least} shares: either it or all of these clients are at fault",
+            f"{secret_name} requires {least} shares: either this client or all of these clients are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
@@ -228,7 +228,7 @@ def _restore(
         }  # fmt: skip
         return secret, wrong
     raise SumError(
-        f"the shares of client {dealer!r} do not restore its {secret_name}: either it or more than "
+        f"the shares of client {dealer!r} do not restore its {secret_name}: either this client or more than "
         f"{len(opened) - least} of the {len(opened)} answering clients are at fault",
         dealer,
     )

@@ -113,7 +113,8 @@ class ServerSum:
         self.distrusted.add(client)
         self._server.fail(
             client,
-            f"{words}: either it or all of these clients are at fault; excluded from further sums of this run",
+            f"{words}: either this client or all of these clients are at fault; excluded from further secure sums in "
+            "this run",
         )
         return True
 

@@ -58,7 +58,7 @@ def find_public_reason(error: Exception) -> str:
     """Describes an exception for the server: usually only its class, because the text may name files."""
     if isinstance(error, HalvesMismatch):
         return str(error)
-    return f"its program raised {type(error).__name__}; the client's log says where"
+    return f"its program raised {type(error).__name__}; see the client's log"
 
 
 class RemoteServer(ServerInterface):
@@ -254,7 +254,7 @@ class RemoteServerSide(RemoteSide):
         step = forward_step(module)
         try:
             if step is None:
-                raise ClientFault("its module has no step to run")
+                raise ClientFault("its module does not implement the requested step")
             round.local.load_client(visit.client, ask_server(fit, Request(visit.client)).state)
             measured = client_statistics(trainer, module, fit.population, visit, measured_layers(fit), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)
@@ -278,7 +278,7 @@ class RemoteServerSide(RemoteSide):
         try:
             callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
             if not isinstance(callback, AskableCallback):
-                raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which the server queries")
+                raise ClientFault(f"its program has no callback {str(name)[:100]!r}, which the server queries")
             state = ask_server(fit, Request(visit.client)).state
             fit.decision = "own" if question.get("decision") == "own" else ""
             if question.get("own"):

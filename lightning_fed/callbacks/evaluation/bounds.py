@@ -36,10 +36,12 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
         raise BadUpdate(fault)
     ratio = 1 if announced is None else max(announced, report.num_samples) / min(announced, report.num_samples)
     if ratio > _MOST_CHANGE:
-        raise BadUpdate(f"it had {announced} examples in its first evaluation, and now {report.num_samples}")
+        raise BadUpdate(f"it had {announced} examples in its first evaluation, but now {report.num_samples}")
     for key, state in report.states.items():
         if not 0 <= state.updates <= _MOST_BATCHES * report.num_samples:
-            raise BadUpdate(f"metric {key!r} has seen {state.updates} batches of {report.num_samples} examples")
+            raise BadUpdate(
+                f"metric {key!r} was updated with {state.updates} batches for {report.num_samples} examples"
+            )
         for name, value in state.values.items():
             if not value.is_complex() and bool((value < 0).any()) and is_count(value):
                 raise BadUpdate(f"state {name!r} of metric {key!r} has a negative count")
@@ -96,7 +98,7 @@ def find_disagreements(
         for name, value in values.items():
             if 2 * flags[name] <= holders[name] and not is_close(report.values[name], value):
                 faults[client] = (
-                    f"its value of {name!r} is {report.values[name]:g}, and its sums and states give {value:g}"
+                    f"its value of {name!r} is {report.values[name]:g}, but its sums and states give {value:g}"
                 )
     return faults
 
@@ -139,8 +141,8 @@ def _compare_examples(
             limit = min(limit, _MOST_EXAMPLES * max(trained[client], median))
         if number > limit:
             outliers[client] = (
-                f"it has {number} examples, the median of {len(numbers)} clients is {median}, and in training it had "
-                f"{trained.get(client, 'none')}"
+                f"it has {number} examples, but the median of {len(numbers)} clients is {median}, and in training it "
+                f"had {trained.get(client, 'none')}"
             )
 
 
@@ -156,7 +158,9 @@ def _compare(outliers: dict[Client, str], what: str, values: Mapping[Client, flo
     negative = [client for client, value in values.items() if value < 0]
     for client, value in values.items():
         if abs(value - median) > farthest or (is_loss and negative == [client] and value < lowest):
-            outliers.setdefault(client, f"its {what} is {value:g}, and the median of {len(values)} clients {median:g}")
+            outliers.setdefault(
+                client, f"its {what} is {value:g}, but the median of {len(values)} clients is {median:g}"
+            )
 
 
 def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Client, float]) -> None:
@@ -166,5 +170,5 @@ def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Clie
     for client, count in counts.items():
         if count > _MOST_COUNTS * max(median, 1.0):  # a rare event may be absent on most clients
             outliers.setdefault(
-                client, f"its {what} are {count:g} per example, and the median of {len(counts)} clients {median:g}"
+                client, f"its {what} are {count:g} per example, but the median of {len(counts)} clients is {median:g}"
             )

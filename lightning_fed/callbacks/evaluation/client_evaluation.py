@@ -46,15 +46,15 @@ from lightning_fed.steps.weights import MaxSamples
 _log = logging.getLogger(__name__)
 
 NO_CLIENTS = (
-    "has nothing to evaluate: the validation data are not a mapping by client. Give validation data as a mapping of "
-    "clients, split the data with `PartitionedData`, or remove the callback."
+    "has no data to evaluate, because the validation data are not a mapping by client. Pass validation data as a "
+    "mapping from client to data, split the data with `PartitionedData`, or remove the callback."
 )
 
 _MAX_CLIENTS_BY_NAME = 20
 _SAMPLE = 40  # separate random stream
 _MOST_NAMES = 256
 _LIGHTNINGS = {"step", "epoch"}  # names that Lightning uses for the x-axis
-_PRIVATE = {"sum": "their scores would not be in the secure sum", "model": "no noise covers their scores"}
+_PRIVATE = {"sum": "the secure sum would not protect their scores", "model": "no noise would protect their scores"}
 _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 
 
@@ -285,7 +285,7 @@ class ClientEvaluation(AskableCallback):
         faults: dict[str, str] = {}
         values = pooled_values(trainer, module, all_reports, stage, is_muted=is_muted, faults=faults)
         for name, fault in faults.items():
-            self._log_once(f"{name} raises an exception with the joint states of {len(all_reports)} clients: {fault}.")
+            self._log_once(f"{name} raises an exception with the merged states of {len(all_reports)} clients: {fault}.")
         for name in sorted({name for report in all_reports for name in report.logged}):
             holders = {client: report.logged[name] for client, report in reports.items() if name in report.logged}
             values_in_mean = limited_values([reports[client] for client in holders], name)
@@ -353,7 +353,7 @@ class ClientEvaluation(AskableCallback):
                 report = EvaluationReport.of(update)
                 for key, state in report.states.items():
                     if metric_of(key) not in metrics:
-                        raise BadUpdate(f"its metric {metric_of(key)!r:.100} is missing in the server's module")
+                        raise BadUpdate(f"its metric {metric_of(key)!r:.100} does not exist in the server's module")
                     check_state(metrics[metric_of(key)], state)
                 check_numbers(report, self._announced.get((stage, client)))
             except BadUpdate as error:
@@ -502,8 +502,8 @@ def _advice(error: Exception) -> str:
     if "more than 1 value per channel" not in str(error):
         return ""
     return (
-        " A batch is too small for a BatchNorm layer that normalises with the batch's own statistics, as with "
-        "LocalStatistics(unseen='batch'): set another batch size, or `drop_last=True`, on that client's loader."
+        " A batch is too small for a BatchNorm layer that normalises with batch statistics, as with "
+        "LocalStatistics(unseen='batch'): set another batch size, or `drop_last=True`, in that client's loader."
     )
 
 

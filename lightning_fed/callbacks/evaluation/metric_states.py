@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 REASONS = (
     "it is withheld",
-    "its state is a list of predictions or targets, and so contains data",
+    "its state is a list of predictions or targets, and therefore reveals data",
     "its states cannot be merged, because their `dist_reduce_fx` is not a sum, minimum, maximum or concatenation",
 )
 """Reasons why a state stays with its client."""

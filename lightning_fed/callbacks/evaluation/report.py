@@ -67,7 +67,7 @@ class EvaluationReport:
         """Reads the report from a message; raises `BadUpdate` for an invalid report."""
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
-            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, more than {20 * _MOST_NAMES}")
+            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, but the limit is {20 * _MOST_NAMES}")
         try:
             for entry, value in update.extras.items():
                 report._read(entry, value)
@@ -81,9 +81,9 @@ class EvaluationReport:
             raise BadUpdate("it has logged a name without a value")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
-                raise BadUpdate(f"the name {name[:50]!r} of a value is invalid")
+                raise BadUpdate(f"a value has the invalid name {name[:50]!r}")
         if len(report.values) > _MOST_NAMES:
-            raise BadUpdate(f"it has {len(report.values)} values, more than {_MOST_NAMES}")
+            raise BadUpdate(f"it has {len(report.values)} values, but the limit is {_MOST_NAMES}")
         return report
 
     def keep_names(self, names: set[str]) -> None:

@@ -59,7 +59,7 @@ class SiteMatrix(FederatedCallback):
         if federation.has_personal_entries:
             reason = "personal entries never leave the clients, so the server receives no complete client model"
         elif chain.reveals != "update" or chain.is_coded:
-            reason = "the server sees no single client's model, because of privacy or compression"
+            reason = "privacy or compression hides the models of single clients from the server"
         elif not any(isinstance(callback, ClientEvaluation) for callback in callbacks_of(trainer)):
             reason = "a `ClientEvaluation` callback is required"
         if reason:
@@ -94,7 +94,8 @@ class SiteMatrix(FederatedCallback):
                 for name, model in {GLOBAL: {}, **models}.items():
                     if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
                         _log.warning(
-                            "The model of client %s is not in the matrix: its entries differ from the global model's.",
+                            "The matrix excludes the model of client %s, because its entries differ from the entries "
+                            "of the global model.",
                             name,
                         )
                         continue

@@ -129,7 +129,8 @@ def classwise_maximum_mean_discrepancy(
     for name, values, samples in (("labels", labels, features), ("reference_labels", reference_labels, reference)):
         if values.shape != samples.shape[:1]:
             raise ValueError(
-                f"Expected `{name}` to be {len(samples)} classes, but got the shape {tuple(values.shape)}."
+                f"Expected `{name}` to have one class for each of {len(samples)} samples, but got shape "
+                f"{tuple(values.shape)}."
             )
     device = float64_device(features.device)
     features, reference, labels, reference_labels = (
@@ -197,7 +198,7 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
     else:
         check_positive("bandwidth", bandwidth)
     if not scales or not all(0 < scale < math.inf for scale in scales):
-        raise ValueError(f"Expected `scales` to be numbers greater than 0, at least one, but got {scales}.")
+        raise ValueError(f"Expected `scales` to contain at least one number, all greater than 0, but got {scales}.")
     check_count("chunk_size", chunk_size)
 
 
@@ -250,8 +251,8 @@ def _sigma(features: Tensor, reference: Tensor, bandwidth: float | Bandwidth, ch
         if sigma > 0:
             return sigma
         raise ValueError(
-            f"Expected samples that differ for bandwidth={bandwidth!r}, but half of the pairs or more have no "
-            "distance. Pass a number."
+            f"Expected samples that differ for bandwidth={bandwidth!r}, but at least half of the pairs have distance "
+            "0: pass a number as `bandwidth`."
         )
     return float(bandwidth)
 

@@ -113,7 +113,7 @@ def check_r(r: int | Literal["relevant"]) -> None:
     """Checks that R is a positive integer or "relevant"."""
     if isinstance(r, str):
         if r != "relevant":
-            raise ValueError(f"Expected `r` to be a whole number or 'relevant', but got {r!r}.")
+            raise ValueError(f"Expected `r` to be an integer or 'relevant', but got {r!r}.")
     else:
         check_count("r", r)
 
@@ -184,7 +184,7 @@ class _Search:
 
 def _check(name: str, embeddings: Tensor, label_name: str, labels: Tensor) -> None:
     if embeddings.ndim != 2 or not len(embeddings):
-        raise ValueError(f"Expected `{name}` of shape (n, d), at least one, but got {tuple(embeddings.shape)}.")
+        raise ValueError(f"Expected `{name}` of shape (n, d) with n at least 1, but got {tuple(embeddings.shape)}.")
     if labels.shape != embeddings.shape[:1]:
         raise ValueError(f"Expected `{label_name}` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
     if labels.is_floating_point():

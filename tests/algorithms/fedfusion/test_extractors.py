@@ -137,7 +137,9 @@ def test_networks_of_metrics_are_not_the_model():
 
 @pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "crossvit_tiny_240"])
 def test_several_layers_with_logits_are_not_guessed(name):
-    with pytest.raises(ValueError, match=r"to have one layer that makes the logits, but it has 2: name the layer"):
+    with pytest.raises(
+        ValueError, match=r"to have one layer that computes the logits, but the module has 2: name the feature layer"
+    ):
         find_extractor(Task(timm.create_model(name)))
 
 
@@ -295,5 +297,7 @@ def test_frozen_copy_keeps_all_where_a_weight_is_used_past_its_layer():
 
 
 def test_frozen_copy_of_a_layer_that_is_not_run():
-    with pytest.raises(RuntimeError, match="Expected Attentive to run the output of 'unused', but it did not"):
+    with pytest.raises(
+        RuntimeError, match="Expected Attentive to run the output of 'unused', but the layer did not run"
+    ):
         FrozenExtractor(Attentive(), FeatureLayer("unused"))(torch.randn(2, 4))

@@ -852,7 +852,7 @@ class Aside(models.Module):
         (Late, {}, ValueError, r"name the layer .*layers from `setup` cannot be fused"),
         (lambda: Aside(Net()), {}, MisconfigurationException, "to run its Sequential up to .* but no batch did"),
         (lambda: models.Module(Net()), {"at": "net.nothing"}, ValueError, "but got 'net.nothing': 'net' has"),
-        (lambda: models.Module(Net()), {"levels": [3]}, ValueError, "Expected `levels` to be some of"),
+        (lambda: models.Module(Net()), {"levels": [3]}, ValueError, "Expected `levels` to be among"),
     ],
 )
 def test_models_that_cannot_be_fused(module, options, error, message, federated_trainer):
@@ -961,7 +961,7 @@ def test_a_network_of_several_inputs_is_told_to_keep_nothing(federated_trainer):
         def forward(self, inputs):
             return self.net(inputs=inputs)
 
-    with pytest.warns(UserWarning, match="has no effect: Net has other inputs than one tensor"):
+    with pytest.warns(UserWarning, match="has no effect: the inputs of Net are not a single tensor"):
         fit(
             federated_trainer, make("conv", at="net.features", network="net", cache_global_features=True), Named(Net()),
             local_epochs=2,

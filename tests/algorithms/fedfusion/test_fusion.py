@@ -355,7 +355,7 @@ def test_a_single_level_by_its_key():
 
     assert list(fuse(Task(Two()), "multi", levels=["out"]).operators) == ["out"]
     assert list(fuse(Task(Two()), "multi").operators) == ["out", "aux"]
-    with pytest.raises(ValueError, match=r"some of the extractor's features, \{'out': .* but got \['in'\]"):
+    with pytest.raises(ValueError, match=r"among the features returned by the extractor, \{'out': .* but got \['in'\]"):
         fuse(Task(Two()), "multi", levels=["in"])
 
 
@@ -428,9 +428,7 @@ def test_channels_can_be_said_where_the_network_cannot_be_run():
             return self.head(self.features(inputs["x"]))
 
     task = Task(Odd())
-    with pytest.raises(
-        ValueError, match=r"Expected to find out the channels .* set the module's `example_input_array`"
-    ):
+    with pytest.raises(ValueError, match=r"Expected to infer the channels .* set the module's `example_input_array`"):
         fuse(task, at="model.head", network="model")
     fusion = fuse(task, "conv", at="model.features", network="model", channels=6)
     fusion.refer()
@@ -441,7 +439,7 @@ def test_channels_can_be_said_where_the_network_cannot_be_run():
     unwrap(task)
     task.example_input_array = {"inputs": {"x": torch.randn(3, 4)}}  # Lightning passes keyword arguments
     assert fuse(task, "multi", at="model.features", network="model").operators["0"].weight.shape == (6,)
-    with pytest.raises(ValueError, match="Expected `channels` of 1 levels, but got"):
+    with pytest.raises(ValueError, match="Expected `channels` for 1 levels, but got"):
         FusionLayer(nn.Linear(2, 3), FeatureLayer(""), channels=[3, 3], levels=[0])
 
 
@@ -479,14 +477,17 @@ def test_said_channels_keep_what_is_behind_the_features_out_of_the_copy_too():
 def test_models_that_cannot_be_fused():
     task = Task()
     fuse(task)
-    with pytest.raises(ValueError, match="Expected Task without `feature_fusion`, but the module has one"):
+    with pytest.raises(
+        ValueError,
+        match="Expected Task without `feature_fusion`, but the module already has the submodule",
+    ):
         fuse(task)
-    with pytest.raises(ValueError, match="that can have one more submodule, but got Sequential"):
+    with pytest.raises(ValueError, match="that can hold another submodule, but got Sequential"):
         fuse(models.cnn())
-    with pytest.raises(ValueError, match="Expected Net to have a fusion, but found none"):
+    with pytest.raises(ValueError, match="Expected Net to have a fusion layer, but found none"):
         unwrap(Net())
     both = nn.ModuleList([FusedExtractor(nn.Linear(2, 2)), FusedExtractor(nn.Linear(2, 2))])
-    with pytest.raises(ValueError, match="Expected ModuleList to have one fusion, but got 2"):
+    with pytest.raises(ValueError, match="Expected ModuleList to have one fusion layer, but got 2"):
         find_fusion(both)
 
 
@@ -589,12 +590,12 @@ def test_a_fused_extractor_is_taken_out():
 def test_a_convolution_over_levels_stays():
     task = Task(models.unet())
     fuse(task, "conv")
-    with pytest.raises(ValueError, match=r"one tensor of features, .* the output of 'model.encoder' has several"):
+    with pytest.raises(ValueError, match=r"one feature tensor, .* the output of 'model.encoder' has several"):
         unwrap(task)
     assert find_fusion(task) is not None
     task = Task(models.unet())
     fuse(task, "conv", levels=[-1])  # the following layer still receives a list
-    with pytest.raises(ValueError, match="one tensor of features"):
+    with pytest.raises(ValueError, match="one feature tensor"):
         unwrap(task)
 
 
@@ -615,7 +616,7 @@ def test_a_convolution_behind_a_layer_of_several_inputs_stays():
             with pytest.raises(ValueError, match=r"the output of 'model\.mix' has not run yet"):
                 unwrap(task)
         task(torch.randn(2, 4))
-        with pytest.raises(ValueError, match="with one input and one tensor"):
+        with pytest.raises(ValueError, match="with one input and one feature tensor"):
             unwrap(task)
 
 

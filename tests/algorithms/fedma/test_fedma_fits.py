@@ -324,7 +324,9 @@ def test_classes_are_counted_by_the_labels_in_the_loss(is_known, federated_train
     trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[Watch()])
     module = TwoTargets(torch.Tensor.clone if is_known else lambda labels: 2 - labels)
     with (
-        nullcontext() if is_known else pytest.warns(UserWarning, match="labels in the loss .* one tensor of the batch")
+        nullcontext()
+        if is_known
+        else pytest.warns(UserWarning, match="labels in the loss .* one tensor from the batch")
     ):
         fit(trainer, module, data_of(clients))
     expected = {client: torch.bincount(y, minlength=3).tolist() for client, (_, _, y) in clients.items()}

@@ -161,7 +161,7 @@ def test_the_state_is_a_copy(tmp_path):
 def test_it_needs_fedmargin(tmp_path):
     with pytest.raises(MisconfigurationException, match="needs a federation with FedMargin"):
         federate([AttentionMap()], False, 1, method="fedavg")
-    with pytest.raises(MisconfigurationException, match="has no `Federation` callback"):
+    with pytest.raises(MisconfigurationException, match="with a `Federation` callback, but got none"):
         train([AttentionMap()], False, 1)
 
 

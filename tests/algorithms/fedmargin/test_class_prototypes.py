@@ -664,9 +664,9 @@ def test_labels_at_another_place_of_a_tuple(target, federated_trainer):
     visits = sent(federated_trainer, ClassPrototypes(target=target), Last(models.mlp()), data)
     for client, visit in visits.items():
         assert_close(unpacked(visit.extras)[0], measured(loaded(models.mlp(), visit.end)[:2], *clients[client])[0])
-    with pytest.raises(ValueError, match="Expected integer class labels, but got fractions") as caught:
+    with pytest.raises(ValueError, match="Expected integer class labels, but got non-integer values") as caught:
         sent(federated_trainer, ClassPrototypes(target=1), Last(models.mlp()), data)
-    assert any("all 2 clients failed by this error" in note for note in caught.value.__notes__)
+    assert any("all 2 clients failed with this error" in note for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="a batch with labels, but got float"):
         sent(federated_trainer, ClassPrototypes(target=lambda batch: 1.0), Last(models.mlp()), data)
 
@@ -902,7 +902,7 @@ def test_what_fails_in_the_module_ends_the_fit(federated_trainer):
     module = Unready(models.mlp())
     with pytest.raises(ZeroDivisionError) as caught:
         sent(federated_trainer, ClassPrototypes(), module, models.as_datasets(models.vectors(TWO)))
-    assert any("all 2 clients failed by this error" in note for note in caught.value.__notes__)
+    assert any("all 2 clients failed with this error" in note for note in caught.value.__notes__)
     assert not module.net[2]._forward_hooks  # noqa: SLF001 - the hooks are removed
     assert module.training
 
@@ -1035,7 +1035,7 @@ def test_compiled_models(passes, is_ready, federated_trainer):
         module.train()
     if passes == "online" and is_ready:
         with pytest.raises(
-            ValueError, match=r"in every batch, but .*orig_mod.2' was run in . of .: name .* passes='exact'"
+            ValueError, match=r"in every batch, but .*orig_mod.2' ran in . of .: name .* passes='exact'"
         ):
             sent(federated_trainer, ClassPrototypes(passes=passes), module, clients)
         return

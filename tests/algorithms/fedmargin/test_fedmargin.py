@@ -443,7 +443,7 @@ BAD = {  # change to the message, and reason
     "nothing": ({"prototypes:counts": torch.tensor([5, 0])}, "the mean of 0 feature vectors"),
     "too many": ({"prototypes:counts": torch.tensor([5, 2**62])}, f"the mean of {2**62} feature vectors"),
     "no means": ({"prototypes:means": None}, "lack 'prototypes:means'"),
-    "margins": ({"prototypes:lpm:semantic:mean": torch.ones(2)}, "margin is not a number"),
+    "margins": ({"prototypes:lpm:semantic:mean": torch.ones(2)}, "margin is not a floating-point scalar"),
 }
 
 
@@ -537,8 +537,8 @@ def test_a_client_alone_locks_nobody_out(caplog):
         assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]
         assert server.rule.prototypes.means.shape == (2, most)
     assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
-        "Round 2: the aggregate prototypes start anew: the clients' prototypes have 2 features, not 3.",
-        "Round 4: the aggregate prototypes start anew: the clients' prototypes have 4 features, not 2.",
+        "Round 2: the aggregate prototypes are reset, because the clients' prototypes have 2 features instead of 3.",
+        "Round 4: the aggregate prototypes are reset, because the clients' prototypes have 4 features instead of 2.",
     ]
 
 
@@ -773,9 +773,9 @@ def test_options_that_contradict_those_of_the_callback(federated_trainer):
     trainer = federated_trainer(
         max_rounds=1, method=FedMargin(margin="hypothesis"), callbacks=[ClassPrototypes(margin="semantic")]
     )
-    with pytest.raises(ValueError, match="give `ClassPrototypes` and `FedMargin` the same `margin`") as caught:
+    with pytest.raises(ValueError, match="pass the same `margin`") as caught:
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)))
-    assert any("In round 1 all 5 clients failed by this error" in note for note in caught.value.__notes__)
+    assert any("In round 1 all 5 clients failed with this error" in note for note in caught.value.__notes__)
 
 
 def test_one_client_with_another_margin_is_left_out():
@@ -787,7 +787,7 @@ def test_one_client_with_another_margin_is_left_out():
             update.extras[lpm_key("relative", "min")] = update.extras.pop(lpm_key("semantic", "mean"))
         assert (server.count(update) and server.accept(update)) == (update.client != "k1")
     assert server.finish_round() is not None
-    assert "give `ClassPrototypes` and `FedMargin` the same `margin`" in server.report.failed["k1"]
+    assert "pass the same `margin`" in server.report.failed["k1"]
 
 
 def claim(client, value, lpm, vectors=AFTER[1]):

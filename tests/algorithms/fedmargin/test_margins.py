@@ -445,10 +445,10 @@ def test_what_cannot_be_attended_to():
         margin_attention(torch.tensor([torch.inf, 1.0]))
     with pytest.raises(ValueError, match=r"got the shapes \(2,\) and \(3,\)"):
         combine_attention(torch.ones(2), torch.ones(3))
-    with pytest.raises(ValueError, match="one number per client each"):
+    with pytest.raises(ValueError, match="one number per client"):
         combine_attention(torch.ones(0), torch.ones(0))
     for sizes in ([1], [1, -1]):
-        with pytest.raises(ValueError, match="`num_samples` to be 2 numbers of examples"):
+        with pytest.raises(ValueError, match="`num_samples` to contain 2 non-negative numbers of examples"):
             combine_attention(torch.ones(2), torch.ones(2), num_samples=sizes)
 
 

@@ -308,7 +308,8 @@ def test_a_federation_ends_as_one_without(tmp_path, caplog):
         assert [[step for step, _ in logged(board, tag)] for board in boards] == [[0, 1]] * 2
     lines = [record.message for record in caplog.records if "no images" in record.message]
     assert lines == [
-        f"{name} logs to TensorBoard only: no images for CSVLogger." for name in ("PrototypePlots", "AttentionMap")
+        f"{name} sends images only to TensorBoard, so these loggers receive none: CSVLogger."
+        for name in ("PrototypePlots", "AttentionMap")
     ]
 
 
@@ -392,15 +393,21 @@ def test_refusals(tmp_path):
     for make in (PrototypePlots, AttentionMap):
         with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
             make(every_n_epochs=0)
-    with pytest.raises(ValueError, match="from 0 to 255 per class"):
+    with pytest.raises(ValueError, match="from 0 to 255, for each class"):
         PrototypePlots(class_colors=[(0, 0, 256)])
 
 
 def test_something_has_to_measure_prototypes(tmp_path):
     logger = TensorBoardLogger(tmp_path)
-    with pytest.raises(MisconfigurationException, match="needs a `ClassPrototypes` among the Trainer's callbacks"):
+    with pytest.raises(
+        MisconfigurationException,
+        match="Expected a `ClassPrototypes` callback for `PrototypePlots`",
+    ):
         train([PrototypePlots()], logger, 1)
-    with pytest.raises(MisconfigurationException, match="needs a `ClassPrototypes` among the Trainer's callbacks"):
+    with pytest.raises(
+        MisconfigurationException,
+        match="Expected a `ClassPrototypes` callback for `PrototypePlots`",
+    ):
         federate([PrototypePlots()], logger, 1, method="fedavg")
     with pytest.raises(MisconfigurationException, match="Expected `ClassPrototypes` before `PrototypePlots`"):
         train([PrototypePlots(), ClassPrototypes()], logger, 1)

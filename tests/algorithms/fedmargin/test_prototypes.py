@@ -236,7 +236,7 @@ def test_what_cannot_be_aggregated():
     client = prototypes({0: (1, 2)})
     with pytest.raises(ValueError, match=r"`weighting` to be one of \['class_count'.*\], but got 'size'"):
         aggregate_prototypes([client], "size")
-    with pytest.raises(ValueError, match="at least one client's prototypes, but got none"):
+    with pytest.raises(ValueError, match="at least one client, but got none"):
         aggregate_prototypes([])
     with pytest.raises(
         ValueError, match=r"means with shape \(4, 2\) and counts with shape \(4,\) for means with shape \(3, 2\)"
@@ -245,7 +245,7 @@ def test_what_cannot_be_aggregated():
     with pytest.raises(ValueError, match=r"counts with shape \(2,\)"):
         aggregate_prototypes([Prototypes(client.means, client.counts[:2])])
     for sizes in (None, [1, 2], [-1]):
-        with pytest.raises(ValueError, match="`num_samples` to be 1 numbers of examples"):
+        with pytest.raises(ValueError, match="`num_samples` to contain 1 non-negative numbers of examples"):
             aggregate_prototypes([client], "num_samples", sizes)
 
 

@@ -459,25 +459,25 @@ def begin(labels, columns=None, **options):
         (lambda: SampledSoftmaxHead(D, N, scale=0), "`scale` to be greater than 0 and finite, but got 0"),
         (lambda: SampledSoftmaxHead(D, N, scale=float("nan")), "but got nan"),
         (lambda: SampledSoftmaxHead(D, N, scale=1.0, normalize=False), "no `scale` with `normalize=False`"),
-        (lambda: classes_of([2, 2], [True, True]), "`classes` to be strictly increasing"),
-        (lambda: classes_of([3, 2], [True, True]), "`classes` to be strictly increasing"),
-        (lambda: classes_of([2.0]), "int64 numbers in a row, but got torch.float32"),
+        (lambda: classes_of([2, 2], [True, True]), "`classes` to be a 1D int64 tensor with strictly increasing"),
+        (lambda: classes_of([3, 2], [True, True]), "`classes` to be a 1D int64 tensor with strictly increasing"),
+        (lambda: classes_of([2.0]), "values, but got torch.float32"),
         (lambda: classes_of([[2]]), r"of shape \(1, 1\)"),
         (lambda: classes_of([2], [1]), "`is_positive` to be of type bool"),
         (lambda: classes_of([2, 3]), r"shape \(2,\), but got torch.bool of shape \(1,\)"),
-        (lambda: classes_of([2], [False]), "at least one class of the client's own"),
-        (lambda: classes_of([2], objective="fedavg"), "`objective` to be one of"),
+        (lambda: classes_of([2], [False]), "at least one of the client's classes"),
+        (lambda: classes_of([2], objective="fedavg"), "`objective` to have one class for each of one of"),
         (lambda: hold([-1, 2], [True, True]), "`classes` to be from 0 to 11, but got -1 to 2"),
         (lambda: hold([2, 12], [True, True]), "`classes` to be from 0 to 11, but got 2 to 12"),
         (lambda: hold([2, 11], [True, True], objective="full"), "all 12 classes for the objective 'full', but got 2"),
-        (lambda: begin([2, 7, 1]), r"`target` to be among the client's own classes, but got \[1, 7\]"),
-        (lambda: begin([2, 4]), r"among the client's own classes, but got \[4\]"),  # held as a negative
+        (lambda: begin([2, 7, 1]), r"`target` to contain only the client's classes, but got \[1, 7\]"),
+        (lambda: begin([2, 4]), r"contain only the client's classes, but got \[4\]"),  # held as a negative
         (lambda: begin([2, 99]), r"but got \[99\]"),
-        (lambda: begin([2.0]), "`target` to be class numbers, but got torch.float32"),
-        (lambda: begin([2], [1, 0]), "`columns` to be strictly increasing"),
+        (lambda: begin([2.0]), "`target` to contain integer class labels, but got torch.float32"),
+        (lambda: begin([2], [1, 0]), "`columns` to be a 1D int64 tensor with strictly increasing"),
         (lambda: begin([2], [1, 7]), "`columns` to be from 0 to 6, but got 1 to 7"),
         (lambda: begin([2], [-1, 2]), "but got -1 to 2"),
-        (lambda: begin([2], [0, 1, 2]), "all of the client's own classes, but 1 are missing"),
+        (lambda: begin([2], [0, 1, 2]), "all of the client's classes, but 1 are missing"),
         (lambda: begin([2], [1, 2, 6], classes=range(N), objective="full"), "but 2 are missing"),
         (
             lambda: begin([2], [2, 3, 9], classes=range(N), objective="full"),
@@ -507,7 +507,7 @@ def test_other_rows_than_those_held():
     head.hold(held())
     features = torch.zeros(1, D)
     for call in (head, lambda x: head.loss(x, torch.tensor([1])), lambda x: head.topk(x, 1)):
-        with pytest.raises(ValueError, match="the rows of the 7 held classes, but got 12"):
+        with pytest.raises(ValueError, match="7 rows, one per held class, but got 12"):
             call(features)
     put_rows(head, torch.tensor(CLASSES))
     assert head(features).shape == (1, 7)
@@ -519,7 +519,7 @@ def test_other_examples_than_the_batchs():
     with pytest.raises(ValueError, match=r"a label for each of 7 examples .* but got 0: see `begin_batch`"):
         head(features)
     target = head.begin_batch(labels)
-    with pytest.raises(ValueError, match=r"a label for each of 14 examples .* but got 7: .* or use `loss`"):
+    with pytest.raises(ValueError, match=r"a label for each of 14 examples .* but got 7: .* or call `loss`"):
         head(torch.cat([features, features]))
     twice = head.loss(torch.cat([features, features]), torch.cat([target, target]))
     torch.testing.assert_close(twice, F.cross_entropy(head(features), target))
@@ -568,14 +568,14 @@ def test_margins(margin, objective):
 
 def test_a_margin_is_one_of_training_with_labels():
     head = SampledSoftmaxHead(D, N, margin=0.5)
-    with pytest.raises(ValueError, match=r"without which `margin=0.5` cannot be applied in training: call `head.loss"):
+    with pytest.raises(ValueError, match=r"labels: call `head.loss\(features"):
         head(torch.ones(2, D))
     plain = SampledSoftmaxHead(D, N)
     plain.load_state_dict(head.state_dict())
     assert torch.equal(head.eval()(torch.ones(2, D)), plain(torch.ones(2, D)))
     for options, message in (
-        ({"margin": 3.2}, "from 0 to below 3.142, but got 3.2"),
-        ({"margin": 2.0, "margin_of": "cosine"}, "from 0 to below 2, but got 2.0"),
+        ({"margin": 3.2}, "at least 0 and below 3.142, but got 3.2"),
+        ({"margin": 2.0, "margin_of": "cosine"}, "at least 0 and below 2, but got 2.0"),
         ({"margin": 0.1, "normalize": False}, "because margins apply to cosines"),
         ({"margin_of": "degrees"}, "`margin_of` to be one of"),
     ):

@@ -104,9 +104,9 @@ def test_conversion_of_timm_is_known_to_timm():
 
 
 def test_what_cannot_be_converted():
-    with pytest.raises(TypeError, match=r"a linear one, but got '0' \(Conv2d\)"):
+    with pytest.raises(TypeError, match=r"linear, but got '0' \(Conv2d\)"):
         to_sampled_softmax(nn.Sequential(nn.Conv2d(3, 4, 1)))
-    with pytest.raises(TypeError, match=r"a linear one, but got none"):
+    with pytest.raises(TypeError, match=r"linear, but got none"):
         to_sampled_softmax(nn.ReLU())
     with pytest.raises(TypeError, match=r"but got 'heads.0' \(SampledSoftmaxHead\)"):
         to_sampled_softmax(Network())

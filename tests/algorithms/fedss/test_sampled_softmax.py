@@ -325,7 +325,7 @@ def test_a_label_that_is_not_its_own_leaves_the_client_out(federated_trainer, ca
     assert trainer.callback_metrics["fed/failed"] == 1
     missing = data["c2"].tensors[1].unique().tolist()[:1]
     assert "client 'c2' is excluded: it has an unknown class" in caplog.text
-    assert f"the client's own classes, but got {missing}" in caplog.text
+    assert f"the client's classes, but got {missing}" in caplog.text
     federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(
         without, {client: dataset for client, dataset in data.items() if client != "c2"}
     )
@@ -372,7 +372,7 @@ def test_labels_that_are_not_in_the_batch(federated_trainer):
         name: TensorDataset(inputs, labels[:, None])
         for name, (inputs, labels) in ((name, dataset.tensors) for name, dataset in clients().items())
     }
-    with pytest.raises(ValueError, match="Expected `target` to return one of the batch's tensors"):
+    with pytest.raises(ValueError, match="Expected `target` to return a tensor from the batch"):
         federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5, target=lambda batch: batch[1].squeeze(1))]).fit(
             models.Module(net(), plain_sgd), data
         )
@@ -585,7 +585,7 @@ def test_labels_are_those_in_the_loss(kind, margin, federated_trainer):
 CHANGED_LABELS = {
     "shifted": (lambda z, y: F.cross_entropy(z, (y + 1) % CLASSES), r"labels in the loss .* a `target`"),
     "reversed": (lambda z, y: F.cross_entropy(z, CLASSES - 1 - y), r"labels in the loss .* a `target`"),
-    "void": (lambda z, y: F.cross_entropy(z, y, ignore_index=11), r"negative labels only, .* `ignore_index` 11"),
+    "void": (lambda z, y: F.cross_entropy(z, y, ignore_index=11), r"only negative labels, .* `ignore_index` 11"),
     "no labels": (lambda z, y: z.square().mean(), "give `SampledSoftmax` a `target`"),
 }
 
@@ -655,7 +655,7 @@ def test_a_head_that_is_none(federated_trainer):
 
 def test_a_trainer_without_federation():
     data = DataLoader(TensorDataset(torch.randn(8, SIZE), torch.randint(CLASSES, (8,))))
-    with pytest.raises(MisconfigurationException, match="no `Federation` callback"):
+    with pytest.raises(MisconfigurationException, match="with a `Federation` callback, but got none"):
         L.Trainer(max_epochs=1, callbacks=[SampledSoftmax(5)], logger=False, enable_checkpointing=False).fit(
             models.Module(net(), plain_sgd), data
         )

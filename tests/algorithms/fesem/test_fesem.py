@@ -196,7 +196,7 @@ def test_too_few_clients_for_the_centres(caplog):
     rule, rounds = FeSEM(3), [received(0, of=[0, 1]), received(1)]
     first, _ = run(rule, rounds)
     assert_same(average_reference([u.state for u in rounds[0]], [u.num_samples for u in rounds[0]]), first)
-    assert "Round 1 had 2 good updates, fewer than num_centers=3" in caplog.text
+    assert "Round 1 had 2 valid updates, fewer than num_centers=3" in caplog.text
     assert len(rule.centers) == 3
     assert set(rule.assignments) == set(range(7))
 

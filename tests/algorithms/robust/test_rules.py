@@ -405,7 +405,7 @@ def test_too_few_updates(rule, size, needed, caplog):
     state, report = finished(rule, matrix(size))
     assert state is None
     assert len(report.failed) == size
-    assert f"with num_malicious=2 needs {needed} good updates, but the round has {size}" in caplog.text
+    assert f"with num_malicious=2 needs {needed} valid updates, but the round has {size}" in caplog.text
     state, report = finished(rule, matrix(needed))
     assert state is not None
     assert len(report.received) == needed
@@ -475,20 +475,20 @@ def test_a_client_that_does_not_answer_may_be_honest(caplog):
         else:
             server.accept(ClientUpdate(client, 1, split(row)))
     assert server.finish_round() is None
-    assert "Krum with num_malicious=3 needs 9 good updates, but the round has 8" in caplog.text
+    assert "Krum with num_malicious=3 needs 9 valid updates, but the round has 8" in caplog.text
 
 
 def test_too_few_groups(caplog):
     state, report = finished(Krum(1), matrix(10), steps=[Bucketing(3)])
     assert state is None
     assert report.failed.keys() == set(in_order(10))  # not only the clients in one group
-    assert "Krum with num_malicious=1 needs 5 good updates, but the round has 4" in caplog.text
+    assert "Krum with num_malicious=1 needs 5 valid updates, but the round has 4" in caplog.text
     assert finished(Krum(), matrix(10), steps=[Bucketing(3)])[0] is not None
 
 
 def test_nobody_to_trust(caplog):
     assert finished(FLTrust(TRUSTED), matrix(3))[0] is None
-    assert "the trusted client 'server' sent no good update" in caplog.text
+    assert "the trusted client 'server' sent no valid update" in caplog.text
 
 
 def test_a_step_that_cannot_be_compared_leaves_its_client_out():
@@ -497,7 +497,7 @@ def test_a_step_that_cannot_be_compared_leaves_its_client_out():
     clients = in_order(6)
     state, report = finished(Krum(1), rows)
     assert list(report.failed) == [clients[0]]
-    assert report.failed[clients[0]] == "its values have the root mean square inf, above 1e+10"
+    assert report.failed[clients[0]] == "its values have a root mean square of inf, but the limit is 1e+10"
     rule = Krum(1)
     rule.start(RoundInfo(0), {"w": torch.zeros(1, dtype=torch.float64)})
     for client, value in zip(clients, [1e200, 1.0, 2.0, 3.0, 4.0, 5.0], strict=True):
@@ -679,7 +679,7 @@ def test_rules_whose_steps_cannot_be_mixed(step):
     for rule in (FeSEM(2), FedMA()):
         with pytest.raises(ValueError, match=f"Expected no `{kind}` with {type(rule).__name__}: not all clients"):
             chain_of(rule, [step])
-    with pytest.raises(ValueError, match=f"Expected no `{kind}` with FLTrust: it would mix"):
+    with pytest.raises(ValueError, match=f"Expected no `{kind}` with FLTrust, because the step would mix"):
         chain_of(FLTrust(TRUSTED), [step])
     chain = chain_of(FedAvg(), [step])
     with pytest.raises(ValueError, match=rf"Expected no `{kind}` with partial rows of \['scale'\]"):

@@ -116,7 +116,7 @@ def follow(shell):
             name, value = line.removeprefix("export ").split("=")
             shell.environment[name] = value
         elif "start_server.sh" in line:
-            shell.start(line, "Nodes reach the server at")
+            shell.start(line, "Nodes connect to the server at")
         elif "start_node.sh" in line:
             shell.start(line, "Waiting for messages at")
         elif line.startswith("flwr run"):
@@ -235,7 +235,7 @@ def test_another_user_of_the_machines():
         start = (
             f"from lightning_fed.backends.flower.start import *; start_server(Path('app/keys'), 'localhost:{server}'"
         )
-        shell.start(f'python -c "{start}, port={link})"', "Nodes reach the server at")
+        shell.start(f'python -c "{start}, port={link})"', "Nodes connect to the server at")
         (folder / ".flwr" / "config.toml").write_text(
             f'[superlink.here]\naddress = "127.0.0.1:{link}"\nroot-certificates = "{folder}/app/keys/ca.crt"\n'
         )

@@ -158,7 +158,7 @@ def test_what_a_worker_cannot_answer(tmp_path):
         thread.join(0.01)
     app, context = light_app(), Context(1, 11, {"worker": str(socket)}, RecordDict(), {})
     FakeGrid({})
-    with pytest.raises(ValueError, match="it is not a message from lightning-fed"):
+    with pytest.raises(ValueError, match="the message is not from lightning-fed"):
         app(Message(to_records(Packet("nonsense")), 11, "train"), context)
     with Client(str(socket), family="AF_UNIX") as connection:
         connection.send_bytes(b"{}")
@@ -188,7 +188,7 @@ def test_one_worker_for_several_nodes(tmp_path):
 def test_a_folder_that_others_reach_is_refused(tmp_path):
     whole = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), store=tmp_path)
     (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(PermissionError, match="only you can reach"):
+    with pytest.raises(PermissionError, match="only you can access"):
         serve(whole, tmp_path / "open" / "worker")
     with pytest.raises(TypeError, match="Expected an app of `client_app`"):
         serve(ClientApp(), tmp_path / "private" / "worker")

@@ -55,7 +55,7 @@ def test_its_steps_are_those_of_one_process(sums, federated_trainer, tmp_path, c
     assert "dp/epsilon" in trainer.callback_metrics
     assert "dp/epsilon" not in server.callback_metrics  # unknown to the server
     epsilon = Budget(0.5, 1e-3, SIZES["bob"], 16).epsilon(12)
-    assert f"client 'bob' has taken 12 steps so far, epsilon {epsilon:.4g} at delta 0.001" in caplog.text
+    assert f"client 'bob' has taken 12 steps so far, with epsilon {epsilon:.4g} at delta 0.001" in caplog.text
     assert float(trainer.callback_metrics["dp/epsilon"]) == pytest.approx(epsilon)
 
 
@@ -108,7 +108,7 @@ def test_two_visits_at_once_are_paid_for(tmp_path):
 def test_a_large_delta_is_told_once(tmp_path, caplog):
     """Not at every visit, although a visit is a separate fit."""
     on_flower(tmp_path, module, models.vectors(SIZES), Federation, 2, lambda: [DPSGD(1.0, 0.5, 0.1)])
-    assert caplog.text.count("the bound allows to reveal an example") == 2  # once per node
+    assert caplog.text.count("the bound would allow revealing an example") == 2  # once per node
 
 
 def test_another_noise_needs_another_account(tmp_path, caplog):

@@ -174,7 +174,7 @@ def test_clients_that_do_not_answer_are_named(min_clients, tmp_path, caplog):
             tmp_path, base_and_head, models.vectors(TRAIN), Federation, 1, lambda: [Fails(min_clients=min_clients)],
             held_out=evaluations.held_out(models.vectors, 1),
         )  # fmt: skip
-    assert "Client 'bob' does not answer: its program raised ValueError; the client's log says where." in caplog.text
+    assert "Client 'bob' does not answer: its program raised ValueError; see the client's log." in caplog.text
     assert "Client 'cid' does not answer: its data are being moved." in caplog.text
     assert "Evaluated by 1 clients: 'ann'." in caplog.text
     assert ("Round 1 has no score: 1 clients were evaluated, fewer than min_clients=2." in caplog.text) == (
@@ -207,7 +207,7 @@ def test_a_half_without_the_callback_says_so(tmp_path, caplog):
     _, trainer, *_ = on_flower(
         tmp_path, base_and_head, models.vectors(TRAIN), Federation, 1, server_callbacks=[ClientEvaluation()]
     )
-    assert "does not answer: its half has no callback 'ClientEvaluation', which the server queries." in caplog.text
+    assert "does not answer: its program has no callback 'ClientEvaluation', which the server queries." in caplog.text
     assert "val_loss" not in trainer.callback_metrics
 
 
@@ -293,7 +293,7 @@ def test_an_error_at_a_client_names_client_and_stage(has_norm, tmp_path, caplog)
         tmp_path, lambda: Refuses(has_norm), models.vectors(TRAIN), lambda: Federation(batch_norm="average"), 1,
         lambda: [ClientEvaluation()], held_out=held_out,
     )  # fmt: skip
-    advice = " A batch is too small for a BatchNorm layer that normalises with the batch's own statistics"
+    advice = " A batch is too small for a BatchNorm layer that normalises with batch statistics"
     assert f"In the validation of client 'bob'.{advice if has_norm else ''}" in caplog.text
     assert "'ann'" not in caplog.text
     assert "'cid'" not in caplog.text
@@ -349,7 +349,7 @@ def test_pictures_come_once_of_the_global_model(federated_trainer, tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "reason"),
-    [("sum", "their scores would not be in the secure sum"), ("noise", "no noise covers their scores")],
+    [("sum", "the secure sum would not protect their scores"), ("noise", "no noise would protect their scores")],
 )
 def test_private_federations_evaluate_no_client_and_say_so(step, reason, tmp_path, caplog):
     """A server without data sends no question to the clients."""

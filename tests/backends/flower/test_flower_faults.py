@@ -124,24 +124,24 @@ def reshaped_statistics(said, data):
 
 NONSENSE = {
     "no answer": (lambda content: [], "it did not answer within 1 s"),
-    "empty": (lambda content: [RecordDict()], "not a message from lightning-fed"),
+    "empty": (lambda content: [RecordDict()], "not from lightning-fed"),
     "other records": (
         lambda content: [RecordDict({"packet": ConfigRecord({"text": 3}), "tensors": ArrayRecord()})],
-        "not a message from lightning-fed",
+        "not from lightning-fed",
     ),
-    "no JSON": (table(lambda said, data: ("{", data)), "not a message from lightning-fed"),
-    "deep JSON": (table(lambda said, data: ("[" * 100_000, data)), "not a message from lightning-fed"),
+    "no JSON": (table(lambda said, data: ("{", data)), "not from lightning-fed"),
+    "deep JSON": (table(lambda said, data: ("[" * 100_000, data)), "not from lightning-fed"),
     "another version": (table(lambda said, data: (json.dumps({**said, "version": 99}), data)), "install the same"),
-    "another's": (changed(client="ann"), "it answers for client 'ann'"),
-    "too few bytes": (table(lambda said, data: (json.dumps(said), data[:-4])), "more bytes than the message has"),
+    "another's": (changed(client="ann"), "the message answers for client 'ann'"),
+    "too few bytes": (table(lambda said, data: (json.dumps(said), data[:-4])), "more bytes than the message contains"),
     "too many bytes": (table(lambda said, data: (json.dumps(said), data + b"0000")), "it has"),
     "not finite": (table(poisoned), "has NaN or infinite values"),
     "another shape": (table(reshaped), "has shape"),
     "another type": (table(retyped), "has dtype"),
     "another name": (table(renamed), "missing entries"),
-    "a huge shape": (table(huge), "has the invalid entry"),
-    "a shape that is no list": (table(shaped({})), "has the invalid entry"),
-    "a shape whose product overflows": (table(shaped([2**47, 2**47, 0])), "has the invalid entry"),
+    "a huge shape": (table(huge), "has the invalid row"),
+    "a shape that is no list": (table(shaped({})), "has the invalid row"),
+    "a shape whose product overflows": (table(shaped([2**47, 2**47, 0])), "has the invalid row"),
     "a header without end": (
         table(lambda said, data: (json.dumps({**said, "more": "x" * 2_000_000}), data)),
         "characters and",
@@ -149,10 +149,10 @@ NONSENSE = {
     "tensors without end": (table(lambda said, data: (json.dumps(said), data + bytes(2**26 + 10_000))), "are read"),
     "10**18 examples": (changed(num_samples=10**15), "it reports 1000000000000000 examples"),
     "steps of a year": (changed(steps=10**9), "it reports 1000000000 steps, and"),
-    "weights that overflow": (table(filled(3e38)), "its values have the root mean square inf, above 1e+10"),
+    "weights that overflow": (table(filled(3e38)), "its values have a root mean square of inf, but the limit is 1e+10"),
     "a number for a name": (
         table(lambda said, data: (json.dumps({**said, "tensors": {"state": [[1, "float32", [1]]]}}), data)),
-        "has the invalid entry",
+        "has the invalid row",
     ),
     "no examples": (changed(num_samples=0), "it reports 0 examples"),
     "many examples": (changed(num_samples="many"), "'many' examples"),
@@ -194,7 +194,7 @@ def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
         tmp_path, make_module, models.vectors(SIZES), lambda: Federation("median:num_malicious=1", seed=1),
         len(names), change=spoilt("train", changes), limit=1,
     )  # fmt: skip
-    failed = re.findall(r"Round (\d+).* with num_malicious=1 needs 3 good updates, but the round has 2", caplog.text)
+    failed = re.findall(r"Round (\d+).* with num_malicious=1 needs 3 valid updates, but the round has 2", caplog.text)
     assert [names[int(round) - 1] for round in dict.fromkeys(failed)] == NOT_COUNTED
 
 
@@ -211,7 +211,7 @@ def test_statistics_that_cannot_be_used(tmp_path, caplog):
         len(changes), change=spoilt("evaluate", changes), server_callbacks=[Count()],
     )  # fmt: skip
     excluded = [message for message in caplog.messages if "excluded" in message]
-    reasons = ("does not fit the model", "NaN or infinite", "has the invalid entry")
+    reasons = ("does not fit the model", "NaN or infinite", "has the invalid row")
     for message, reason in zip(excluded, reasons, strict=True):
         assert message.startswith("Client 'bob''s BatchNorm statistics are excluded")
         assert reason in message
@@ -333,7 +333,7 @@ def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_t
     there, *_ = on_flower(tmp_path, make_module, models.vectors(SIZES), lambda: Federation(seed=1), limit=deadline)
     here, _ = in_process(federated_trainer, make_module, models.vectors(SIZES), Federation(seed=1))
     assert_same(state_of(there), state_of(here))
-    assert "Cannot store the answer for a repeated order: OSError: [Errno 28] No space left on device" in caplog.text
+    assert "if the answer is lost: OSError: [Errno 28] No space left on device" in caplog.text
     assert "An answer stays in memory, because a temporary file cannot be written" in caplog.text
 
 
@@ -420,7 +420,9 @@ def test_programs_that_all_fail_end_the_run(tmp_path):
         def training_step(self, batch, batch_idx):
             raise KeyError("image")
 
-    with pytest.raises(RuntimeError, match=r"3 rounds in a row, .* 3 of 3 clients failed: .*step raised KeyError"):
+    with pytest.raises(
+        RuntimeError, match=r"3 consecutive failed rounds .* 3 of 3 clients failed, .*step raised KeyError"
+    ):
         on_flower(tmp_path, lambda: Broken(models.mlp()), models.vectors(SIZES), Federation, 9)
 
 
@@ -527,7 +529,7 @@ def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
 
 def test_a_message_of_nonsense_to_a_client(tmp_path):
     app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
-    with pytest.raises(ValueError, match="it is not a message from lightning-fed"):
+    with pytest.raises(ValueError, match="the message is not from lightning-fed"):
         app.runner.answer("train", Packet("{}"), {})
     with pytest.raises(ValueError, match="its train request is invalid"):
         app.runner.answer("train", write_packet("train", {"visit": {"client": "ann", "round": 0, "seed": 0}}), {})
@@ -542,7 +544,9 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
         on_flower(tmp_path, make_module, data, lambda: Federation("feddane"))
     with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
         on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
-    with pytest.raises(MisconfigurationException, match=r"`AttackCheck` does not work yet .* name the clients instead"):
+    with pytest.raises(
+        MisconfigurationException, match=r"`AttackCheck` does not work yet .* name the malicious clients instead"
+    ):
         on_flower(tmp_path, make_module, data, lambda: Federation(steps=[SignFlip(1)]))
     with pytest.raises(MisconfigurationException, match=r"`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
         on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), lambda: Federation(FedFusion()))

@@ -179,7 +179,7 @@ def test_answers_of_the_largest_size(federated_trainer, tmp_path):
         limit = packets._DATA[0] + packets._DATA[1] * tensor_bytes(here.state_dict())  # noqa: SLF001
         for round in rounds:
             assert f"Round {round + 1}: client 'bob' is excluded: its answer has" in deployment.log("run")
-        assert deployment.log("run").count(f"{limit + 1} bytes, and no more than") == len(rounds)
+        assert deployment.log("run").count(f"{limit + 1} bytes, but the limits are") == len(rounds)
         assert deployment.log("run").count("is excluded") == len(rounds)
     compare(tmp_path / "run", here)
 
@@ -342,7 +342,7 @@ def test_a_node_that_comes_back(has_key, tmp_path):
             time.sleep(5)
         finish(deployment, process)
         lost = re.findall(r"Round (\d+): client 'bob' is excluded", deployment.log("run"))
-        numbers = re.findall(r'Node (\d+) has the clients \["bob"\]', deployment.log("run"))
+        numbers = re.findall(r'Node (\d+) serves the clients \["bob"\]', deployment.log("run"))
     first = int(lost[0]) if lost else 0
     assert lost == [f"{first + index}" for index in range(len(lost))]
     assert len(lost) <= (3 if has_key else 1)  # of six rounds

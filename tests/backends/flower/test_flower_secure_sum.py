@@ -177,7 +177,9 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
     masked, _, _, grid = on_flower(
         tmp_path, module, models.vectors(SIZES), federation, change=seal_nonsense, server_callbacks=[there]
     )
-    words = "client 'bob' is excluded: 4 of 5 clients cannot open its shares: either it or all of these clients"
+    words = (
+        "client 'bob' is excluded: 4 of 5 clients cannot open its shares: either this client or all of these clients"
+    )
     assert words in caplog.text
     assert "Round 1: the secure sum restarts with new keys from the other 4 clients." in caplog.text
     assert "Round 2: client 'bob' is excluded: its shares failed in an earlier sum of this run" in caplog.text
@@ -224,7 +226,9 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     on_flower(tmp_path, module, models.vectors(SIZES), federation, server_callbacks=[there])
     assert [row["fed/failed"] for row in there.logged] == [5, 1, 1]
     assert len(there.aggregates) == 2
-    assert "the shares of client 'bob' do not restore its mask: either it or more than 1 of the 5" in caplog.text
+    assert (
+        "the shares of client 'bob' do not restore its mask: either this client or more than 1 of the 5" in caplog.text
+    )
     assert "Round 1: client 'bob' is excluded from further sums of this run. The round is not repeated" in caplog.text
     assert "Round 2: client 'bob' is excluded: its shares failed in an earlier sum of this run" in caplog.text
 
@@ -323,5 +327,5 @@ def test_private_halves_with_other_clips(clip, secure, tmp_path, caplog):
     halves = iter([Federation(steps=[KnownKey(own, 1e-3, 0.5), *secure]) for own in (0.05, 0.05, clip)])
     on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
     for name in SIZES:
-        words = f"client {name!r} is excluded: its federation has a clip of 0.05, but the server {clip}"
+        words = f"client {name!r} is excluded: its federation has clip=0.05, but the server has clip={clip}"
         assert words in caplog.text

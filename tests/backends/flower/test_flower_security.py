@@ -106,7 +106,7 @@ def test_a_schedule_that_ends_does_not_end_the_run(tmp_path, caplog):
         return table(change)(content) if is_it else [content]
 
     _, trainer, _, _ = on_flower(tmp_path, module, models.vectors(SIZES), Federation, change=on_the_way)
-    assert "Round 2: the schedulers do not continue from client 'bob', which reports [20] steps" in caplog.text
+    assert "Round 2: the schedulers do not resume from client 'bob', which reports [20] steps" in caplog.text
     assert trainer.current_epoch == 3
 
 
@@ -209,7 +209,7 @@ TELLTALES = {
     "its program": (
         lambda: TelltaleSetup(models.mlp()),
         lambda: {"bob": models.as_datasets(models.vectors(SIZES))["bob"]},
-        "its program raised ValueError; the client's log says where",
+        "its program raised ValueError; see the client's log",
     ),
 }
 
@@ -252,10 +252,10 @@ def test_data_that_cannot_be_read_tell_nothing(tmp_path, caplog):
     grid = FakeGrid({11: app})
     list(FlowerTransport(grid, 1).ask("query", [], 0))
     (error,) = grid.errors
-    assert str(error) == "its program raised OSError; the client's log says where"
+    assert str(error) == "its program raised OSError; see the client's log"
     assert error.__cause__ is None
     assert error.__suppress_context__
-    (warning,) = (text for text in caplog.messages if "has no valid list of clients" in text)
+    (warning,) = (text for text in caplog.messages if "sent no valid list of clients" in text)
     assert SECRET not in warning
     assert SECRET in caplog.text  # the client's log, in this process
 
@@ -305,7 +305,7 @@ def test_bounds_where_data_have_no_length():
         ({"max_epochs": 0}, "Expected `max_epochs` to be at least 1"),
         ({"min_batches": 0}, "Expected `min_batches` to be at least 1"),
         ({"max_lr": float("inf")}, "Expected `max_lr` to be greater than 0 and finite"),
-        ({"max_batches": 2, "min_batches": 3}, "Expected `min_batches` of at most max_batches=2, but got 3"),
+        ({"max_batches": 2, "min_batches": 3}, "Expected `min_batches` to be at most max_batches=2, but got 3"),
     ],
 )
 def test_bounds_that_make_no_sense(arguments, text):
@@ -349,7 +349,7 @@ def test_a_name_is_bound_to_its_node(tmp_path, caplog):
     assert sorted(transport.await_clients(["ann", "bob"], 1)) == ["ann", "bob"]
     asked = transport.ask("train", [], 0)
     assert list(asked) == []
-    assert "which are bound to other nodes" in caplog.text
+    assert "but these clients are bound to other nodes" in caplog.text
     assert 13 not in [node for node, _ in grid.sent]  # receives no message
     with pytest.raises(TimeoutError, match=r"missing are \{'bob'\}"):
         FlowerTransport(FakeGrid({11: app(11, "ann", "bob")}), 5, 0.01, bound={"ann": 11, "bob": 12}).await_clients(
@@ -380,5 +380,5 @@ def test_nodes_are_numbers(tmp_path):
 
 
 def test_our_own_words_may_be_read():
-    assert find_public_reason(OSError(SECRET)) == "its program raised OSError; the client's log says where"
+    assert find_public_reason(OSError(SECRET)) == "its program raised OSError; see the client's log"
     assert find_public_reason(HalvesMismatch("both need the same model")) == "both need the same model"

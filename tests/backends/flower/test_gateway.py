@@ -310,13 +310,13 @@ def test_what_is_wrong_with_a_connection(keys, tmp_path, monkeypatch):
         await send({"type": "http.response.body", "body": b"{}"})
 
     assert wrong("no-such-name.invalid:9092").startswith("name: 'no-such-name.invalid' is unknown")
-    assert wrong(f"localhost:{free_port()}").startswith("port: nothing listens")
+    assert wrong(f"localhost:{free_port()}").startswith("port: no server listens")
     with served(plain, keys) as port:
         assert wrong(f"localhost:{port}", tmp_path / "other" / "ca.crt").startswith("certificate: ")
         assert wrong(f"127.0.0.2:{port}").startswith("port: ")
         assert "anyone with access can take over the federation" in wrong(f"localhost:{port}")
     with served(plain, keys, tls=False) as port:
-        assert "does not speak TLS" in wrong(f"localhost:{port}")
+        assert "does not use TLS" in wrong(f"localhost:{port}")
     with served(Gateway(f"127.0.0.1:{free_port()}", str(ca), Registry("none.db")), keys) as port:
         good = list(check_connection(f"localhost:{port}", ca))
         assert [line.partition(":")[0] for line in good] == [
@@ -366,7 +366,7 @@ def test_the_commands_say_what_is_missing(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["flower", "server", "--keys", str(tmp_path), "--address", "localhost:9092"])
     assert stopped.value.code == 1
-    assert "make it with `lightning-fed flower certificates`" in capsys.readouterr().err
+    assert "create it with `lightning-fed flower certificates`" in capsys.readouterr().err
 
 
 def test_the_gateways_process_loads_no_torch():

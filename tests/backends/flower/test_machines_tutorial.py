@@ -26,7 +26,7 @@ def test_the_page_ends_with_the_weights_of_one_process(tmp_path):
             block = re.sub("^    ", "", lines, flags=re.MULTILINE)
             for command in [block] if block.startswith("python") else block.splitlines():
                 if "start_server.sh" in command:
-                    shell.start(command, "Nodes reach the server at")
+                    shell.start(command, "Nodes connect to the server at")
                 elif "start_node.sh" in command:
                     shell.start(command, "Waiting for messages at")
                 else:

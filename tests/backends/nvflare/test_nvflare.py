@@ -128,5 +128,5 @@ def test_hostile_answers_exclude_their_site(federated_trainer, tmp_path, monkeyp
 
 @pytest.mark.parametrize("content", [{}, {"text": 3, "data": b""}, {"text": "{}", "data": [1]}])
 def test_what_is_no_message(content):
-    with pytest.raises(PacketError, match="not a message from lightning-fed"):
+    with pytest.raises(PacketError, match="not from lightning-fed"):
         from_shareable(content)

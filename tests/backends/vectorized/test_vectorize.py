@@ -355,7 +355,7 @@ class Takes(models.Module):
 def test_names_in_batches_keep_clients_apart(federated_trainer, caplog):
     data = models.vectors(dict.fromkeys("abc", 40))
     compare(federated_trainer, wrapped_in(Takes), named(data, str), size=3)
-    assert caplog.text.count("but different texts, numbers or objects") == 1
+    assert caplog.text.count("but contain different strings, numbers or objects") == 1
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(6)], ids=["python", "torch"])
@@ -490,7 +490,7 @@ def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federat
     before = [value for value in module.parameters()]
     with pytest.raises(ZeroDivisionError) as caught:
         fit(federated_trainer, module, data, 3, max_rounds=3, batch_size=16)
-    assert "all 5 clients failed by this error" in "".join(caught.value.__notes__)
+    assert "all 5 clients failed with this error" in "".join(caught.value.__notes__)
     assert_same(state_of(module), expected)
     assert all(one is other for one, other in zip(before, module.parameters(), strict=True))
     assert vars(module).get("log") is None
@@ -658,22 +658,22 @@ class Lars(torch.optim.SGD):
 REASONS = [
     (Counts, {}, "`training_step` writes the attribute 'seen'"),
     (Measures, {}, "`training_step` writes the attribute 'accuracy."),
-    (Asks, {}, "in a trial `training_step` raised RuntimeError: vmap"),
-    (Listed, {}, "uses parameters or buffers outside the module's attributes"),
+    (Asks, {}, "in a trial step `training_step` raised RuntimeError: vmap"),
+    (Listed, {}, "uses parameters or buffers that are not attributes of the module (from a list or"),
     (Bounded, {}, "writes parameters that the optimizer trains"),
     (Parted, {}, "'net.0.weight' and 'other.weight' share memory"),
-    (Hooked, {}, "a hook of the parameter 'net.0.weight'"),
+    (Hooked, {}, "a hook on the parameter 'net.0.weight'"),
     slow((Shows, {}, "writes the attribute 'example'")),
     (Centred, {}, "writes the attribute 'center.value'"),
-    (Shuffles, {}, "`training_step` draws from Python's or NumPy's generator"),
-    (Changes, {}, "`Changes.on_before_batch_transfer` is written for one client's batch"),
+    (Shuffles, {}, "`training_step` draws from Python's or NumPy's random generator"),
+    (Changes, {}, "`Changes.on_before_batch_transfer` expects the batch"),
     (models.ManualModule, {}, "manual optimization"),
-    (models.Module, {"callbacks": [Clips]}, "`Clips.on_after_backward` is written for one client's batch"),
-    (models.Module, {"callbacks": [Notes]}, "`Notes.on_client_end` is written for one client's batch"),
+    (models.Module, {"callbacks": [Clips]}, "`Clips.on_after_backward` expects the batch"),
+    (models.Module, {"callbacks": [Notes]}, "`Notes.on_client_end` expects the batch"),
     (models.Module, {"gradient_clip_val": 1.0}, "clipping by norm would take the norm over all clients"),
     (models.Module, {"optimizer_state": "keep"}, "`optimizer_state='keep'`"),
-    (models.Module, {"limit_train_batches": 4}, "`limit_train_batches` counts the batches"),
-    (models.Module, {"max_steps": 9}, "`max_steps` counts the steps"),
+    (models.Module, {"limit_train_batches": 4}, "`limit_train_batches` counts batches"),
+    (models.Module, {"max_steps": 9}, "`max_steps` counts steps"),
     (lambda net: models.Module(net, lambda own: Lars(own, lr=0.1)), {}, "Lars is not elementwise"),
     slow((lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError")),
     pytest.param(

@@ -147,7 +147,9 @@ def test_shares_that_are_not_those_that_were_sent():
         assert liars == ["ann", "bob"]
         np.testing.assert_array_equal(masks, right)
         few = {name: shares[name] for name in survivors[:4]}
-        with pytest.raises(SumError, match="its key: either it or" if lost else "its mask: either it or") as raised:
+        with pytest.raises(
+            SumError, match="its key: either this client or" if lost else "its mask: either this client or"
+        ) as raised:
             find_masks(10, parties.peers, survivors, few, parties.positions, 4, CONTEXT)
         assert raised.value.dealer == of
 
@@ -355,9 +357,9 @@ def test_what_cannot_be_opened_is_said_of_its_dealer_alone(tmp_path):
 @pytest.mark.parametrize(
     ("peers", "words"),
     [
-        ("abc", "the sum has 3 clients, but needs 4"),
-        ("bcde", "shares from clients without shared secrets"),
-        ("abcdez", "shares from clients without shared secrets"),
+        ("abc", "the sum has 3 clients, but requires at least 4"),
+        ("bcde", "shares from clients that sent no keys"),
+        ("abcdez", "shares from clients that sent no keys"),
     ],
 )
 def test_shares_that_are_not_opened(peers, words, tmp_path):
@@ -368,10 +370,10 @@ def test_shares_that_are_not_opened(peers, words, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"survivors": (False, True, True, True, True)}, "it is not a client of the sum"),
-        ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, but needs 4"),
-        ({"peers": tuple("abced")}, "shares for other clients than its masking peers"),
-        ({"peers": tuple("abcdf")}, "shares for other clients than its masking peers"),
+        ({"survivors": (False, True, True, True, True)}, "it is not one of the clients in the sum"),
+        ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, but requires at least 4"),
+        ({"peers": tuple("abced")}, "shares of clients that are not peers"),
+        ({"peers": tuple("abcdf")}, "shares of clients that are not peers"),
     ],
 )
 def test_what_does_not_unmask(changes, words, tmp_path):
@@ -384,8 +386,8 @@ def test_what_does_not_unmask(changes, words, tmp_path):
     ("options", "changes", "words"),
     [
         ({}, {"least": 2}, "2 of 5 clients could unmask the sum, but its federation requires a fraction of 0.667"),
-        ({}, {"least": 6}, "the sum has 5 clients, but needs 6"),
-        ({"min_clients": 6}, {}, "the sum has 5 clients, but needs 6"),
+        ({}, {"least": 6}, "the sum has 5 clients, but requires at least 6"),
+        ({"min_clients": 6}, {}, "the sum has 5 clients, but requires at least 6"),
     ],
 )
 def test_sums_that_a_client_is_not_part_of(options, changes, words, tmp_path):
@@ -395,15 +397,15 @@ def test_sums_that_a_client_is_not_part_of(options, changes, words, tmp_path):
 
 def test_masks_with_others_only(tmp_path):
     for peers, words in (
-        (["a", "b", "c", "z"], "peers without shared secrets"),
-        (["b", "c", "d", "e"], "peers without shared secrets"),
+        (["a", "b", "c", "z"], "peers that shared no secrets"),
+        (["b", "c", "d", "e"], "peers that shared no secrets"),
     ):
         node = Node(tmp_path / peers[0]).publish().share().open()
         with pytest.raises(ClientFault, match=words):
             node.mask("a", peers)
     for name, peers in (("few", ["a", "b", "c"]), ("twice", ["a", "b", "c", "a", "b", "c"])):
         node = Node(tmp_path / name).publish().share().open()
-        with pytest.raises(ClientFault, match="the sum has 3 clients, but needs 4"):
+        with pytest.raises(ClientFault, match="the sum has 3 clients, but requires at least 4"):
             node.mask("a", peers)
 
 
@@ -412,7 +414,7 @@ def test_a_round_that_is_done_again_is_read_of_the_same_clients(tmp_path):
     node = Node(tmp_path).through()
     assert len(node.ask("unmask", "a", survivors=(True, True, True, True, False))) == 5
     node.through()
-    assert "the round's sum was unmasked before, for other clients" in reason(node.ask("unmask", "a"))
+    assert "the sum of this round was already unmasked for other clients" in reason(node.ask("unmask", "a"))
     node.through()
     assert len(node.ask("unmask", "a", survivors=(True, True, True, True, False))) == 5
 
@@ -555,7 +557,7 @@ def test_rows_of_another_form():
         {"rows": [["rows", "uint8", [PUBLIC, 3]]]},
         {"rows": [["rows", "uint8", [3 * PUBLIC]]]},
     ):
-        with pytest.raises(PacketError, match=r"its tensors are not rows|its rows are|its entries have"):
+        with pytest.raises(PacketError, match=r"its tensors are not rows|its rows are|its entries need"):
             read_sum_request(Packet(json.dumps({**said, "tensors": table}), packet.data))
     assert read_packet(packet, "sum")
 
@@ -568,7 +570,7 @@ def test_replies_of_others_and_of_other_steps():
     with pytest.raises(PacketError, match="it answers 'unmask'"):
         read_sum_reply(Packet(reply.text.replace('"shares"', '"unmask"'), reply.data), SHARES)
     keys = write_sum_reply(KEYS, (bytes(PUBLIC),))
-    with pytest.raises(PacketError, match="it answers for client True"):
+    with pytest.raises(PacketError, match="the message answers for client True"):
         read_sum_reply(Packet(keys.text.replace('"client": 1', '"client": true'), keys.data), KEYS)
     with pytest.raises(PacketError, match="characters and"):
         read_sum_reply(Packet(reply.text, reply.data + bytes(1)), SHARES)

@@ -198,7 +198,7 @@ def test_copies_have_no_distance():
     """For values with non-zero distance in the formula by a matrix product."""
     x = (torch.randn(1, 300) * 100 + 1e3).repeat(6, 1)
     assert median_distance(torch.cat([x, torch.randn(2, 300)])) == 0
-    with pytest.raises(ValueError, match="half of the pairs or more have no distance"):
+    with pytest.raises(ValueError, match="half of the pairs have distance 0: pass"):
         maximum_mean_discrepancy(x + 1, x)
 
 
@@ -246,7 +246,7 @@ BAD = [
     ({"bandwidth": "mean"}, r"`bandwidth` to be one of \['median', 'pooled'\] or a number, but got 'mean'"),
     ({"bandwidth": 0.0}, "`bandwidth` to be greater than 0 and finite, but got 0.0"),
     ({"bandwidth": float("nan")}, "`bandwidth` to be greater than 0 and finite, but got nan"),
-    ({"scales": ()}, r"`scales` to be numbers greater than 0, at least one, but got \(\)"),
+    ({"scales": ()}, r"`scales` to contain at least one number, all greater than 0, but got \(\)"),
     ({"scales": (1.0, 0.0)}, r"but got \(1.0, 0.0\)"),
     ({"chunk_size": 0}, "`chunk_size` to be at least 1, but got 0"),
 ]

@@ -200,7 +200,7 @@ def test_what_is_not_finite(value):
     [
         ({"r": 0}, "`r` to be at least 1, but got 0"),
         ({"r": 2.5}, "`r` to be a whole number, but got 2.5"),
-        ({"r": "all"}, "`r` to be a whole number or 'relevant', but got 'all'"),
+        ({"r": "all"}, "`r` to be an integer or 'relevant', but got 'all'"),
         ({"metric": "dot"}, r"`metric` to be one of \['cosine', 'euclidean'\], but got 'dot'"),
         ({"chunk_size": 0}, "`chunk_size` to be at least 1, but got 0"),
         ({"embeddings": torch.zeros(9)}, r"`embeddings` of shape \(n, d\), at least one, but got \(9,\)"),

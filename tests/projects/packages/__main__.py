@@ -265,7 +265,7 @@ def verdict(result):
 
 
 def shorten(warning):
-    carried = re.search(r"these attributes of \w+ changed in the visits: (.*?)\. They", warning)
+    carried = re.search(r"visits changed these attributes of \w+: (.*?)\. Their", warning)
     text = f"the log names what passes between visits: {carried[1]}" if carried else warning
     return text.replace("|", "/")
 
