@@ -82,7 +82,7 @@ class RoundAverages:
         for callback in self._callbacks:
             if self._fit.trainer.is_global_zero and self._fit.record_warning(type(callback).__name__):
                 _log.info(
-                    "`%s` averages the global models, not the clients' models: the average has one step per round, and"
+                    "`%s` averages global models instead of client models: the average has one step per round, and"
                     " the decay applies per round.",
                     type(callback).__name__,
                 )
