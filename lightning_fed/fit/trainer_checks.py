@@ -81,7 +81,8 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
             f"{trainer.world_size} processes: use strategy='client_parallel', which distributes the clients, "
-            "`devices=1`, or strategy='ddp' inside one client, with `partition=IID(1)`, averaging and optimizer_state='keep'."
+            "`devices=1`, or strategy='ddp' inside one client, with `partition=IID(1)`, averaging and "
+            "optimizer_state='keep'."
         )
 
 
