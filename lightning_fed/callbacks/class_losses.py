@@ -50,10 +50,9 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Labels, or a result computed only from labels.
+    """Labels, or a tensor computed only from labels, in the form ``kind``; comparisons are with ``number``.
 
-    ``kind`` is class indices, one number per class, a comparison with ``number``, or other. ``fills`` are pairs of a
-    label (``None`` for several labels) and its replacement.
+    ``fills`` are pairs of a replaced label (``None`` for several labels) and the new label.
     """
 
     leaves: frozenset[int]

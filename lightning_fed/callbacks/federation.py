@@ -356,7 +356,7 @@ class Federation(TrainerCallback):
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context with the model for validation in the module: the averaged model, if the fit averages weights."""
+        """Context in which the module holds the validated model: the averaged model, if the fit averages weights."""
         return self._loop.averages_in_place()
 
     @property

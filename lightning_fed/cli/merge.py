@@ -96,7 +96,7 @@ def _options() -> list[str]:
 
 
 def take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Uses the hyper-parameters in the first checkpoint as defaults of the parser for the model."""
+    """Sets the parser's model defaults to the hyper-parameters in the first checkpoint."""
     first = next((index for index, _ in enumerate(args) if not _is_option_or_value(args, index)), None)
     if first is None:
         return  # the parser reports missing checkpoints or prints the help

@@ -60,7 +60,7 @@ class ClientStore(ABC):
         """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Returns the changes in ``round`` for other processes, picklable; without this method, one process only."""
+        """Returns the picklable changes of ``round`` for other processes; required for several processes."""
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional

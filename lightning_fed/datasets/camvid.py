@@ -125,7 +125,7 @@ class CamVid(FileDataModule):
         )
 
     def _groups(self, names: np.ndarray) -> np.ndarray:
-        """Finds each frame's client; a frame's name starts with the drive, as in `0006R0_f00930`."""
+        """Returns the client of each frame; names such as `0006R0_f00930` begin with the drive."""
         drives = np.array([str(name).split("_")[0] for name in names])
         if self.group_by == "sequence":
             return drives

@@ -270,11 +270,9 @@ def forget_loaders(checkpoint: dict[str, Any]) -> None:
 
 
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
-    """Changes a checkpoint after the last batch of an epoch to a checkpoint between two epochs.
+    """Marks the epoch of a checkpoint as complete, so that a resumed Trainer begins the next epoch.
 
-    Otherwise, after an early end, a Trainer with a step count would train the rest of the epoch, and a Trainer with
-    ``max_steps`` and without validation would resume inside every epoch. ``is_counted`` states whether Lightning has
-    counted the batch on the log's x-axis, which happens after validation.
+    ``is_counted`` states whether Lightning has counted the last batch on the log's x-axis, after validation.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]

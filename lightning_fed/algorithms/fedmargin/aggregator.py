@@ -1,4 +1,4 @@
-"""FedMargin on the server: averages client models with attention weights (reconstruction)."""
+"""FedMargin on the server: averages client models with attention weights (reconstructed from the paper)."""
 
 from __future__ import annotations
 
