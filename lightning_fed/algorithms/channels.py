@@ -75,7 +75,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """A client's number of examples, and the single numbers sent by the client, by channel and entry.
+    """A client's number of examples, and the client's scalars by channel and entry.
 
     ``octaves`` has the binary exponents of the bounded numbers, by channel and entry.
     """

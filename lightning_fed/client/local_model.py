@@ -322,7 +322,7 @@ class UnsavedTensors:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Removes the last visit's additions, and restores the buffers; refuses different additions under one name."""
+        """Removes entries added by the last visit, and restores buffers; refuses different entries under one name."""
         differing = []
         for layer, before in self._members.items():
             for name, value in _members(layer).items():

@@ -20,7 +20,7 @@ WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 class RoundAverages:
-    """Makes the ``WeightAveraging`` callbacks of a fit update once per round, until :meth:`restore`; not if plain.
+    """Limits ``WeightAveraging`` callbacks to one update per round until :meth:`restore`, except in a plain fit.
 
     ``should_update(step_idx=r)`` is called once after the new global model of round r, before validation.
     ``should_update(epoch_idx=r)`` is called after validation, unless the average already includes the round.

@@ -216,7 +216,7 @@ class ServerInterface(ABC):
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client with a bad answer; always ``False``."""
+        """Excludes a client with an invalid answer; always returns ``False``."""
         self.report.refused[client] = reason
         return self.fail(client, reason, error)
 

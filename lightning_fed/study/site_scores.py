@@ -230,7 +230,7 @@ def bootstrap(module: L.LightningModule, client: Client, key: str, states: list[
 
 
 def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
-    """Splits batches into batches with one case each; refuses tensors with another length than the batch.
+    """Splits batches into batches with one case each; refuses tensors with a length other than the batch size.
 
     Example:
         >>> [case["x"].tolist() for case in single_cases([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])]
@@ -248,7 +248,7 @@ def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _identity(cases: Iterable[Any], patient: str | None) -> dict[str, Any]:
-    """Fingerprints, to recognise equal cases in other runs, and the patients."""
+    """Returns fingerprints of the cases, to match cases between runs, and the patients."""
     fingerprints, patients = [], []
     for case in cases:
         tensors = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in batch_tensors(case)]

@@ -60,7 +60,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies values into the extractor: from a network with dtypes and device, or only values by name."""
+        """Copies values into the extractor: from a network, with dtypes and device, or from a state by name."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
