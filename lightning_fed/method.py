@@ -92,9 +92,7 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
     name = method_key(method.__name__)
     known = METHODS.setdefault(name, method)
     if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):  # a reloaded module
-        raise ValueError(
-            f"Expected a new method name, but {name!r} is already a method of {known.__module__}: rename the class."
-        )
+        raise ValueError(f"Expected a new method name, but {name!r} is already a method of {known.__module__}.")
     METHODS[name] = method
     return method
 
@@ -120,9 +118,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
     try:
         method_class = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"Expected `method` to be a name or the import path of a class, but got {name!r}: {error}"
-        ) from error
+        raise ValueError(f"Expected `method` to be a name or an import path, but got {name!r}: {error}") from error
     if not (isinstance(method_class, type) and issubclass(method_class, Method | Aggregator)):
         raise ValueError(f"Expected `method` to be the path of a Method or an Aggregator, but got {name!r}.")
     return method_class
@@ -165,9 +161,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
         name, written = parse_method(method)
         return _build_by_name(name, {**written, **options})
     if options:
-        raise TypeError(
-            f"Expected options only together with a method's name, but got {sorted(options)} with {method!r}."
-        )
+        raise TypeError(f"Expected options only with a method's name, but got {sorted(options)} with {method!r}.")
     if isinstance(method, Aggregator):
         return Method(method)
     if isinstance(method, Method):

@@ -116,9 +116,7 @@ class FederatedCLI(LightningCLI):
             # model.
             if saved and "_class_path" not in saved:
                 self._hidden_path, options["ckpt_path"] = path, None
-                sys.stderr.write(
-                    f"note: {path} was saved from Python, so the model and arguments come from the recipe.\n"
-                )
+                sys.stderr.write(f"note: {path} was saved from Python: the model and arguments come from the recipe.\n")
 
     def before_instantiate_classes(self) -> None:
         """Restores a checkpoint path hidden from Lightning's parser."""

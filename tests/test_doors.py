@@ -142,14 +142,14 @@ REFUSED = {  # name: (Trainer arguments, federation options, makes the module, m
         "without stragglers",
     ),
     "batches that the step fetches": ({}, {}, fetching, "but a client's visit must begin before its first batch: use"),
-    "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` is not .* plain"),
-    "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` is not .* plain"),
+    "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
+    "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),
     "weight averaging": (
         {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "visit creates anew, .* use `WeightAveraging`",
     ),
     "pruning": (
         {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}, {}, module,
-        "`ModelPruning` is not .* renames .* `torch.nn.utils.prune`",
+        "`ModelPruning` does not work .* renames .* `torch.nn.utils.prune`",
     ),
     "changing windows": (
         {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "window would span two clients",
@@ -266,7 +266,7 @@ BAD_ARGUMENTS = [
     (
         {"faults": Faults(visit_timeout=1.0), "visits": Vectorized(2)},
         ValueError,
-        "either `visit_timeout` or `Vectorized`, but got both",
+        "`visit_timeout` or `Vectorized`, not both",
     ),
     ({"stragglers": 0.5}, TypeError, "unexpected keyword argument 'stragglers'"),
     ({"optimizer_state": "share"}, ValueError, r"one of \['reset', 'keep'\], but got 'share'"),
@@ -344,9 +344,9 @@ def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
 
 def test_methods_say_what_they_set():
     """A user's value is refused unless equal or empty, as recipes pass empty values."""
-    with pytest.raises(ValueError, match=r"no `batch_norm` for `FedBN`, because the method sets it, but got 'average'"):
+    with pytest.raises(ValueError, match=r"no `batch_norm` for `FedBN`, which sets it, but got 'average'"):
         Federation(FedBN(), batch_norm="average")
-    with pytest.raises(ValueError, match=r"no `personal` for `FedPer`, because the method sets it, but got \['a'\]"):
+    with pytest.raises(ValueError, match=r"no `personal` for `FedPer`, which sets it, but got \['a'\]"):
         FederatedTrainer(FedPer("head.*"), personal=["a"], **QUIET)
     assert Federation(FedBN(), batch_norm="personal").options.batch_norm == "personal"
     assert Federation(FedPer("head.*"), personal=[]).options.personal == ("head.*",)

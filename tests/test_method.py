@@ -155,7 +155,7 @@ def test_options_of_its_callbacks():
         ),
         (lambda: build_method("fedprox:mu"), ValueError, "`option=value`, but got 'mu' in 'fedprox:mu'"),
         (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "each option only once, but got 'mu' again"),
-        (lambda: build_method(FedAvg(), mu=1), TypeError, r"only together with a method's name, but got \['mu'\] with"),
+        (lambda: build_method(FedAvg(), mu=1), TypeError, r"only with a method's name, but got \['mu'\] with"),
         (lambda: build_method(FedBN), TypeError, "a name, a Method or an Aggregator object, but got <class"),
         (lambda: Method("fedsgd"), ValueError, r"`method` to be one of 37 names, but got 'fedsgd'"),
         (lambda: FedBN(3), TypeError, "a name, a Method or an Aggregator object, but got 3"),

@@ -65,9 +65,8 @@ def _find_head(module: nn.Module) -> list[str]:
         task = find_class_task(module.trainer, module, remedy)
         if name is None or not has_same_parameters(module, task.layer, name):
             raise OptionError(
-                f"The loss does not compare labels with the output of {name!r}, the last layer of "
-                f"{type(module).__name__} that could compute logits: name the entries of the head, such as "
-                f"head={f'{task.layer}.*'!r}."
+                f"The last layer of {type(module).__name__} that could compute logits, {name!r}, is not the layer "
+                f"whose output the loss uses: name the entries of the head, such as head={f'{task.layer}.*'!r}."
             )
     if name is None:
         raise ValueError(f"Expected {type(module).__name__} to have a layer that computes logits: {remedy}.")

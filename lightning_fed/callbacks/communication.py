@@ -113,9 +113,7 @@ class CommunicationReport(FederatedCallback):
             self._full[part] = sum(tensor.numel() for tensor in tensors.values()), tensor_bytes(tensors)
         missing = [prefix for prefix in self._prefixes if prefix not in self._full]
         if missing:
-            raise OptionError(
-                f"Expected `parts` to be prefixes of entry names, but no entry name begins with {missing}."
-            )
+            raise OptionError(f"Expected `parts` to be prefixes of entry names, but no name begins with {missing}.")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         now, self._sent = trainer.current_epoch, {}

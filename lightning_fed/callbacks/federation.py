@@ -511,10 +511,7 @@ class Federation(TrainerCallback):
             self._loop.end_training(pl_module)
             checkpoint = last_checkpoint(trainer)
             if checkpoint is not None and trainer.is_global_zero:
-                words = (
-                    "The fit ended early. To resume, call `fit(..., ckpt_path=%r)`, or repeat the command with "
-                    "--ckpt_path %s"
-                )
+                words = "The fit ended early. Resume: `fit(..., ckpt_path=%r)`, or the same command with --ckpt_path %s"
                 _log.info(words, checkpoint, shlex.quote(checkpoint))
         finally:
             self._loop.detach()  # Lightning does not call `teardown` after an exception
@@ -603,9 +600,7 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
             raise ValueError(f"Expected the settings of `{method.name}` to be among {_SETTINGS}, but got {name!r}.")
         given, default = arguments[name], parameters[name].default
         if given not in (default, value) and (given or default):  # an empty list in a recipe is treated as not given
-            raise ValueError(
-                f"Expected no `{name}` for `{method.name}`, because the method sets it, but got {given!r}."
-            )
+            raise ValueError(f"Expected no `{name}` for `{method.name}`, which sets it, but got {given!r}.")
     return {**arguments, **method.settings}
 
 

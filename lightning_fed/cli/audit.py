@@ -49,9 +49,7 @@ def run(args: Sequence[str]) -> None:
         sys.stderr.write(f"error: {options.record}: {fault}\n")
         raise SystemExit(1)
     if options.head is None:
-        sys.stdout.write(
-            "To detect lines removed from the end, pass an earlier head stored on another machine: --head DIGEST\n"
-        )
+        sys.stdout.write("To detect lines removed from the end, pass an earlier head kept elsewhere: --head DIGEST\n")
 
 
 def _append(path: Path, head: Path, content: dict[str, Any]) -> None:

@@ -35,10 +35,7 @@ def run(args: Sequence[str]) -> None:
     take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))
     if config.model is None:
-        parser.error(
-            "Expected a model from `-c RECIPE` or `--model CLASS`, because the first checkpoint does not "
-            "name the class, but got neither."
-        )
+        parser.error("Expected a model from `-c RECIPE` or `--model CLASS`, because the first checkpoint names none.")
     out = Path(config.out)
     if any(out.resolve() == Path(path).resolve() for path in config.checkpoints):
         parser.error(f"Expected `--out` to differ from the merged checkpoints, but got {out}.")

@@ -278,7 +278,7 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
     }
     if plan.monitor is None and not saved:
         raise MisconfigurationException(
-            "Expected `monitor`, because the recipe has no ModelCheckpoint that monitors a metric."
+            "Expected `monitor`, because no ModelCheckpoint in the recipe monitors a metric."
         )
     monitor = plan.monitor or next(iter(saved))
     return monitor, plan.mode or saved.get(monitor, "max" if is_score(monitor) else "min")

@@ -230,9 +230,7 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
     if len(methods) < 2:
         return []
     if len({run["seed"] for run in results}) < 2:
-        return [
-            "One seed cannot distinguish a difference from chance: `--seeds 5` adds seeds and reuses finished runs."
-        ]
+        return ["One seed cannot distinguish a difference from chance: `--seeds 5` adds seeds and keeps finished runs."]
     scores: dict[tuple[str, float], dict[int, float]] = {}
     for run in results:
         scores.setdefault((run["method"], run["stragglers"]), {})[run["seed"]] = _score(run, last)

@@ -144,8 +144,5 @@ def _per_channel(name: str, value: float | Sequence[float] | Tensor | None, inpu
     numbers = torch.as_tensor(value, dtype=torch.float32).flatten()
     channels = inputs.shape[1] if inputs.ndim > 1 else 1
     if len(numbers) not in (1, channels):
-        raise ValueError(
-            f"Expected `{name}` to have one number, or one number for each of {channels} channels, but "
-            f"got {len(numbers)}."
-        )
+        raise ValueError(f"Expected `{name}` to be one number or {channels}, one per channel, but got {len(numbers)}.")
     return numbers.reshape([-1] + [1] * (inputs.ndim - 2)) if inputs.ndim > 1 else numbers.reshape(())

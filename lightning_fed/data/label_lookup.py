@@ -219,8 +219,7 @@ def _find_target(sample: Any, is_logged: bool) -> Any:
     if isinstance(sample, tuple | list) and len(sample) > 1:
         if is_logged:
             _log.info(
-                "The second of %d elements of a sample (a %s) is used as the label; pass `label_fn` to use another "
-                "element.",
+                "The label of a sample is the second of its %d elements (a %s); pass `label_fn` for another element.",
                 len(sample),
                 type(sample[1]).__name__,
             )

@@ -226,9 +226,8 @@ def _checked_length(batch: Any) -> int:
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
-            "Expected all tensors in a batch to have the examples along the first dimension, with equal lengths, but "
-            f"got lengths {sorted(lengths)}: move the batch dimension to the front, or give the loader a `dataset` "
-            "with a length."
+            "Expected the examples of a batch along the first dimension of all tensors, with equal lengths, but got "
+            f"lengths {sorted(lengths)}: put the batch dimension first, or give the loader a `dataset` with a length."
         )
     return batch_length(batch)
 

@@ -374,10 +374,7 @@ def batch_length(batch: Any) -> int:
     """
     length = next(_lengths(batch), None)
     if length is None:
-        raise ValueError(
-            "Expected a batch to contain a tensor, whose length is the number of examples, but got "
-            f"{type(batch).__name__}."
-        )
+        raise ValueError(f"Expected a tensor in the batch, to count examples, but got {type(batch).__name__}.")
     return length
 
 

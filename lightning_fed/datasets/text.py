@@ -28,9 +28,7 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:
-        raise ValueError(
-            "Expected `vocabulary` to contain all characters of the text, or a space, but it contains neither."
-        )
+        raise ValueError("Expected `vocabulary` to have every character, or a space, but it has neither.")
     return torch.tensor(codes, dtype=torch.int64)
 
 

@@ -80,9 +80,8 @@ def decide_policies(
         at_home = [name for name in at_home if name not in statistics]
     if at_home:
         _log.warning(
-            "%d entries stay on the clients (%s, ...). Validation of the global model uses the initial values of "
-            "these entries. With validation data as a mapping by client, each client is also evaluated with its own "
-            "values.",
+            "%d entries stay on the clients (%s, ...). Validation of the global model uses their initial values. "
+            "With validation data as a mapping by client, each client is also evaluated with its own values.",
             len(at_home),
             at_home[0],
         )

@@ -259,7 +259,7 @@ class FederatedFit:
 
     @property
     def unseen(self) -> str:
-        """BatchNorm statistics for data without a client, as in ``LocalStatistics.unseen``; empty for the model's values."""
+        """BatchNorm statistics for data without a client, as in ``LocalStatistics.unseen``; else empty."""
         return "" if self.own_statistics is None else self.own_statistics.unseen
 
     @property

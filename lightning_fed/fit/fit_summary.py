@@ -98,8 +98,7 @@ def describe_end(
         "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in total",
         "updates used": str(totals["clients"]),
         "clients excluded": f"{totals['failed']} failed, {totals['dropped']} dropped out",
-        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", including new models sent again "
-        "for BatchNorm",
+        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", new models sent twice (BatchNorm)",
         "sent back": format_bytes(totals["up_bytes"]),
     }
     if totals.get("numbers"):

@@ -137,8 +137,7 @@ class FitOptions:
                 raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {getattr(self, name)!r}.")
         if self.faults.visit_timeout is not None and self.visits_at_once is not None:
             raise ValueError(
-                "Expected either `visit_timeout` or `Vectorized`, but got both: clients that train at once wait for "
-                "each other."
+                "Expected `visit_timeout` or `Vectorized`, not both: clients that train at once wait for each other."
             )
 
     @property

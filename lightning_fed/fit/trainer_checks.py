@@ -80,9 +80,8 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
-            f"{trainer.world_size} processes: use strategy='client_parallel', which distributes the clients, "
-            "`devices=1`, or strategy='ddp' inside one client, with `partition=IID(1)`, averaging and "
-            "optimizer_state='keep'."
+            f"{trainer.world_size} processes: use strategy='client_parallel', which divides the clients, `devices=1`, "
+            "or strategy='ddp' inside one client, with `partition=IID(1)`, averaging and optimizer_state='keep'."
         )
 
 
@@ -155,9 +154,7 @@ def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) ->
     for callback in callbacks_of(trainer):
         for refused, reason in (_REFUSED if is_plain else _REFUSED_INSIDE).items():
             if isinstance(callback, refused):
-                raise MisconfigurationException(
-                    f"`{type(callback).__name__}` is not supported in a federation: {reason}."
-                )
+                raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
         if isinstance(callback, ModelCheckpoint) and not is_plain:
             _check_saver(callback)
     if not is_plain:

@@ -158,9 +158,7 @@ class MatchedAverage:
         states = _states(networks, module)
         _refuse_adapters(states)
         if weights is not None and len(weights) != len(states):
-            raise ValueError(
-                f"Expected `weights` to have one weight per network, but got {len(weights)} for {len(states)}."
-            )
+            raise ValueError(f"Expected one weight per network in `weights`, but got {len(weights)} for {len(states)}.")
         example, data = self._example(module, example_input, data)
         match_widths(module, states[0])
         groups = self._groups(module, example)

@@ -324,15 +324,11 @@ def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
             or not neurons.is_floating_point()
         ):
             raise ValueError(
-                "Expected `clients` to contain floating-point tensors of shape (L_j, "
-                f"{clients[0].shape[-1:].numel()}), with L_j at least 1, but got {neurons.dtype} of shape "
-                f"{tuple(neurons.shape)} at position {number}."
+                f"Expected `clients` to be floating-point tensors of shape (L_j, {clients[0].shape[-1:].numel()}), "
+                f"with L_j at least 1, but got {neurons.dtype} of shape {tuple(neurons.shape)} at position {number}."
             )
         if not bool(neurons.isfinite().all()):
-            raise ValueError(
-                f"Expected `clients` to have finite values, but the tensor at position {number} has NaN "
-                "or infinite values."
-            )
+            raise ValueError(f"Expected `clients` to be finite, but tensor {number} has NaN or infinite values.")
     first = at_least_float32(clients[0].detach())
     return [neurons.detach().to(first) for neurons in clients]
 

@@ -31,9 +31,7 @@ def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
     """Converts labels to integers; refuses non-integers. Drops a channel axis of size 1 if the features have none."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
-            raise ValueError(
-                "Expected integer class labels, but got non-integer values: select other labels with `target`."
-            )
+            raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")
         labels = labels.long()
     has_channel = labels.ndim > 1 and labels.shape[1] == 1 and labels.ndim != feature_dims - 1
     return labels.squeeze(1) if has_channel else labels

@@ -405,8 +405,7 @@ class PrivacyBudget(FederatedCallback):
         budget.epsilon(1)  # raises before the first round if the accountant is not installed
         if budget.delta >= 1 / budget.population:
             _log.warning(
-                "delta=%g is not below one over the number of clients (%d), so the bound would allow revealing a "
-                "whole client.",
+                "delta=%g is not below one over the number of clients (%d), so a whole client may be revealed.",
                 budget.delta,
                 budget.population,
             )
@@ -467,8 +466,7 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
             if not is_harmless and is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"Expected clients to send only updates, but `{type(callback).__name__}.{hook}` may send more: "
-                    "remove the callback."
+                    f"Expected clients to send only updates, but `{type(callback).__name__}.{hook}` may send more."
                 )
 
 
@@ -483,8 +481,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
     if any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise MisconfigurationException(
             "Expected learning-rate schedulers per epoch (round) and automatic optimization with differential "
-            "privacy, but got a scheduler per step, which depends on the clients' step counts, and these have no "
-            "noise."
+            "privacy, but got a scheduler per step: the clients' step counts have no noise."
         )
     if loss_scaler(trainer) is not None:
         raise MisconfigurationException(

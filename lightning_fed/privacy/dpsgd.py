@@ -491,8 +491,7 @@ class DPSGD(FederatedCallback):
         self._end()
         if self.delta >= 1 / visit.planned.num_samples and not self._has_warned:
             _log.warning(
-                "delta=%g is not below one over the number of examples (%d), so the bound would allow revealing an "
-                "example.",
+                "delta=%g is not below one over the number of examples (%d), so an example may be revealed.",
                 self.delta,
                 visit.planned.num_samples,
             )

@@ -299,9 +299,8 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
         fit.decision, fit.reports = decision, {}
     elif fit.record_warning("undecided"):
         _log.info(
-            "The choice between separate and pooled BatchNorm statistics is still open after %d reports: it requires "
-            "reports of %d clients, and in the first round of half the clients. Until then all clients use the "
-            "latest pooled statistics.",
+            "The choice of separate or pooled BatchNorm statistics is open after %d reports. It needs reports of %d "
+            "clients, in the first round of half the clients. Until then all clients use the latest pooled values.",
             len(measured),
             max(2, fit.server.min_clients),
         )

@@ -62,8 +62,7 @@ class Chain:
             if isinstance(step, CollectingStep):
                 raise OptionError(
                     f"Expected no `{type(step).__name__}` before `{type(self.steps[self._num_hidden]).__name__}` in "
-                    "`steps`, because the step compares single updates, but the server sees no single update at this "
-                    "position."
+                    "`steps`, because the step compares single updates, but the server sees no single update there."
                 )
         for step in self.steps:
             step.check(rule, self.steps)
@@ -201,9 +200,7 @@ class Chain:
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
-            _log.warning(
-                "The checkpoint contains states of update steps that this fit does not use: %s.", ", ".join(unused)
-            )
+            _log.warning("The checkpoint contains states of update steps missing in this fit: %s.", ", ".join(unused))
         self.rule.load_state_dict(state["rule"])
         for name, step in steps.items():
             step.load_state_dict(state["steps"].get(name, {}))

@@ -32,8 +32,7 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"Expected `encoder_weights` to be the name of published weights or a file, but the file {path} does not "
-            "exist."
+            f"Expected `encoder_weights` to be the name of published weights or a file, but {path} does not exist."
         )
     saved: dict[str, Any] = (
         load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)

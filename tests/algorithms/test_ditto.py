@@ -321,7 +321,7 @@ def test_what_it_costs(federated_trainer):
         (
             lambda: Federation("ditto", local_epochs=4),
             ValueError,
-            "no `local_epochs` for `Ditto`, because the method sets",
+            "no `local_epochs` for `Ditto`, which sets",
         ),
     ],
 )

@@ -331,22 +331,22 @@ def test_the_last_head_epochs_are_one_more_round(federated_trainer, tmp_path):
         (
             lambda: Federation("fedrep", local_epochs=3),
             ValueError,
-            "no `local_epochs` for `FedRep`, because the method sets",
+            "no `local_epochs` for `FedRep`, which sets",
         ),
         (
             lambda: Federation("fedrep", local_steps=3),
             ValueError,
-            "no `local_steps` for `FedRep`, because the method sets",
+            "no `local_steps` for `FedRep`, which sets",
         ),
         (
             lambda: Federation("fedrep", personal=["x"]),
             ValueError,
-            "no `personal` for `FedRep`, because the method sets",
+            "no `personal` for `FedRep`, which sets",
         ),
         (
             lambda: Federation("fedper", personal=["x"]),
             ValueError,
-            "no `personal` for `FedPer`, because the method sets",
+            "no `personal` for `FedPer`, which sets",
         ),
     ],
 )

@@ -596,7 +596,7 @@ def test_states_of_others(caplog):
     chain.load_state_dict(chain_of("fedavg").state_dict())
     assert not memory_of(chain)
     chain_of("fedavg").load_state_dict(with_memory)
-    assert "states of update steps that this fit does not use: ServerOptimizer:0" in caplog.text
+    assert "states of update steps missing in this fit: ServerOptimizer:0" in caplog.text
 
 
 # --- Fits -------------------------------------------------------------------------------------------------------------

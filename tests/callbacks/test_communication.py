@@ -228,7 +228,7 @@ def test_the_parts():
     assert top_level_parts(["weight"]) == ["weight"]
     assert top_level_parts(["a", "a.b"]) == ["a"]
     for wrong in ("net.", "net.1", "ne", "net.*"):
-        with pytest.raises(ValueError, match=r"`parts` to be prefixes of entry names, but no entry name begins with"):
+        with pytest.raises(ValueError, match=r"`parts` to be prefixes of entry names, but no name begins with"):
             federate([CommunicationReport(parts=["net.0", wrong])], 1)
 
 

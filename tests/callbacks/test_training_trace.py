@@ -116,7 +116,7 @@ def test_a_head_that_trains_is_personal(federated_trainer, method):
 def test_a_teachers_head_is_an_error(federated_trainer, kind):
     """Personal entries must be known without data, so the method does not search further."""
     trainer = federated_trainer(max_rounds=1, partition=IID(2), method="fedper")
-    with pytest.raises(OptionError, match=r"output of 'teacher.2', the last layer .* head='student.2.\*'"):
+    with pytest.raises(OptionError, match=r"'teacher.2', is not the layer whose .* head='student.2.\*'"):
         trainer.fit(Distilled(kind), data())
 
 

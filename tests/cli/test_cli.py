@@ -400,7 +400,7 @@ def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     main([command, "-c", recipe, "--ckpt_path", "python.ckpt", *options])
     said = capsys.readouterr()
     assert float(re.search(rf"{name}\W+([\d.]+)", said.out)[1]) == pytest.approx(expected[name])
-    assert "python.ckpt was saved from Python, so the model" in said.err
+    assert "python.ckpt was saved from Python: the model" in said.err
     main([command, "-c", recipe, *options])
     assert "warning: No `--ckpt_path`: the model has its initial weights" in capsys.readouterr().err
 

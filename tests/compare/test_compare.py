@@ -503,7 +503,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         (
             "plain.yaml --methods fedavg",
             1,
-            "Expected `monitor`, because the recipe has no ModelCheckpoint that monitors a metric",
+            "Expected `monitor`, because no ModelCheckpoint in the recipe monitors a metric",
         ),
     ],
 )

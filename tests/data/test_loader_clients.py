@@ -398,7 +398,7 @@ TIME_FIRST = {  # 7 time steps, 4 sequences
 @pytest.mark.parametrize("kind", TIME_FIRST)
 def test_batches_with_the_time_first_are_refused_where_they_are_counted(kind):
     batch = TIME_FIRST[kind]
-    with pytest.raises(ValueError, match=r"first dimension, .* but got lengths \[4, 7\]: move the batch"):
+    with pytest.raises(ValueError, match=r"first dimension of all tensors, .* but got lengths \[4, 7\]: put the batch"):
         LoaderClients({"a": [batch]}).num_samples("a")
     counted = DataLoader(DATASET, 4, collate_fn=lambda samples: batch)
     assert LoaderClients({"a": counted}).num_samples("a") == len(DATASET)

@@ -397,7 +397,7 @@ def test_wrong_choice_in_text_is_refused():
 )
 @pytest.mark.parametrize("partition", [Dirichlet(3, 0.5), Shards(3), LabelsPerClient(3, 1)])
 def test_data_without_labels(partition, dataset):
-    words = rf"^`{type(partition).__name__}` needs labels but found none; without labels use `IID\(3\)`\. Expected "
+    words = rf"^`{type(partition).__name__}` needs labels and found none; without labels: `IID\(3\)`\. Expected "
     with pytest.raises(TypeError, match=words):
         partition.split(dataset, 0)
 
@@ -406,7 +406,7 @@ def test_the_element_that_is_read_is_named(caplog):
     speech = [(torch.ones(2), 16_000 + index % 2, "yes", "ann", index) for index in range(40)]
     with caplog.at_level("INFO", "lightning_fed"):
         Dirichlet(2, 1.0).split(speech, 0)
-    assert "The second of 5 elements of a sample (a int) is used as the label" in caplog.text
+    assert "The label of a sample is the second of its 5 elements (a int)" in caplog.text
 
 
 @pytest.mark.parametrize("size", [8, 12, 35])

@@ -203,7 +203,7 @@ def test_the_length_of_a_batch_is_that_of_its_first_tensor(batch):
 def test_a_batch_without_tensors(batch, kind):
     with pytest.raises(
         ValueError,
-        match=f"Expected a batch to contain a tensor, whose length is the number of examples, but got {kind}",
+        match=f"Expected a tensor in the batch, to count examples, but got {kind}",
     ):
         batch_length(batch)
 

@@ -101,7 +101,7 @@ def test_codes():
     assert codes.tolist() == [*range(79, -1, -1), 1, 1, 1]
     assert decode_text(codes, LEAF_VOCABULARY) == LEAF_VOCABULARY[::-1] + "   "
     assert encode_text("", "ab").tolist() == []
-    with pytest.raises(ValueError, match="contain all characters of the text, or a space"):
+    with pytest.raises(ValueError, match="every character, or a space"):
         encode_text("abc", "ab")
 
 
@@ -162,9 +162,7 @@ def test_files_that_are_not_there_or_not_of_the_kind(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"shakespeare_roles\.json\.gz` or .*omit `data_dir`"):
         Shakespeare(tmp_path).setup()
     write_roles(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"a role with at least `min_samples` \(1000\) samples, but the largest role has 620"
-    ):
+    with pytest.raises(ValueError, match=r"a role with `min_samples` \(1000\) samples, but the largest role has 620"):
         Shakespeare(tmp_path).setup()
     (tmp_path / "shakespeare_roles.json.gz").write_bytes(gzip.compress(b"[1]"))
     with pytest.raises(ValueError, match="the entries 'roles' and 'speeches'"):

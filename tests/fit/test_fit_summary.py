@@ -45,7 +45,7 @@ def test_the_line_at_the_start(federated_trainer, caplog):
     assert f"{size} bytes each way per client" in first
     assert "not sent: 2 personal" in first
     assert "BatchNorm: 'auto', and clients also receive each new model to measure statistics." in first
-    assert ", including new models sent again for BatchNorm" in end
+    assert ", new models sent twice (BatchNorm)" in end
 
 
 class Teacher(models.Module):
@@ -169,6 +169,6 @@ def test_an_interrupted_fit_says_from_which_checkpoint_it_goes_on(federated_trai
         fit(federated_trainer, caplog, Stops(models.mlp()), 4, callbacks=[saver], enable_checkpointing=True)
     path = saver.best_model_path
     assert lines(caplog)[-1].endswith(
-        f"`fit(..., ckpt_path={path!r})`, or repeat the command with --ckpt_path {shlex.quote(path)}"
+        f"`fit(..., ckpt_path={path!r})`, or the same command with --ckpt_path {shlex.quote(path)}"
     )
     assert "epoch=1" in saver.best_model_path

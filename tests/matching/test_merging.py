@@ -290,7 +290,7 @@ def test_networks_that_do_not_go_together(tmp_path):
         average.merge([net.state_dict()], example_input=example)
     with pytest.raises(ValueError, match="`weights` to be greater than 0"):
         average.merge([net, net], example_input=example, weights=[1, 0])
-    with pytest.raises(ValueError, match="one weight per network, but got 1 for 2"):
+    with pytest.raises(ValueError, match="one weight per network in `weights`, but got 1 for 2"):
         average.merge([net, net], example_input=example, weights=[1])
 
 

@@ -413,7 +413,7 @@ def test_the_seed_decides():
         ({"clients": [torch.zeros(2, 3, dtype=torch.int64)]}, "floating-point tensors"),
         (
             {"clients": [torch.zeros(2, 3), torch.full((2, 3), torch.nan)]},
-            "have finite values, but the tensor at position 1 has NaN",
+            "finite, but tensor 1 has NaN",
         ),
         ({"score": "posterior"}, "`score` to be one of"),
         ({"gamma": 0}, "`gamma` to be greater than 0 and finite, but got 0"),

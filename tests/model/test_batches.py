@@ -76,7 +76,5 @@ def test_classes(labels, dims, shape):
 
 
 def test_fractions_are_no_classes():
-    with pytest.raises(
-        ValueError, match="integer class labels, but got non-integer values: select other labels with `target`"
-    ):
+    with pytest.raises(ValueError, match="integer class labels, but got fractions: select other labels with `target`"):
         as_classes(torch.tensor([0.5]), 2)

@@ -461,7 +461,7 @@ def test_weights_of_an_encoder_from_a_file(names, ending, pretrained, tmp_path, 
 
 
 def test_files_that_do_not_serve(pretrained, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"published weights or a file, but the file .*none\.pt does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"published weights or a file, but .*none\.pt does not exist"):
         SegmentationTask("Unet", 3, encoder_weights=str(tmp_path / "none.pt"))
     state = pretrained.state_dict()
     first = next(name for name in state if name.endswith("conv1.0.weight"))

@@ -204,8 +204,8 @@ class FeatureFusion(FederatedCallback):
         self._is_untrained = self._is_untrained and not has_fusion
         if is_fitting(trainer) and names and not has_fusion:
             raise MisconfigurationException(
-                "Expected a checkpoint of a fit with fusion, but got a checkpoint without fusion, so its optimizer "
-                "states lack the operator: begin a new fit with the checkpoint's weights, "
+                "Expected a checkpoint of a fit with fusion, but got one without fusion, whose optimizer states lack "
+                "the operator: begin a new fit with its weights, "
                 "module.load_state_dict(torch.load(path)['state_dict'])."
             )
 

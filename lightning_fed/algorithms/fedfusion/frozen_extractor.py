@@ -53,9 +53,7 @@ class FrozenExtractor:
         except _FeaturesReached as error:
             return error.features
         if self.layer != FeatureLayer(""):
-            raise RuntimeError(
-                f"Expected {type(self.network).__name__} to run {self.layer}, but the layer did not run."
-            )
+            raise RuntimeError(f"Expected {type(self.network).__name__} to run {self.layer}, but it did not.")
         self.is_plain = is_plain(args, kwargs, features)
         return features
 

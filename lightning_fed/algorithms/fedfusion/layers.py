@@ -260,9 +260,7 @@ def _select_levels(
             selected[name] = features[name]
     if not selected or len(selected) != len(levels):
         shapes = {name: tuple(value.shape) for name, value in features.items()}
-        raise ValueError(
-            f"Expected `levels` to be among the features returned by the extractor, {shapes}, but got {levels!r}."
-        )
+        raise ValueError(f"Expected `levels` to be among the extractor's features, {shapes}, but got {levels!r}.")
     return selected
 
 

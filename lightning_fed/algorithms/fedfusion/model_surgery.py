@@ -61,10 +61,7 @@ def fuse(
         torch.Size([64, 128])
     """
     if hasattr(module, FUSION) or find_fusion(module) is not None:
-        raise ValueError(
-            f"Expected {type(module).__name__} without `{FUSION}`, but the module already has the "
-            "submodule: remove the fusion with `unwrap`."
-        )
+        raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but the module has one: use `unwrap`.")
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"Expected a module that can hold another submodule, but got {type(module).__name__}.")
     extractor = find_extractor(module, at, network)

@@ -293,8 +293,7 @@ class FedMargin(Aggregator):
         # Aggregate prototypes with a different number of features came from a single or faulty client.
         if self.prototypes is not None and not widths <= {self.prototypes.means.shape[1]}:
             _log.warning(
-                "Round %d: the aggregate prototypes are reset, because the clients' prototypes have %d features "
-                "instead of %d.",
+                "Round %d: the aggregate prototypes are reset: the clients' prototypes have %d features, not %d.",
                 round_number(self._info.round),
                 *widths,
                 self.prototypes.means.shape[1],

@@ -56,10 +56,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not isinstance(find_federation(trainer).server.rule, FedMargin):
-            raise MisconfigurationException(
-                "Expected a federation with FedMargin for `AttentionMap`: pass one to "
-                "the Trainer, or remove the callback."
-            )
+            raise MisconfigurationException("AttentionMap needs a federation with FedMargin.")
 
     def reset(self) -> None:
         super().reset()

@@ -102,10 +102,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
-            raise MisconfigurationException(
-                "Expected a `ClassPrototypes` callback for `PrototypePlots`, but the "
-                "Trainer has none: add one before `PrototypePlots`."
-            )
+            raise MisconfigurationException("PrototypePlots needs a `ClassPrototypes` among the Trainer's callbacks.")
         if not federation_of(trainer) and positions[0] > callbacks.index(self):
             raise MisconfigurationException(
                 "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but it comes after: "

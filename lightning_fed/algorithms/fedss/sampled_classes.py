@@ -47,9 +47,7 @@ class SampledClasses:
                 f" {self.is_positive.dtype} of shape {tuple(self.is_positive.shape)}."
             )
         if not self.is_positive.any():
-            raise ValueError(
-                "Expected `is_positive` to be true for at least one of the client's classes, but got none."
-            )
+            raise ValueError("Expected at least one of the client's classes in `is_positive`, but got none.")
 
     @property
     def needs_target(self) -> bool:

@@ -44,8 +44,8 @@ class Mixture(CollectingStep):
         refuse_rule(self, rule, "has_clusters", "resizes")
         if rule.plan(0).always:
             raise OptionError(
-                f"Expected no `{type(self).__name__}` with {type(rule).__name__}, because the step would mix the "
-                "trusted client with others: remove the step."
+                f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix the trusted "
+                "client."
             )
 
     def start(self, info: RoundInfo, state: State) -> None:

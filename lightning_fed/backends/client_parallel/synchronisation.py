@@ -238,9 +238,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
             )
             if notes and uses:
                 raise MisconfigurationException(
-                    f"`{name}` receives an update only in the process that trained the client, but aggregates in all "
-                    "processes: implement `share_round` to share data with all processes, or return None if there is "
-                    "no data to share."
+                    f"`{name}` receives updates only in the process that trained the client, but aggregates in all "
+                    "processes: implement `share_round` to share its data, or return None without data."
                 )
 
 

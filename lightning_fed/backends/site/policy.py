@@ -327,9 +327,7 @@ def _make_step(value: Any) -> RequiredStep:
     step = RequiredStep(**value)
     bounds = [*step.at_least.values(), *step.at_most.values()]
     if not isinstance(step.name, str) or not all(type(bound) in (int, float) for bound in bounds):
-        raise ValueError(
-            f"expected each step to have a `name`, and numbers in `at_least` and `at_most`, but got {value!r}"
-        )
+        raise ValueError(f"expected steps with a `name`, and numbers in `at_least` and `at_most`, but got {value!r}")
     return step
 
 

@@ -135,9 +135,7 @@ class _TwoClients:
         if versions != [tensor_version(parameter) for parameter in self._trained]:
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
-            raise Obstacle(
-                "`training_step` draws from Python's or NumPy's random generator, which all clients would share"
-            )
+            raise Obstacle("`training_step` draws from Python's or NumPy's generator, which all clients would share")
         loss = loss_in(output)
         return self._results(loss, lambda value: [value])
 

@@ -41,6 +41,4 @@ class AnswerFile:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))
         except OSError as error:
-            _log.warning(
-                "Cannot store the answer, so the client must train again if the answer is lost: %s.", describe(error)
-            )
+            _log.warning("Cannot store the answer, so its loss would repeat the training: %s.", describe(error))

@@ -382,9 +382,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
         metrics = {name: float(value) for name, value in header["metrics"].items() if isinstance(value, int | float)}
         num_samples, steps, unsent = header["num_samples"], header["steps"], header["unsent"]
         if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps, unsent)):
-            raise PacketError(
-                f"it reports invalid counts: {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries"
-            )
+            raise PacketError(f"it reports {num_samples!r} examples, {steps!r} steps and {unsent!r} unsent entries")
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
         if not is_head(header["head"]):
             raise PacketError(f"the head of its record is {header['head']!r:.100}")

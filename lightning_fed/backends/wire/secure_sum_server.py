@@ -113,8 +113,7 @@ class ServerSum:
         self.distrusted.add(client)
         self._server.fail(
             client,
-            f"{words}: either this client or all of these clients are at fault; excluded from further secure sums in "
-            "this run",
+            f"{words}: either this client or all of these clients are at fault; excluded from later sums of this run",
         )
         return True
 

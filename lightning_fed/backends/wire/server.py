@@ -104,9 +104,7 @@ def run_server(
     )
     if stage != "fit":
         if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
-            raise MisconfigurationException(
-                "Expected a `ClientEvaluation` callback, which evaluates on the clients: add one to `callbacks`."
-            )
+            raise MisconfigurationException("Expected a `ClientEvaluation` callback to evaluate on clients.")
         path = last if not ckpt_path and last.exists() else ckpt_path or None
         getattr(trainer, stage)(module, datamodule=HalfData(ClientsBatch()), ckpt_path=path)
         return trainer

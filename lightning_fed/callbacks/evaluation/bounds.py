@@ -39,9 +39,7 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
         raise BadUpdate(f"it had {announced} examples in its first evaluation, but now {report.num_samples}")
     for key, state in report.states.items():
         if not 0 <= state.updates <= _MOST_BATCHES * report.num_samples:
-            raise BadUpdate(
-                f"metric {key!r} was updated with {state.updates} batches for {report.num_samples} examples"
-            )
+            raise BadUpdate(f"metric {key!r} received {state.updates} batches for {report.num_samples} examples")
         for name, value in state.values.items():
             if not value.is_complex() and bool((value < 0).any()) and is_count(value):
                 raise BadUpdate(f"state {name!r} of metric {key!r} has a negative count")
@@ -158,9 +156,7 @@ def _compare(outliers: dict[Client, str], what: str, values: Mapping[Client, flo
     negative = [client for client, value in values.items() if value < 0]
     for client, value in values.items():
         if abs(value - median) > farthest or (is_loss and negative == [client] and value < lowest):
-            outliers.setdefault(
-                client, f"its {what} is {value:g}, but the median of {len(values)} clients is {median:g}"
-            )
+            outliers.setdefault(client, f"its {what} is {value:g}; the median of {len(values)} clients is {median:g}")
 
 
 def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Client, float]) -> None:

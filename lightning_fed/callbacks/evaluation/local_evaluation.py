@@ -41,10 +41,7 @@ class LocalEvaluation(FederatedCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
         if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
-            raise MisconfigurationException(
-                "Expected validation data as a mapping from client to data, but got no "
-                "mapping: pass one, or remove the callback."
-            )
+            raise MisconfigurationException("Expected validation data as a mapping from client to data, but got none.")
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate

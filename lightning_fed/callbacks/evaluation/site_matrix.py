@@ -94,8 +94,7 @@ class SiteMatrix(FederatedCallback):
                 for name, model in {GLOBAL: {}, **models}.items():
                     if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
                         _log.warning(
-                            "The matrix excludes the model of client %s, because its entries differ from the entries "
-                            "of the global model.",
+                            "The matrix excludes the model of client %s, whose entries differ from the global model's.",
                             name,
                         )
                         continue

@@ -129,8 +129,7 @@ def classwise_maximum_mean_discrepancy(
     for name, values, samples in (("labels", labels, features), ("reference_labels", reference_labels, reference)):
         if values.shape != samples.shape[:1]:
             raise ValueError(
-                f"Expected `{name}` to have one class for each of {len(samples)} samples, but got shape "
-                f"{tuple(values.shape)}."
+                f"Expected `{name}` to be one class per sample ({len(samples)}), but got shape {tuple(values.shape)}."
             )
     device = float64_device(features.device)
     features, reference, labels, reference_labels = (

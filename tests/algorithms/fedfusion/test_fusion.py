@@ -355,7 +355,7 @@ def test_a_single_level_by_its_key():
 
     assert list(fuse(Task(Two()), "multi", levels=["out"]).operators) == ["out"]
     assert list(fuse(Task(Two()), "multi").operators) == ["out", "aux"]
-    with pytest.raises(ValueError, match=r"among the features returned by the extractor, \{'out': .* but got \['in'\]"):
+    with pytest.raises(ValueError, match=r"among the extractor's features, \{'out': .* but got \['in'\]"):
         fuse(Task(Two()), "multi", levels=["in"])
 
 
@@ -479,7 +479,7 @@ def test_models_that_cannot_be_fused():
     fuse(task)
     with pytest.raises(
         ValueError,
-        match="Expected Task without `feature_fusion`, but the module already has the submodule",
+        match="Expected Task without `feature_fusion`, but the module has one",
     ):
         fuse(task)
     with pytest.raises(ValueError, match="that can hold another submodule, but got Sequential"):

@@ -664,7 +664,7 @@ def test_labels_at_another_place_of_a_tuple(target, federated_trainer):
     visits = sent(federated_trainer, ClassPrototypes(target=target), Last(models.mlp()), data)
     for client, visit in visits.items():
         assert_close(unpacked(visit.extras)[0], measured(loaded(models.mlp(), visit.end)[:2], *clients[client])[0])
-    with pytest.raises(ValueError, match="Expected integer class labels, but got non-integer values") as caught:
+    with pytest.raises(ValueError, match="Expected integer class labels, but got fractions") as caught:
         sent(federated_trainer, ClassPrototypes(target=1), Last(models.mlp()), data)
     assert any("all 2 clients failed with this error" in note for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="a batch with labels, but got float"):

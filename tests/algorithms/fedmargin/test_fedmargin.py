@@ -537,8 +537,8 @@ def test_a_client_alone_locks_nobody_out(caplog):
         assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]
         assert server.rule.prototypes.means.shape == (2, most)
     assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
-        "Round 2: the aggregate prototypes are reset, because the clients' prototypes have 2 features instead of 3.",
-        "Round 4: the aggregate prototypes are reset, because the clients' prototypes have 4 features instead of 2.",
+        "Round 2: the aggregate prototypes are reset: the clients' prototypes have 2 features, not 3.",
+        "Round 4: the aggregate prototypes are reset: the clients' prototypes have 4 features, not 2.",
     ]
 
 

@@ -393,7 +393,7 @@ def test_refusals(tmp_path):
     for make in (PrototypePlots, AttentionMap):
         with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
             make(every_n_epochs=0)
-    with pytest.raises(ValueError, match="from 0 to 255, for each class"):
+    with pytest.raises(ValueError, match="from 0 to 255 per class"):
         PrototypePlots(class_colors=[(0, 0, 256)])
 
 
@@ -401,12 +401,12 @@ def test_something_has_to_measure_prototypes(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     with pytest.raises(
         MisconfigurationException,
-        match="Expected a `ClassPrototypes` callback for `PrototypePlots`",
+        match="needs a `ClassPrototypes` among the Trainer's callbacks",
     ):
         train([PrototypePlots()], logger, 1)
     with pytest.raises(
         MisconfigurationException,
-        match="Expected a `ClassPrototypes` callback for `PrototypePlots`",
+        match="needs a `ClassPrototypes` among the Trainer's callbacks",
     ):
         federate([PrototypePlots()], logger, 1, method="fedavg")
     with pytest.raises(MisconfigurationException, match="Expected `ClassPrototypes` before `PrototypePlots`"):

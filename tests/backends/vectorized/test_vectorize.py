@@ -665,7 +665,7 @@ REASONS = [
     (Hooked, {}, "a hook on the parameter 'net.0.weight'"),
     slow((Shows, {}, "writes the attribute 'example'")),
     (Centred, {}, "writes the attribute 'center.value'"),
-    (Shuffles, {}, "`training_step` draws from Python's or NumPy's random generator"),
+    (Shuffles, {}, "`training_step` draws from Python's or NumPy's generator"),
     (Changes, {}, "`Changes.on_before_batch_transfer` expects the batch"),
     (models.ManualModule, {}, "manual optimization"),
     (models.Module, {"callbacks": [Clips]}, "`Clips.on_after_backward` expects the batch"),
