@@ -466,7 +466,7 @@ def begin(labels, columns=None, **options):
         (lambda: classes_of([2], [1]), "`is_positive` to be of type bool"),
         (lambda: classes_of([2, 3]), r"shape \(2,\), but got torch.bool of shape \(1,\)"),
         (lambda: classes_of([2], [False]), "at least one of the client's classes"),
-        (lambda: classes_of([2], objective="fedavg"), "`objective` to have one class for each of one of"),
+        (lambda: classes_of([2], objective="fedavg"), "`objective` to be one of"),
         (lambda: hold([-1, 2], [True, True]), "`classes` to be from 0 to 11, but got -1 to 2"),
         (lambda: hold([2, 12], [True, True]), "`classes` to be from 0 to 11, but got 2 to 12"),
         (lambda: hold([2, 11], [True, True], objective="full"), "all 12 classes for the objective 'full', but got 2"),
