@@ -114,8 +114,7 @@ class Broadcast:
         round: Index of the round, from 0.
         state: Entries for the client's initial model.
         extras: Further tensors from the method (control variates, ...).
-        rows: Row indices of sliced entries in ``state``, from the client's :class:`Request`; their bytes are counted in
-            the request.
+        rows: Row indices of sliced entries in ``state``, from the client's :class:`Request`, which counts the bytes.
         unsent: Names of entries in ``state`` that the client already has. Set by the server.
     """
 

@@ -27,8 +27,7 @@ class ProcessGroup:
     Attributes:
         rank: Index of this process, from 0.
         size: Number of processes.
-        is_independent: Whether communication is currently disabled, because processes train different clients during
-            visits.
+        is_independent: Whether communication is currently disabled, because processes train different clients.
     """
 
     rank = 0

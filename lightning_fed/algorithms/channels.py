@@ -176,7 +176,7 @@ class ChannelRule(AveragingAggregator):
     ) -> Any:
         """Records an optimizer step, before the correction; returns the record for the next step.
 
-        The first record is ``None``. The gradient is multiplied by ``scale``; ``group`` and ``state`` belong to the
+        The first record is ``None``. ``scale`` multiplies the gradient; ``group`` and ``state`` belong to the
         optimizer.
         """
         return record

@@ -42,8 +42,7 @@ class LoaderClients(Population):
     Args:
         loaders: Loader by client. A client may have several loaders (a ``CombinedLoader``, mapping or sequence): each
             batch then combines one batch per loader. The mapping may build loaders at lookup.
-        is_plain: Whether the only client trains as in a plain fit: the loader then needs neither length nor data
-            set.
+        is_plain: Whether the only client trains as in a plain fit; the loader then needs no length and no data set.
         class_numbers: Known class numbers, shared with other data.
     """
 

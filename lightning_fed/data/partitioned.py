@@ -44,7 +44,7 @@ class PartitionedData(FederatedDataModule):
     Raises:
         ValueError: If a fraction is outside the allowed range, or no example remains for training; in `setup`, if the
             loader has a custom sampler.
-        TypeError: If `source` is not a datamodule; in `setup`, if `source` has no training loader over a map-style data
+        TypeError: If `source` is not a datamodule; in `setup`, if `source` has no training loader with a map-style data
             set.
 
     Example:

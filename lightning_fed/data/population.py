@@ -94,8 +94,7 @@ class Population(ABC):
         round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
         overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
             pass, without shuffling; 0 for all batches.
-        split_loader: The user's loader, if a partition splits its data set into clients; ``None`` for clients with
-            separate data.
+        split_loader: The user's loader, if a partition splits the data set; ``None`` for clients with separate data.
 
     Raises:
         ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.

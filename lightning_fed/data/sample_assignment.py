@@ -103,8 +103,7 @@ def draw_until_large(
 ) -> IndexArray:
     """Repeats a draw of sample counts until each client has ``min_size`` samples.
 
-    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``None`` selects the first reachable size among 10, 5, 2
-    and 1.
+    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``None`` for the first reachable size of 10, 5, 2 and 1.
     """
     sizes = _SIZES if min_size is None else (min_size,)
     option = "" if min_size is None else "`min_size` * "

@@ -158,8 +158,7 @@ class FederatedFit:
         has_server: Whether the server half is in this process.
         trainer: The Trainer; set by ``setup``.
         policies: Policy by entry name; empty before :meth:`decide_policies`.
-        unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
-            fit.
+        unset: Names of shared buffers with NaN or infinite initial values, which are frozen; ``None`` before the fit.
         is_plain: Whether rounds change nothing in a plain fit: one client, an average, kept optimizer state; decided by
             :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`.
         generators: States of the generators in a plain fit's last visit, for checkpoints; ``None`` before.

@@ -71,8 +71,8 @@ class VisitsAtOnce(ABC):
     def plan(self, fit: Any) -> Any:
         """Decides before the first round whether visits can train at once; otherwise logs the reason.
 
-        Returns a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``. The module of ``fit`` holds the
-        global model.
+        Returns a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``. ``fit.module`` is the global
+        model.
         """
 
 

@@ -82,8 +82,7 @@ class MatchedAverage:
         passes: Maximum matching passes over the networks per group.
         sweeps: Maximum alignment sweeps over all networks and groups; with ``"grow"`` before the matching.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average them.
-        inputs: Inputs in a batch: index, key or function; ``None`` for the first element or a key such
-            as ``"image"``.
+        inputs: Inputs in a batch: index, key or function; ``None``: the first element or a key such as ``"image"``.
         seed: Seed for the network order.
 
     Raises:

@@ -175,8 +175,7 @@ def slice_neurons(
         kept: Indices of the selected neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
 
     Raises:
-        ValueError: If indices are out of range or repeated, a group with fixed width loses neurons, or a shape is
-            wrong.
+        ValueError: If indices are out of range or repeated, a fixed-width group loses neurons, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -204,8 +203,7 @@ def grow_neurons(
         sizes: Number of neurons in the wider network for each group.
 
     Raises:
-        ValueError: If indices are out of range or repeated, a group with fixed width gets more neurons, or a shape is
-            wrong.
+        ValueError: If indices are out of range or repeated, a fixed-width group gets more neurons, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}

@@ -109,7 +109,7 @@ class DPSGD(FederatedCallback):
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
-        noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm; 0 gives no
+        noise_multiplier: Noise multiplier z: the noise's standard deviation divided by the clipping norm; 0 gives no
             privacy.
         delta: Probability :math:`\delta` of exceeding the bound, less than one over a client's number of examples.
         max_epsilon: The fit stops before a client's next visit (without a federation: a step) could exceed this bound;

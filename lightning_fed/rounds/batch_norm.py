@@ -494,8 +494,7 @@ def measure_statistics(
 ) -> list[tuple[Client, State]]:
     """Collects the clients' reports of BatchNorm inputs, from one pass over each client's data, limited by ``clock``.
 
-    Clients that cannot measure are excluded, and the log states the reason. Afterwards the module holds the last
-    client's model.
+    Clients that cannot measure are excluded and logged. Afterwards the module holds the last client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:

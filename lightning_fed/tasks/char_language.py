@@ -94,8 +94,7 @@ class CharLanguageTask(Task):
         **options: Optimizer and schedule, see `Task`.
 
     Raises:
-        ValueError: If a choice is unknown, a number is outside the allowed range, or the optimizer does not accept an
-            argument.
+        ValueError: If a choice is unknown, a number is outside the allowed range, or the optimizer refuses an argument.
 
     Example:
         >>> task = CharLanguageTask(hidden_size=32, num_layers=2, every_step=True)

@@ -41,8 +41,7 @@ def build_network(
         **kwargs: Arguments for the builder, or for the `timm` model.
 
     Raises:
-        ValueError: If the name is unknown, a size is below 1 or too small for the network, or no published weights
-            exist.
+        ValueError: If the name is unknown, a size is too small for the network, or no published weights exist.
 
     Example:
         >>> network = build_network("mcmahan_cnn", num_classes=10)

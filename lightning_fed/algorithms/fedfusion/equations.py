@@ -22,8 +22,7 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
 
     .. math:: F(x) = \lambda \odot E_g(x) + (1 - \lambda) \odot E_l(x), \qquad \lambda \in \mathbb{R}^C
 
-    The result has ``local``'s shape and dtype. With :math:`\lambda = 0`, or equal features, the result equals
-    ``local``.
+    The result has ``local``'s shape and dtype. For :math:`\lambda = 0` or equal features the result is ``local``.
 
     Args:
         local: The client's features :math:`E_l(x)`.

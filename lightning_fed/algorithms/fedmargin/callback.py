@@ -63,8 +63,7 @@ class ClassPrototypes(FederatedCallback):
         layer: Name of the layer with the features as output; ``"auto"`` for
             :func:`~lightning_fed.modules.find_feature_layer` at the classifier, found in a trial training step.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
-        ignore_index: Void label, or ``None``; ``"auto"`` for the label ignored in the loss, or 255 unless 255 is a
-            class.
+        ignore_index: Void label, or ``None``; ``"auto"`` for the loss's ignored label, or 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
             ``layer`` and ``num_classes`` are given, there is no trial step, and the default is the second element, or

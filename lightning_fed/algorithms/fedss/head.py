@@ -55,7 +55,7 @@ class SampledSoftmaxHead(LogitsLayer):
         margin_of: Quantity with the margin: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Raises:
-        ValueError: If a size or ``scale`` is not positive, ``margin`` is invalid, or linear logits have a scale or a
+        ValueError: If a size or ``scale`` is not positive, ``margin`` is invalid, or linear logits have a scale or
             margin.
 
     Example:
@@ -125,8 +125,7 @@ class SampledSoftmaxHead(LogitsLayer):
     def hold(self, held: SampledClasses) -> None:
         """Sets the classes whose rows the parameters contain, in order.
 
-        The caller first replaces the parameters' data by these rows, and calls :meth:`release` after restoring all
-        rows.
+        The caller first sets the parameters' data to these rows, and calls :meth:`release` after restoring all rows.
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)

@@ -47,8 +47,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     Raises:
         ValueError: If ``balance`` is unknown.
-        MisconfigurationException: In ``fit``, if the module has synchronised BatchNorm layers or differs between
-            processes.
+        MisconfigurationException: In ``fit``, if the module has synchronised BatchNorm or differs between processes.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

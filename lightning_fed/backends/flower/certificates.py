@@ -21,8 +21,8 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> list[Path]:
     """Writes the server's certificate and key, and the authority's certificate and key if these do not exist.
 
-    The authority's certificate is valid for ten times as long, so a new server certificate needs no new ``ca.crt`` on
-    the nodes.
+    The authority's certificate is valid for ten times as long, so nodes keep ``ca.crt`` when the server's certificate
+    changes.
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(

@@ -146,8 +146,7 @@ class SitePolicy:
         entries: Allowed model entry names.
         extras: Allowed names of the method's additional tensors and of BatchNorm statistics.
         metrics: Allowed names of logged values, and of values and metrics from an evaluation.
-        counts: Allowed counts: ``"num_samples"`` for the examples, ``"steps"`` for the optimizer
-            steps.
+        counts: Allowed counts: ``"num_samples"`` (examples), ``"steps"`` (optimizer steps).
         rounds_per_day: Maximum answers per kind and client in any 24 hours.
         bytes_per_day: Maximum bytes in all answers in any 24 hours.
         clients_per_sum: Minimum clients in a secure sum; if set, a secure sum is mandatory.

@@ -120,8 +120,7 @@ ROTATION = "rotation"
 class Record:
     """An append-only record, shared by one or more processes.
 
-    ``recent`` contains the lines from the 24 hours before ``last``. A missing file is created, unless the head file
-    lists lines.
+    ``recent`` contains the lines from the 24 hours before ``last``. A missing file is created unless a head exists.
     """
 
     def __init__(self, path: Path, head: Path) -> None:

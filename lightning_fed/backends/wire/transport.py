@@ -35,8 +35,7 @@ class Deadline:
 
     Args:
         seconds: Seconds for all answers.
-        min_clients: Number of answers after which the remaining clients have ``rest`` seconds left; ``None`` disables
-            this rule.
+        min_clients: Number of answers after which the other clients have ``rest`` seconds; ``None`` disables this rule.
         rest: Seconds for the remaining clients.
         reconnect: Seconds for a client to reconnect.
 
@@ -166,8 +165,7 @@ class Transport(ABC):
     ) -> Answer | None:
         """Checks the connection of a client without an answer; returns a reason if the round gives up on the client.
 
-        A reconnected client continues with the message. A client with a new connection was restarted, and receives the
-        message again.
+        A reconnected client continues with the message. A restarted client receives the message again.
         """
         now = time.monotonic()
         if now - message.checked_at < _LOOK:

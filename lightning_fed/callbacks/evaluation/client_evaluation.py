@@ -84,8 +84,7 @@ class ClientEvaluation(AskableCallback):
         min_examples: Minimum number of examples for a client to answer.
         lists: Patterns for the module's metrics (attribute paths) whose list states may leave a client.
         withheld: Patterns for metrics whose states never leave a client.
-        folder: Folder for the latest table, ``clients.csv`` and, with matplotlib, ``clients.png``; ``None`` writes no
-            files.
+        folder: Folder for the latest table: ``clients.csv``, with matplotlib ``clients.png``; ``None`` for no files.
 
     Attributes:
         results: Results of the last evaluation by client; ``None`` before the first evaluation.
