@@ -161,7 +161,10 @@ def test_one_clients_statistics_do_not_brick_the_federation(tmp_path, caplog):
         tmp_path, lambda: models.Module(models.norm_mlp(), models.adam), models.vectors(SIZES), Federation,
         change=on_the_way,
     )  # fmt: skip
-    assert "Client 'bob''s BatchNorm statistics are excluded: entry 'batch_norm:net.1:mean' has values too large" in caplog.text
+    assert (
+        "Client 'bob''s BatchNorm statistics are excluded: entry 'batch_norm:net.1:mean' has values too large"
+        in caplog.text
+    )
     assert all(value.isfinite().all() for value in state_of(module).values())
     assert trainer.callbacks[0].round_log.state_dict()["last"]["fed/failed"] == 0
 
