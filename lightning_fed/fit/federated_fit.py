@@ -37,7 +37,7 @@ from lightning_fed.server.server import ServerInterface
 # State stored in checkpoints without conversion.
 _SAVED = (
     *("generators", "rounds", "number", "initial_statistics", "decision", "num_measured", "model_round"),
-    "norm_layers",
+    *("norm_layers", "is_plain"),
 )
 
 
@@ -88,7 +88,7 @@ class RoundProgress:
         """Marks the epoch as complete, also after a failed round."""
         self._first_step, self._correct, self._is_cut = None, complete_epoch, False
 
-    def patch(self, checkpoint: dict[str, Any], is_plain: bool = False) -> None:
+    def patch(self, checkpoint: dict[str, Any], is_plain: bool | None = False) -> None:
         """Corrects a checkpoint."""
         if self._correct is not None and not is_plain:
             self._correct(checkpoint)
@@ -158,9 +158,10 @@ class FederatedFit:
         has_server: Whether the server half is in this process.
         trainer: The Trainer; set by ``setup``.
         policies: Policy by entry name; empty before :meth:`decide_policies`.
-        unset: Names of shared buffers with NaN or infinite initial values, which are frozen; ``None`` before the fit.
-        is_plain: Whether rounds change nothing in a plain fit: one client, an average, kept optimizer state; decided by
-            :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`.
+        unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
+            fit.
+        is_plain: Whether rounds change nothing in a plain fit: one client, an average, kept optimizer state; ``None``
+            before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`, or from the checkpoint.
         generators: States of the generators in a plain fit's last visit, for checkpoints; ``None`` before.
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
@@ -201,7 +202,7 @@ class FederatedFit:
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None
         self.rounds = self.number = 0
-        self.is_plain = False
+        self.is_plain: bool | None = None
         self.generators: Any = None
         self.round_log, self.progress = RoundLog(), RoundProgress()
         self.failed_rounds = FailedRounds(options.faults.max_failed_rounds)
@@ -291,8 +292,13 @@ class FederatedFit:
     def set_population(self, population: Population) -> None:
         """Sets the clients, before the first round and after each data reload.
 
-        Refuses fewer than ``min_clients`` clients.
+        Refuses fewer than ``min_clients`` clients, and new clients in a plain fit.
         """
+        if self._population is not None and self.is_plain and len(population.clients) > 1:
+            raise MisconfigurationException(
+                "Expected one client until the end of the fit, because the optimizers continue as in a plain fit, but "
+                f"the reloaded data have {len(population.clients)} clients: use optimizer_state='reset'."
+            )
         if self._population is not None:
             population.sampling, population.has_raised = self._population.sampling, self._population.has_raised
             self._population.close()

@@ -139,12 +139,16 @@ class RoundLoop:
         self.is_attached = True
 
     def prepare(self) -> None:
-        """Decides whether the fit is plain; otherwise refuses settings with an effect inside rounds."""
+        """Decides whether the fit is plain; otherwise refuses settings with an effect inside rounds.
+
+        Refuses a checkpoint of the other kind: only a plain fit stores the only client's optimizers like Lightning.
+        """
         fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
         has_one = is_one_client(self._partition)
         if self._partition is None and fit.remote is None:
             has_one = len(self.find_population().clients) == 1
-        fit.is_plain = (
+        then, fit.is_plain = (
+            fit.is_plain,
             has_one
             and fit.remote is None
             and options.optimizer_state == "keep"
@@ -155,9 +159,15 @@ class RoundLoop:
                 is_overridden(hook, callback, FederatedCallback)
                 for callback in federated_callbacks(fit.trainer)
                 for hook in VISIT_HOOKS
-            )
+            ),
         )
         check_trainer(fit.trainer, fit.is_plain, options.optimizer_state == "keep")
+        if fit.trainer.ckpt_path is not None and then not in (None, fit.is_plain):
+            raise MisconfigurationException(
+                f"The checkpoint is from a fit in which optimizers {'continue' if then else 'restart'} in each visit, "
+                f"but here the optimizers {'restart' if then else 'continue'}: resume with the same clients and "
+                "options, and the same callbacks with hooks in visits."
+            )
         self.is_ready = True
 
     def start_fit(self) -> None:

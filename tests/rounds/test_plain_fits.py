@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import Federation
+from lightning_fed import FederatedCallback, Federation
 from lightning_fed.algorithms.proximal_term import ProximalTerm
 from lightning_fed.data import IID, FederatedDataModule, LoaderDataModule
 from lightning_fed.steps import MaxNorm
@@ -269,17 +269,50 @@ def test_other_fits_refuse_names_by_step(case, fit, tmp_path):
         )
 
 
-def test_a_file_inside_a_round_needs_the_same_clients(fit, tmp_path):
-    fit("auto", models.Module(models.mlp()), [every_batch(tmp_path)], max_epochs=1)
-    path = tmp_path / "epoch=0-step=2.ckpt"
-    with pytest.raises(MisconfigurationException, match="with the same clients and options"):
+class Visits(FederatedCallback):
+    def on_client_end(self, trainer, module, client, update):
+        pass
+
+
+@pytest.mark.parametrize("name", ["epoch=0-step=2.ckpt", "epoch=0-step=5.ckpt"])
+@pytest.mark.parametrize("case", ["clients", "optimizers", "callback"])
+def test_a_file_of_a_plain_fit_needs_a_plain_fit(case, name, fit, tmp_path):
+    """Otherwise the only client's optimizer state would be the initial state of all visits."""
+    fit("auto", models.Module(models.mlp(), models.momentum), [every_batch(tmp_path)], max_epochs=1)
+    federations = {
+        "clients": Federation(partition=IID(2), **KEEP),
+        "optimizers": Federation(partition=IID(1), batch_norm="average"),
+    }
+    with pytest.raises(MisconfigurationException, match="resume with the same clients and options"):
         fit(
             "auto",
-            models.Module(models.mlp()),
-            path=path,
+            models.Module(models.mlp(), models.momentum),
+            [Visits()] if case == "callback" else [],
+            path=tmp_path / name,
             train=Resumable().loader,
-            federation=Federation(partition=IID(2), **KEEP),
+            federation=federations.get(case),
         )
+
+
+def test_a_plain_fit_needs_a_file_of_a_plain_fit(fit, tmp_path):
+    """Another fit stores the client's optimizer state in the store, which a plain fit does not read."""
+    callbacks = [Visits(), ModelCheckpoint(tmp_path, "end")]
+    fit("auto", models.Module(models.mlp(), models.momentum), callbacks, max_epochs=1)
+    with pytest.raises(MisconfigurationException, match="resume with the same clients and options"):
+        fit("auto", models.Module(models.mlp(), models.momentum), path=tmp_path / "end.ckpt")
+
+
+def test_a_plain_fit_refuses_new_clients(plain_trainer):
+    class Grows(FederatedDataModule):
+        def population(self):
+            examples, self.examples = self.examples, models.vectors({"a": 8, "b": 8})
+            return FederatedDataModule(models.as_datasets(examples)).population()
+
+    grows = Grows(models.as_datasets({"a": EXAMPLES}))
+    grows.examples = {"a": EXAMPLES}
+    trainer = plain_trainer(callbacks=[Federation(**KEEP)], max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(MisconfigurationException, match="the reloaded data have 2 clients"):
+        trainer.fit(models.Module(models.mlp()), datamodule=grows)
 
 
 def test_a_lost_round_takes_back_the_optimizers(fit):
