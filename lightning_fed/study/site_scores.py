@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_fed.argument_checks import check_option
@@ -35,6 +37,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
     metric_of,
     named_metrics,
 )
+from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.evaluation.tables import row_name
 from lightning_fed.callbacks.federation import Federation, federation_of
@@ -47,6 +50,8 @@ from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_fi
 from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.study.statistics import draw_cases
+
+_log = logging.getLogger(__name__)
 
 REPLICATES = 1000
 """Number of bootstrap replicates for metrics without a value for single cases."""
@@ -189,23 +194,31 @@ def score_site(
         )
     cases = single_cases(limited_batches(loaders[0], limit))
     metrics = named_metrics(module)
-    computed = compute_states(module, {client: whole})[client]
-    key = whole.metrics.get(metric) or next(
-        (key for key, value in computed.items() if is_close(value, whole.values[metric])), None
-    )
-    curve = None if key is None else metrics[metric_of(key)]
-    if isinstance(curve, BinaryAUROC) and curve.thresholds is None and curve.max_fpr is None and patient is None:
-        assert key is not None
-        state = whole.states[key].values
-        is_positive, found = state["target"] == 1, state["preds"].double()
-        areas = {"positives": found[is_positive].tolist(), "negatives": found[~is_positive].tolist()}
+    key = whole.metrics.get(metric)
+    if (areas := _find_areas(metrics, whole, key)) is not None and patient is None:
         return areas | _identity(cases, patient)
     reports, kept = [], []
     for case in cases:
         kept.append(case)
         reports.append(evaluate_data(trainer, module, [case], stage, _ALL_STATES, 1.0, keeps=True))
     scores = [report.values.get(metric, math.nan) for report in reports]
-    if not all(map(math.isnan, scores)):
+    known = [score for score in scores if not math.isnan(score)]
+    is_mean = bool(known) and is_close(math.fsum(known) / len(known), whole.values[metric])
+    if key is None and not is_mean:  # another object may have an equal value, such as 1
+        computed = compute_states(module, {client: whole})[client]
+        key = next((key for key, value in computed.items() if is_close(value, whole.values[metric])), None)
+        if (areas := _find_areas(metrics, whole, key)) is not None and patient is None:
+            return areas | _identity(kept, patient)
+    if known:
+        if key is not None and not is_mean:
+            _log.warning(
+                "The mean of %r over single cases of client %r is %.4g, but the value of all cases is %.4g: the study "
+                "compares means over single cases. An accuracy or a loss is equal to the mean.",
+                metric,
+                client,
+                math.fsum(known) / len(known),
+                whole.values[metric],
+            )
         return {"scores": scores} | _identity(kept, patient)
     if key is None or patient is not None:
         raise MisconfigurationException(
@@ -214,6 +227,16 @@ def score_site(
         )
     states = [report.states for report in reports]
     return bootstrap(module, client, key, states) | {"value": whole.values[metric]} | _identity(kept, patient)
+
+
+def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str | None) -> dict[str, Any] | None:
+    """Finds the scores of positive and negative cases, if the metric is an area under the whole ROC curve."""
+    curve = None if key is None else metrics[metric_of(key)]
+    if key is None or not isinstance(curve, BinaryAUROC) or curve.thresholds is not None or curve.max_fpr is not None:
+        return None
+    state = whole.states[key].values
+    is_positive, found = state["target"] == 1, state["preds"].double()
+    return {"positives": found[is_positive].tolist(), "negatives": found[~is_positive].tolist()}
 
 
 def bootstrap(module: L.LightningModule, client: Client, key: str, states: list[MetricStates]) -> dict[str, Any]:

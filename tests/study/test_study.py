@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy import stats
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics.classification import BinaryF1Score
 from torchmetrics.functional.classification import binary_matthews_corrcoef
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
@@ -207,6 +208,34 @@ def test_cases_are_scored_one_by_one():
     batches = {site: DataLoader(data, batch_size=5) for site, data in cases("test").items()}
     other = FederatedDataModule(cases("train"), test=batches)
     assert scored("test_loss", module=module, data=other)["north"]["cases"] == found["north"]["cases"]
+
+
+class Perfect(Net):
+    """A share of 1 beside a curve with the area 1, and a coefficient with a value for single cases."""
+
+    def __init__(self):
+        super().__init__()
+        self.f1 = BinaryF1Score()
+
+    def evaluate(self, batch, stage):
+        self.auc.update(batch["y"].float(), batch["y"])
+        self.f1.update(self.layer(batch["x"]).argmax(1), batch["y"])
+        self.log_dict(
+            {f"{stage}_share": 1.0, f"{stage}_auc": self.auc, f"{stage}_f1": self.f1}, batch_size=len(batch["y"])
+        )
+
+
+def test_a_value_equal_to_another_metrics_is_not_that_metric():
+    found = scored("test_share", module=Perfect())["north"]
+    assert found["scores"] == [1.0] * SIZES["north"]
+    assert scored("test_auc", module=Perfect())["north"].keys() == {"positives", "negatives", "cases", "patients"}
+
+
+def test_means_over_cases_that_differ_from_the_metric_are_named(caplog):
+    scored("test_acc")
+    assert not caplog.records
+    scored("test_f1", module=Perfect())
+    assert "The mean of 'test_f1' over single cases of client 'north' is" in caplog.text
 
 
 def test_cases_of_a_patient_count_once():
