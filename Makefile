@@ -15,9 +15,10 @@ comma := ,
 INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(BIN)/python --resolution lowest-direct
 # Files that Python and pytest have compiled stay, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
-# One thread for each of pytest's two workers: more would take turns on the same cores. Each worker takes one half of the
-# files in their order, so that what the tests of a file share is made once; who is done first helps the other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
+# One worker per core, with one thread each, and at most eight workers. Each worker begins with consecutive files, so
+# workers make the objects shared by tests of a file once. A worker without tests takes tests from another worker.
+JOBS ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10
 
 .PHONY: help venv demo test test-pages test-slow test-gpu test-oldest test-master test-networks test-projects test-portable lint types docs tutorials dist clean
 
