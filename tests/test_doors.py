@@ -383,12 +383,12 @@ def sampled():
 
 
 BAD_DATA = {  # data for FederatedTrainer.fit, options, error, message
-    "no partition": (loader, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
-    "nothing": (lambda: None, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
+    "no partition": (loader, {}, MisconfigurationException, "Expected either a `partition` .*, but got neither"),
+    "nothing": (lambda: None, {}, MisconfigurationException, "Expected either a `partition` .*, but got neither"),
     "nothing to split": (lambda: None, {"partition": IID(2)}, MisconfigurationException, "data sets passed to `fit`"),
     "partition of clients": (
         datasets, {"partition": IID(2)}, OptionError,
-        "for `partition` to split .* a dict of 3. .* leave out",
+        "for `partition` to split .* a dict of 3. .* omit",
     ),
     "no clients": (dict, {}, ValueError, "at least one client, but got none"),
     "no clients in a list": (list, {}, ValueError, "at least one client, but got none"),

@@ -263,7 +263,7 @@ class FolderStore(ClientStore):
         self._prunable.clear()
 
     def newest(self, client: Client) -> int:
-        """Round of the version that :meth:`get` returns; -1 without a version."""
+        """Round of the version returned by :meth:`get`; -1 without a version."""
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:

@@ -270,7 +270,7 @@ def forget_loaders(checkpoint: dict[str, Any]) -> None:
 
 
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
-    """Marks the epoch of a checkpoint as complete, so that a resumed Trainer begins the next epoch.
+    """Marks the epoch of a checkpoint as complete: a resumed Trainer begins the next epoch.
 
     ``is_counted`` states whether Lightning has counted the last batch on the log's x-axis, after validation.
     """

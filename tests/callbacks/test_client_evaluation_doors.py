@@ -219,7 +219,7 @@ def test_privacy_says_that_clients_are_not_evaluated(steps, is_of_clients, feder
     with caplog.at_level(logging.INFO, "lightning_fed"):
         val = held_out if is_of_clients else DataLoader(held_out["ann"], 8)
         trainer.fit(models.Module(models.mlp()), models.as_datasets(CLIENTS), val)
-    line = "Clients are not evaluated: no noise would protect their scores."
+    line = "The clients are not evaluated: no noise would protect their scores."
     assert caplog.text.count(line) == (bool(steps) and is_of_clients)
     assert ("client/ann/val_loss" in trainer.callback_metrics) == (not steps and is_of_clients)
 

@@ -407,7 +407,7 @@ def test_the_seed_decides():
     ("change", "words"),
     [
         ({"clients": []}, "at least one client, but got none"),
-        ({"clients": [torch.zeros(2, 3), torch.zeros(2, 4)]}, r"shape \(L_j, 3\).* but got .*\(2, 4\) as number 1"),
+        ({"clients": [torch.zeros(2, 3), torch.zeros(2, 4)]}, r"shape \(L_j, 3\).* but got .*\(2, 4\) at position 1"),
         ({"clients": [torch.zeros(2, 3), torch.zeros(0, 3)]}, r"L_j at least 1, but got .*\(0, 3\) at position 1"),
         ({"clients": [torch.zeros(3)]}, r"shape \(L_j, 3\)"),
         ({"clients": [torch.zeros(2, 3, dtype=torch.int64)]}, "floating-point tensors"),

@@ -726,8 +726,8 @@ class LooksIn(FederatedCallback):
         ({"method": "moon"}, "may use a client's examples without noise"),
         ({"method": "ditto"}, "may use a client's examples without noise"),
         ({"method": "fedala"}, "may use a client's examples without noise"),
-        ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may send"),
-        ({"callbacks": [LooksIn()]}, "`LooksIn.on_client_receive` may send"),
+        ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may use"),
+        ({"callbacks": [LooksIn()]}, "`LooksIn.on_client_receive` may use"),
     ],
 )
 def test_fits_that_are_refused(options, words, federated_trainer):

@@ -74,7 +74,7 @@ class Vectorized(VisitsAtOnce):
                 draws = check_vectorisation(trainer, module, names, batch)
         except Obstacle as obstacle:
             _log.warning(
-                "`visits=Vectorized(%d)` has no effect, and clients train sequentially: %s.",
+                "`visits=Vectorized(%d)` has no effect, and clients train one after another: %s.",
                 self.clients,
                 obstacle,
             )

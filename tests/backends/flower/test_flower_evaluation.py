@@ -365,7 +365,7 @@ def test_private_federations_evaluate_no_client_and_say_so(step, reason, tmp_pat
             tmp_path, plain_module, models.vectors(TRAIN), federation, 2, lambda: [ClientEvaluation()],
             held_out=evaluations.held_out(models.vectors, 1),
         )  # fmt: skip
-    assert caplog.text.count(f"Clients are not evaluated: {reason}.") == 1
+    assert caplog.text.count(f"The clients are not evaluated: {reason}.") == 1
     assert not {name for name in trainer.callback_metrics if name.startswith(("val_", "client/", "fed/val"))}
     assert "evaluate.question" not in {message.metadata.message_type for _, message in grid.sent}
 

@@ -675,7 +675,7 @@ REASONS = [
     (models.Module, {"limit_train_batches": 4}, "`limit_train_batches` counts batches"),
     (models.Module, {"max_steps": 9}, "`max_steps` counts steps"),
     (lambda net: models.Module(net, lambda own: Lars(own, lr=0.1)), {}, "Lars is not elementwise"),
-    slow((lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError")),
+    slow((lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial step LBFGS raised TypeError")),
     pytest.param(
         lambda net: models.Module(net, torch.optim.Adafactor),
         {},
@@ -685,7 +685,7 @@ REASONS = [
             pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5 brings it"),
         ],
     ),
-    slow((lambda net: models.Module(models.cnn()), {}, "in a trial `training_step` raised RuntimeError: vmap")),
+    slow((lambda net: models.Module(models.cnn()), {}, "in a trial step `training_step` raised RuntimeError: vmap")),
 ]
 
 
