@@ -156,7 +156,7 @@ class ServerOptimizer(UpdateStep):
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """Whether stepping rows separately gives the same result; false for ``Adafactor``, which uses whole entries."""
+        """True if stepping rows separately gives the same result; false for ``Adafactor``, which uses whole entries."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})

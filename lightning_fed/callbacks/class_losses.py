@@ -288,7 +288,7 @@ class ClassLosses:
 
     @staticmethod
     def _is_identity(args: Sequence[Any]) -> bool:
-        """Whether labels select rows of an identity matrix (one-hot encoding)."""
+        """True if labels select rows of an identity matrix (one-hot encoding)."""
         table, places = args[0], args[1]
         are_rows = len(places) == 1 and places[0] is not None if isinstance(places, list | tuple) else places == 0
         is_square = table.ndim == 2 and table.shape[0] == table.shape[1]
@@ -320,7 +320,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_moves(name: str, args: Sequence[Any], output: Tensor) -> bool:
-    """Whether an operation shifts labels within an example, as for next-token prediction."""
+    """True if an operation shifts labels within an example, as for next-token prediction."""
     dims = args[0].ndim if isinstance(args[0], Tensor) else 1
     if name == "slice" and output.shape != args[0].shape:
         return bool(args[1] % dims) or bool(args[2])

@@ -212,7 +212,7 @@ class Federation(TrainerCallback):
 
     @property
     def has_own_statistics(self) -> bool:
-        """Whether each client has separate BatchNorm statistics in the current fit or evaluation."""
+        """True if each client has separate BatchNorm statistics in the current fit or evaluation."""
         return self._fit.has_own_statistics
 
     @property
@@ -226,14 +226,14 @@ class Federation(TrainerCallback):
         self._reset(self._fit.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """Whether clients need separate BatchNorm statistics: ``"auto"`` with secure sum, central privacy or FedSS."""
+        """True if clients need separate BatchNorm statistics: ``"auto"`` with secure sum, central privacy or FedSS."""
         callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
         sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
         return self._fit.needs_own_statistics(module, sliced)
 
     @property
     def reports_statistics(self) -> bool:
-        """Whether clients report BatchNorm statistics of new global models to the server."""
+        """True if clients report BatchNorm statistics of new global models to the server."""
         return self._fit.reports_statistics
 
     @property
@@ -293,7 +293,7 @@ class Federation(TrainerCallback):
 
     @property
     def has_server(self) -> bool:
-        """Whether the server side is in this process."""
+        """True if the server side is in this process."""
         return self._fit.has_server
 
     @property
@@ -361,7 +361,7 @@ class Federation(TrainerCallback):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the other side of the federation is on other machines."""
+        """True if the other side of the federation is on other machines."""
         return self._fit.is_remote
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:

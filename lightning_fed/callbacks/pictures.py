@@ -89,7 +89,7 @@ def paint_numbers(values: Tensor) -> Tensor:
 
 
 def has_matplotlib() -> bool:
-    """Whether matplotlib is installed, which draws figures with axes."""
+    """True if matplotlib is installed, which draws figures with axes."""
     return find_spec("matplotlib") is not None
 
 

@@ -82,7 +82,7 @@ class LabelDescription(NamedTuple):
     class_names: tuple[str, ...]
 
     def is_known(self, callback: str) -> bool:
-        """Whether labels are known; logs a line without a trial step and ``target``, as in ``trainer.validate``."""
+        """True if labels are known; logs a line without a trial step and ``target``, as in ``trainer.validate``."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
@@ -155,7 +155,7 @@ def describe_labels(
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
-    """Whether two named layers have the same parameters."""
+    """True if two named layers have the same parameters."""
     one, two = ({id(value) for value in module.get_submodule(path).parameters()} for path in (name, other))
     return one == two
 
@@ -303,7 +303,7 @@ def optimized_parameters(trainer: L.Trainer) -> set[int]:
 
 
 def has_forward(module: L.LightningModule) -> bool:
-    """Whether the module overrides ``forward``."""
+    """True if the module overrides ``forward``."""
     return is_overridden("forward", module)
 
 

@@ -107,7 +107,7 @@ def _needed(requirements: Sequence[str]) -> list[Requirement]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """Whether only the extra needs the requirement."""
+    """True if only the extra needs the requirement."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 

@@ -71,7 +71,7 @@ class LocalOptimizers:
 
     @property
     def has_lasting_state(self) -> bool:
-        """Whether schedulers or the loss scale resume from a client's visit."""
+        """True if schedulers or the loss scale resume from a client's visit."""
         return bool(self.step_schedulers) or self.scaler is not None
 
     def start_visit(

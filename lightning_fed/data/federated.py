@@ -363,7 +363,7 @@ def split_loaders(data: Any) -> Sequence[Any]:
 
 
 def _is_several(data: Any) -> bool:
-    """Whether data are a list of loaders or data sets. A list of batches is itself a loader."""
+    """True if data are a list of loaders or data sets. A list of batches is itself a loader."""
     if not isinstance(data, list | tuple) or not data:
         return False
     return all(isinstance(part, DataLoader | Dataset) for part in data)
@@ -488,7 +488,7 @@ def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]],
 
 
 def is_one_client(partition: Partition | None) -> bool:
-    """Whether a partition has only one client."""
+    """True if a partition has only one client."""
     return isinstance(partition, NumberedPartition) and partition.num_clients == 1
 
 

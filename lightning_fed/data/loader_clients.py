@@ -125,7 +125,7 @@ class LoaderClients(Population):
         return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
 
     def gives_all(self, client: Client) -> bool:
-        """Whether a pass over the loader returns every example, without dropped or randomly drawn examples."""
+        """True if a pass over the loader returns every example, without dropped or randomly drawn examples."""
         return self._gives_all(self._loader(client))
 
     def _gives_all(self, loader: Any) -> bool:
@@ -278,7 +278,7 @@ def inside(container: Any) -> Iterable[Any]:
 
 
 def has_loader(loaders: Any) -> bool:
-    """Whether nested mappings and sequences contain a loader."""
+    """True if nested mappings and sequences contain a loader."""
     return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, inside(loaders)))
 
 

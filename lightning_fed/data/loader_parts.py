@@ -29,7 +29,7 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def is_whole(sampler: Any, dataset: Any) -> bool:
-    """Whether a sampler is a torch sampler over every example of a data set, once per pass."""
+    """True if a sampler is a torch sampler over every example of a data set, once per pass."""
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
         return False
     return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)

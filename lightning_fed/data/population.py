@@ -171,11 +171,11 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
-        """Whether batches and examples are counted during training: for a single client with unknown length."""
+        """True if batches and examples are counted during training: for a single client with unknown length."""
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """Whether one isolated pass returns all of the client's examples."""
+        """True if one isolated pass returns all of the client's examples."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional

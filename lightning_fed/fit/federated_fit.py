@@ -226,17 +226,17 @@ class FederatedFit:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the other side of the federation is on other machines."""
+        """True if the other side of the federation is on other machines."""
         return self.remote is not None
 
     @property
     def has_one_client(self) -> bool:
-        """Whether the only client is in this process, so that training equals a plain fit."""
+        """True if the only client is in this process, so that training equals a plain fit."""
         return not self.is_remote and len(self.population.clients) == 1
 
     @property
     def is_batch_norm_fixed(self) -> bool:
-        """Whether BatchNorm also uses running statistics in training in the current round."""
+        """True if BatchNorm also uses running statistics in training in the current round."""
         after = self.options.fixes_batch_norm_after
         return after is not None and self.trainer.current_epoch >= after
 
@@ -249,12 +249,12 @@ class FederatedFit:
 
     @property
     def has_own_statistics(self) -> bool:
-        """Whether each client has separate BatchNorm statistics."""
+        """True if each client has separate BatchNorm statistics."""
         return self.own_statistics is not None
 
     @property
     def has_measured_statistics(self) -> bool:
-        """Whether each client measures its BatchNorm statistics with the global model."""
+        """True if each client measures its BatchNorm statistics with the global model."""
         return self.own_statistics is not None and self.own_statistics.measured == "aggregation"
 
     @property
@@ -269,7 +269,7 @@ class FederatedFit:
 
     @property
     def reports_statistics(self) -> bool:
-        """Whether the clients of a round report BatchNorm statistics to the server."""
+        """True if the clients of a round report BatchNorm statistics to the server."""
         option = self.batch_norm
         if isinstance(option, LocalStatistics):
             return option.unseen == "pooled"
@@ -279,7 +279,7 @@ class FederatedFit:
 
     @property
     def is_population_known(self) -> bool:
-        """Whether :meth:`set_population` was called."""
+        """True if :meth:`set_population` was called."""
         return self._population is not None
 
     @property
@@ -331,7 +331,7 @@ class FederatedFit:
         return True
 
     def needs_own_statistics(self, module: L.LightningModule, sliced: Collection[str]) -> bool:
-        """Whether ``"auto"`` must use separate BatchNorm statistics, because the server sees no client's statistics."""
+        """True if ``"auto"`` must use separate BatchNorm statistics, because the server sees no client's statistics."""
         has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 

@@ -387,7 +387,7 @@ class _Watched:
 
     @staticmethod
     def is_possible(owner_type: type, attribute: str) -> bool:
-        """Whether the attribute can be watched: in a Python class without a method or property of this name."""
+        """True if the attribute can be watched: in a Python class without a method or property of this name."""
         is_of_python = bool(owner_type.__flags__ & 1 << 9)
         return (
             is_of_python

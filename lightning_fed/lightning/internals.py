@@ -136,12 +136,12 @@ class HandedDataModule:
 
 
 def is_fitting(trainer: L.Trainer) -> bool:
-    """Whether the Trainer is in ``fit``, including its validation: ``trainer.state.fn`` is the called method."""
+    """True if the Trainer is in ``fit``, including its validation: ``trainer.state.fn`` is the called method."""
     return trainer.state.fn == TrainerFn.FITTING
 
 
 def is_validating(trainer: L.Trainer) -> bool:
-    """Whether the Trainer is in ``trainer.validate``; ``trainer.validating`` is also true in a fit."""
+    """True if the Trainer is in ``trainer.validate``; ``trainer.validating`` is also true in a fit."""
     return trainer.state.fn == TrainerFn.VALIDATING
 
 
@@ -212,7 +212,7 @@ def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
 
 
 def ends_after_batch(trainer: L.Trainer) -> bool:
-    """Whether Lightning leaves the epoch loop after this batch, even before the last batch of the epoch.
+    """True if Lightning leaves the epoch loop after this batch, even before the last batch of the epoch.
 
     Reasons are ``max_steps``, or a stop request if the fit loop allows an early stop.
     """
@@ -284,7 +284,7 @@ def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
 
 
 def validates_after_batch(trainer: L.Trainer) -> bool:
-    """Whether Lightning validates after this batch."""
+    """True if Lightning validates after this batch."""
     loop = trainer.fit_loop
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type] # noqa: SLF001
 
@@ -392,7 +392,7 @@ def loss_scale(trainer: L.Trainer) -> float:
 
 
 def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
-    """Whether loss scaling will skip the optimizer's step because gradients have overflowed.
+    """True if loss scaling will skip the optimizer's step because gradients have overflowed.
 
     ``torch.amp.GradScaler`` decides after ``on_before_optimizer_step``.
     """
@@ -403,7 +403,7 @@ def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module or submodule is compiled: ``torch.compile`` and ``Module.compile`` set these names."""
+    """True if a module or submodule is compiled: ``torch.compile`` and ``Module.compile`` set these names."""
     return any("_orig_mod" in name or vars(part).get("_compiled_call_impl") for name, part in module.named_modules())
 
 
@@ -429,10 +429,10 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def is_vmap_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a batched tensor of ``torch.func.vmap``, also after the ``vmap``."""
+    """True if a tensor is a batched tensor of ``torch.func.vmap``, also after the ``vmap``."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether ``register_post_accumulate_grad_hook`` was called: the parameter stores the hooks as an attribute."""
+    """True if ``register_post_accumulate_grad_hook`` was called: the parameter stores the hooks as an attribute."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

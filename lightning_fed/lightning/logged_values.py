@@ -100,7 +100,7 @@ class LoggedValue:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the value exists and is neither NaN nor infinite."""
+        """True if the value exists and is neither NaN nor infinite."""
         return self.total is not None and math.isfinite(float(self.total))
 
     @property

@@ -465,7 +465,7 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """Whether an entry name belongs to a running mean or variance, because states contain names but no layers."""
+    """True if an entry name belongs to a running mean or variance, because states contain names but no layers."""
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 

@@ -189,7 +189,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
 
 def has_channels_last(layer: nn.Module) -> bool:
-    """Whether a layer has channels last in input and output, as linear layers have."""
+    """True if a layer has channels last in input and output, as linear layers have."""
     return isinstance(layer, nn.Linear | LogitsLayer)
 
 

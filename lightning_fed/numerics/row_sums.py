@@ -114,7 +114,7 @@ def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
 
 
 def is_increasing(values: Tensor) -> bool:
-    """Whether integers are strictly increasing.
+    """True if integers are strictly increasing.
 
     Example:
         >>> is_increasing(torch.tensor([2**31 - 1, -(2**31), 0], dtype=torch.int32))

@@ -55,7 +55,7 @@ class BatchLoop:
 
     @property
     def is_over(self) -> bool:
-        """Whether Lightning's loop must continue after this batch, to validate or to end the fit."""
+        """True if Lightning's loop must continue after this batch, to validate or to end the fit."""
         trainer = self._trainer
         return trainer.should_stop or trainer.received_sigterm or self._loop._is_training_done  # noqa: SLF001
 

@@ -85,7 +85,7 @@ class RoundLoop:
 
     @property
     def trains_at_once(self) -> bool:
-        """Whether several visits train at once."""
+        """True if several visits train at once."""
         return self._plan.groups is not None
 
     # The fit

@@ -18,7 +18,7 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def is_weight_file(weights: str) -> bool:
-    """Whether a value is a file path instead of the name of published weights."""
+    """True if a value is a file path instead of the name of published weights."""
     return weights.endswith(_ENDINGS) or os.sep in weights
 
 

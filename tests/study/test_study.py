@@ -211,7 +211,7 @@ def test_cases_are_scored_one_by_one():
 
 
 class Perfect(Net):
-    """A share of 1 beside a curve with the area 1, and a coefficient with a value for single cases."""
+    """A share of 1 and a curve with the area 1, and a coefficient with a value for single cases."""
 
     def __init__(self):
         super().__init__()

@@ -130,7 +130,7 @@ class FrozenExtractor:
 
 
 def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
-    """Whether the layer has one argument and returns one feature tensor."""
+    """True if the layer has one argument and returns one feature tensor."""
     return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 

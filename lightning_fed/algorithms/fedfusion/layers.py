@@ -105,7 +105,7 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """Whether features are fused with features of the frozen extractor; otherwise E_g equals E_l."""
+        """True if features are fused with features of the frozen extractor; otherwise E_g equals E_l."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:

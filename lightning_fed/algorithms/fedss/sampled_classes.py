@@ -51,7 +51,7 @@ class SampledClasses:
 
     @property
     def needs_target(self) -> bool:
-        """Whether an example's logits depend on the label."""
+        """True if an example's logits depend on the label."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:

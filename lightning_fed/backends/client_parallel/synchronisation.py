@@ -244,7 +244,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """Whether a callback implements ``share_round``."""
+    """True if a callback implements ``share_round``."""
     return is_overridden("share_round", callback, FederatedCallback)
 
 

@@ -58,7 +58,7 @@ def split_signature(text: str) -> tuple[str, str]:
 
 
 def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519PublicKey) -> bool:
-    """Whether the key signed this message and the signature has not expired."""
+    """True if the key signed this message and the signature has not expired."""
     parts = _SIGNATURE.fullmatch(signature)
     if parts is None or not 0 <= int(parts[1]) - time.time_ns() <= LIFETIME * 1e9:
         return False

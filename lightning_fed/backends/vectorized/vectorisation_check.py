@@ -225,7 +225,7 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 
 
 def _has_escaped(value: Any) -> bool:
-    """Whether a value contains a tensor from a finished ``vmap``."""
+    """True if a value contains a tensor from a finished ``vmap``."""
     if isinstance(value, Tensor):
         return is_vmap_tensor(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()

@@ -201,7 +201,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """Whether a packet may be an answer; false for faults and unreadable short packets.
+    """True if a packet may be an answer; false for faults and unreadable short packets.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -216,7 +216,7 @@ def is_answer(packet: Packet) -> bool:
 
 
 def is_client(key: object) -> bool:
-    """Whether a value is a valid client key: a string, or an integer below 2^63.
+    """True if a value is a valid client key: a string, or an integer below 2^63.
 
     Example:
         >>> is_client("ann"), is_client(3), is_client(True), is_client(None)

@@ -101,7 +101,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """Whether too few clients can open a client's shares; such a client is excluded from all sums of the run."""
+        """True if too few clients can open a client's shares; such a client is excluded from all sums of the run."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False

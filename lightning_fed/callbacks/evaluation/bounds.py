@@ -46,7 +46,7 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
 
 
 def is_count(value: Tensor) -> bool:
-    """Whether a tensor has integers: counts."""
+    """True if a tensor has integers: counts."""
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 

@@ -485,7 +485,7 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """Whether this process has client data; builds no loaders."""
+    """True if this process has client data; builds no loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 

@@ -388,7 +388,7 @@ def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[Logge
 
 
 def is_close(value: float, other: float | None) -> bool:
-    """Whether two values are equal up to rounding."""
+    """True if two values are equal up to rounding."""
     if other is None:
         return False
     return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))

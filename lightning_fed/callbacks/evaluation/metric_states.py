@@ -94,7 +94,7 @@ class StateRules:
 
 
 def holds_lists(metric: Metric) -> bool:
-    """Whether a state grows with the data."""
+    """True if a state grows with the data."""
     defaults = metric._defaults  # noqa: SLF001
     return any(
         isinstance(defaults[name], list) or reduction is dim_zero_cat for name, reduction in _reductions(metric).items()
@@ -102,7 +102,7 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """Whether the states of two parts of the data can be merged into the state of both parts.
+    """True if the states of two parts of the data can be merged into the state of both parts.
 
     By the contract of ``dist_reduce_fx``, sums, minima, maxima and concatenations can be merged. Some torchmetrics
     classes merge other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order of batches.
@@ -131,12 +131,12 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """Whether a metric has states. A metric composed of others (``a + b``) has no states."""
+    """True if a metric has states. A metric composed of others (``a + b``) has no states."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
 def is_updated(metric: Metric) -> bool:
-    """Whether a metric has processed a batch; true for wrappers, which do not count batches."""
+    """True if a metric has processed a batch; true for wrappers, which do not count batches."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
