@@ -5,7 +5,7 @@ import logging
 import pytest
 from torch import nn
 
-from lightning_fed import FederatedDataModule, Vectorized
+from lightning_fed import FederatedDataModule, Federation, Vectorized
 from lightning_fed.backends.vectorized.plan import choose_clients
 from tests import models
 from tests.recorders import assert_same, state_of
@@ -76,3 +76,11 @@ def test_other_models_train_one_after_another(federated_trainer, caplog):
     assert steps == 2 * 2 * len(CLIENTS)
     assert "`visits='fastest'`: one client after another" in caplog.text
     assert_same(state, fit(federated_trainer, make(), "auto")[1])
+
+
+def test_a_site_trains_its_only_client_as_by_default():
+    """The server sends this option to other machines, where no clients train at once."""
+    federation = Federation(visits="fastest")
+    assert federation.options.visits_at_once is not None
+    assert federation.options.visits_one_by_one == "auto"
+    assert Federation(visits="lightning").options.visits_one_by_one == "lightning"
