@@ -393,11 +393,11 @@ BAD_DATA = {  # data for FederatedTrainer.fit, options, error, message
     "no clients": (dict, {}, ValueError, "at least one client, but got none"),
     "no clients in a list": (list, {}, ValueError, "at least one client, but got none"),
     "a stream": (
-        lambda: DataLoader(Endless()), {"partition": IID(2)}, TypeError, "a map-style .* over the iterable Endless",
+        lambda: DataLoader(Endless()), {"partition": IID(2)}, TypeError, "map-style .* the iterable data set Endless",
     ),
     "a sampler": (sampled, {"partition": IID(2)}, ValueError, "draw indices of examples, .* got 'north'"),
     "no batches": (
-        lambda: DataLoader(loader().dataset, None), {"partition": IID(2)}, ValueError, "a batch size .*batch_size=None",
+        lambda: DataLoader(loader().dataset, None), {"partition": IID(2)}, ValueError, "batch size, .*batch_size=None",
     ),
     "mixed": (lambda: {"a": loader(), "b": loader().dataset}, {}, TypeError, "all loaders, but got DataLoader"),
     "streams": (lambda: [Endless()], {}, TypeError, "map-style data sets, or all loaders, but got Endless"),

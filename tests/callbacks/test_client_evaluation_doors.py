@@ -190,7 +190,7 @@ def test_clients_that_do_not_train_are_named(personal, federated_trainer, caplog
     trainer = federated_trainer(max_rounds=2, personal=personal)
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer.fit(Both(), models.as_datasets(CLIENTS), held_out)
-    said = [record for record in caplog.records if "that do not train" in record.message]
+    said = [record for record in caplog.records if "evaluated clients do not train" in record.message]
     assert [record.levelname for record in said] == ["WARNING" if personal else "INFO"]
     assert "'bobb'" in said[0].message
     assert "'ann', 'bob', 'cid'" in said[0].message

@@ -224,7 +224,7 @@ def test_refusals():
         ({"states": []}, "at least one state"),
         ({"order": "last"}, "`order` to be one of"),
         ({"max_growth": 0.5}, "`max_growth` to be at least 1 and finite, 'auto' or None, but got 0.5"),
-        ({"weights": [1, 2]}, "of the same clients"),
+        ({"weights": [1, 2]}, "one element per client"),
     ):
         with pytest.raises(ValueError, match=words):
             match_states(**{"states": [state], "groups": groups, "generator": np.random.default_rng(0), **change})

@@ -352,7 +352,7 @@ def test_a_client_that_cannot_measure_is_served_by_its_batch(federated_trainer, 
     own.load_state_dict(recorder.aggregates[-1])
     expected = F.cross_entropy(normalised_by_batch(own.net, clients["bob"][0]), clients["bob"][1]).item()
     assert trainer.callback_metrics["client/bob/val_loss"].item() == pytest.approx(expected, rel=1e-5)
-    assert sum("BatchNorm statistics are excluded" in message for message in caplog.messages) == 1
+    assert sum("BatchNorm statistics of client 'bob' are excluded" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -861,7 +861,7 @@ def test_models_that_cannot_be_fused(module, options, error, message, federated_
 
 
 def test_a_fit_needs_a_federation(plain_trainer):
-    with pytest.raises(MisconfigurationException, match="has no `Federation`"):
+    with pytest.raises(MisconfigurationException, match="with a `Federation` callback, but got none"):
         plain_trainer(max_epochs=1, callbacks=[make()]).fit(models.Module(Net()), DataLoader(torch.zeros(2, 1, 8, 8)))
     with pytest.raises(RuntimeError, match="but `setup` has not run yet"):
         _ = make().fusion

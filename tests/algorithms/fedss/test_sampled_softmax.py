@@ -338,7 +338,7 @@ def test_labels_that_the_head_does_not_have(labels, federated_trainer, caplog):
     trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)])
     trainer.fit(models.Module(net(), plain_sgd), data)
     assert trainer.callback_metrics["fed/failed"] == 1
-    assert ("'x' is excluded: it has no labels" if not labels else f"and the head has {CLASSES} classes") in caplog.text
+    assert ("'x' is excluded: it has no labels" if not labels else f"but the head has {CLASSES} classes") in caplog.text
 
 
 def test_loaders_that_leave_examples_out(federated_trainer):

@@ -134,7 +134,7 @@ NONSENSE = {
     "another version": (table(lambda said, data: (json.dumps({**said, "version": 99}), data)), "install the same"),
     "another's": (changed(client="ann"), "the message answers for client 'ann'"),
     "too few bytes": (table(lambda said, data: (json.dumps(said), data[:-4])), "more bytes than the message contains"),
-    "too many bytes": (table(lambda said, data: (json.dumps(said), data + b"0000")), "it has"),
+    "too many bytes": (table(lambda said, data: (json.dumps(said), data + b"0000")), "but the message contains"),
     "not finite": (table(poisoned), "has NaN or infinite values"),
     "another shape": (table(reshaped), "has shape"),
     "another type": (table(retyped), "has dtype"),
@@ -213,7 +213,7 @@ def test_statistics_that_cannot_be_used(tmp_path, caplog):
     excluded = [message for message in caplog.messages if "excluded" in message]
     reasons = ("does not fit the model", "NaN or infinite", "has the invalid row")
     for message, reason in zip(excluded, reasons, strict=True):
-        assert message.startswith("Client 'bob''s BatchNorm statistics are excluded")
+        assert message.startswith("The BatchNorm statistics of client 'bob' are excluded")
         assert reason in message
     assert failed == [0, 0, 0]
 

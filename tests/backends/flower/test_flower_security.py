@@ -162,7 +162,7 @@ def test_one_clients_statistics_do_not_brick_the_federation(tmp_path, caplog):
         change=on_the_way,
     )  # fmt: skip
     assert (
-        "Client 'bob''s BatchNorm statistics are excluded: entry 'batch_norm:net.1:mean' has values too large"
+        "The BatchNorm statistics of client 'bob' are excluded: entry 'batch_norm:net.1:mean' has values too large"
         in caplog.text
     )
     assert all(value.isfinite().all() for value in state_of(module).values())
