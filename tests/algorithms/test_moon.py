@@ -260,7 +260,7 @@ def test_features_that_are_not_made(federated_trainer):
             super().__init__()
             self.unused = nn.Linear(2, 2)
 
-    with pytest.raises(MisconfigurationException, match="where MOON compares features, but no batch did"):
+    with pytest.raises(MisconfigurationException, match="where MOON compares features, but this layer ran in no batch"):
         federated_trainer(max_rounds=2, method=MOON(layer="net.unused")).fit(
             models.Module(Aside()), models.as_datasets(models.vectors(SIZES))
         )

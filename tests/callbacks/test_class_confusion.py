@@ -313,7 +313,7 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
         OwnClassConfusion(every_n_epochs=0)
     for clients in (0, []):
-        with pytest.raises(ValueError, match="`clients` to be at least one, but got"):
+        with pytest.raises(ValueError, match="`clients` to contain at least one client, but got"):
             OwnClassConfusion(clients)
     with pytest.raises(MisconfigurationException, match="with a `Federation` callback, but got none"):
         train([OwnClassConfusion()], False, 1)

@@ -656,7 +656,7 @@ MISTAKES = [
         "`num_clients` to be at most the number of samples (160), but",
     ),
     (["--trainer.personal", "[nothing.*]"], 1, "Expected every selector in `personal` to match entries of the"),
-    (["--trainer.partition", "null"], 1, "Expected a `partition` that splits the training data"),
+    (["--trainer.partition", "null"], 1, "Expected either a `partition` that splits the training data"),
     (
         ["--data", "CamVid", "--data.data_dir", "nowhere"],
         1,
@@ -733,7 +733,7 @@ def test_a_report_without_clients(few, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["data", few, "--", "--trainer.partition", "null"])
     assert stopped.value.code == 1
-    assert "Expected `data` to be clients" in capsys.readouterr().err
+    assert "Expected `data` to contain clients" in capsys.readouterr().err
 
 
 # Program

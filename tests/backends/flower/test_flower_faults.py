@@ -574,4 +574,4 @@ def test_arguments_of_the_client(tmp_path, caplog):
     app = client_app(Federation(), make_module, lambda node: [1], store=tmp_path)
     with pytest.raises(PacketError, match="its program raised MisconfigurationException"):
         app.runner.answer("query", write_packet("hello", {}), {})
-    assert "Expected `data` to be clients" in caplog.text
+    assert "Expected `data` to contain clients" in caplog.text

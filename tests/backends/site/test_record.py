@@ -165,7 +165,7 @@ def test_the_command(tmp_path, capsys):
     head = [line.digest for line in read_record(path)][-1]
     assert "clients: sent, 0 names" in shown
     assert f"3 lines verified; head {head}" in shown
-    assert "pass an earlier head from another machine" in shown
+    assert "pass an earlier head kept elsewhere" in shown
     main(["audit", str(path), "--head", head, "--full"])
     assert json.loads(capsys.readouterr().out.splitlines()[0].split(" ", 2)[2])["answer"] == "clients"
     whole = path.read_bytes()
