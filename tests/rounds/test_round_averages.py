@@ -237,7 +237,7 @@ def test_checkpoints_hold_the_average_and_the_global_model(federated_trainer, tm
 def test_it_is_said(federated_trainer, caplog):
     with caplog.at_level(logging.INFO, "lightning_fed"):
         federated_trainer(max_rounds=1, callbacks=[ema()]).fit(module(), datamodule=data())
-    assert "`EMAWeightAveraging` averages the global models" in caplog.text
+    assert "`EMAWeightAveraging` averages global models" in caplog.text
 
 
 def test_the_callback_is_left_as_it_was(federated_trainer):
