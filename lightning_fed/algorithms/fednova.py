@@ -25,7 +25,10 @@ from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
 
 _OCTAVES = 2
-"""Accepted distance of a length from the median without momentum: a factor of 4 to 8."""
+"""Accepted distance of a length from the median with equal numbers of steps: a factor of 4 to 8."""
+
+_BATCH_SIZES = 3
+"""More distance with epochs, because honest clients have other batch sizes: a factor of 32 to 64."""
 
 
 @register(callbacks=lambda rule: [ChannelCallback(rule), *([ProximalTerm(rule.mu)] if rule.mu else [])])
@@ -105,12 +108,12 @@ class FedNova(ChannelRule):
                 )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         # With momentum, later steps of a visit count up to 1 / (1 - momentum) times as much as the first.
-        unlike = max(group["momentum"] for group in groups)
+        unlike, octaves = max(group["momentum"] for group in groups), _OCTAVES + _BATCH_SIZES
         if schedule.local_steps is not None and not schedule.availability.stragglers:
-            unlike = 0.0
+            unlike, octaves = 0.0, _OCTAVES
         elif any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             unlike = 1.0
-        self.octaves = _OCTAVES + math.ceil(-math.log2(1 - min(unlike, 1 - 2**-5)))
+        self.octaves = octaves + math.ceil(-math.log2(1 - min(unlike, 1 - 2**-5)))
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float

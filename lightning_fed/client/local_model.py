@@ -15,6 +15,7 @@ from lightning_fed.messages import Client, ClientUpdate, State, digest, without_
 from lightning_fed.model.entries import (
     Policy,
     Slot,
+    copy_adjacent,
     copy_state,
     entry_names,
     find_fault,
@@ -108,7 +109,7 @@ class LocalModel:
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
         unchanged = identical_entries({name: self.entries[name] for name in known}, known)
-        copied = copy_state({name: self.entries[name] for name in self._whole if name not in unchanged})
+        copied = copy_adjacent({name: self.entries[name] for name in self._whole if name not in unchanged})
         return {
             name: known[name] if name in unchanged else copied.get(name, self.entries[name]) for name in self.shared
         }

@@ -139,7 +139,7 @@ class Population(ABC):
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        With ``isolated``, another stream can continue afterwards, and the pass returns all examples. ``groups`` are
+        With ``isolated``, other open streams are unaffected, and ``drop_last`` is ignored. ``groups`` are
         ranges of positions whose batches are interleaved (one batch per visit in turn); by default the visits run one
         after another.
         """

@@ -48,7 +48,7 @@ class PermutationGroup:
     Attributes:
         name: Layer that has the neurons as outputs.
         size: Neuron count.
-        entries: Positions by entry and axis.
+        entries: Indices of the neurons, by :class:`Axis`.
         blocks: Number of consecutive blocks with equal size (groups in a group normalization); neurons stay in a block.
         is_growable: Whether neurons can be added.
     """

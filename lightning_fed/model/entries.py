@@ -286,7 +286,12 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def copy_state(state: Mapping[str, Tensor]) -> State:
-    """Copies all tensors."""
+    """Copies all tensors, each with separate memory."""
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def copy_adjacent(state: Mapping[str, Tensor]) -> State:
+    """Copies all tensors into common memory: for values without a pickle, because each entry holds the whole memory."""
     return dict(zip(state, copies(list(state.values())), strict=True))
 
 

@@ -34,7 +34,7 @@ def extract_features(
         layer: Layer with the features as output; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
         max_samples: Maximum number of vectors, drawn without replacement; ``None`` for all vectors.
         inputs: Position of the inputs in a batch: index, key or function; by default the first element,
-            ``batch["image"]``, ``["x"]``, ``["input"]``, a plural, or the batch itself.
+            ``batch["image"]``, ``["x"]``, ``["input"]``, the plurals, or the batch itself.
         seed: Seed for the sample.
 
     Returns:

@@ -253,7 +253,7 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Sets the ring before a fit, and refuses messages about single clients."""
+    """Sizes the integer ring before a fit, and refuses per-client messages."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -51,7 +51,7 @@ class UpdateStep:
 
     Attributes:
         reveals: Information visible to the server inside this layer: single updates (``"update"``), only the sum
-            (``"sum"``), or a model without information on single clients (``"model"``). The log shows no more.
+            (``"sum"``), or a model without information on single clients (``"model"``). Also limits the log.
 
     Example:
         >>> class Half(UpdateStep):

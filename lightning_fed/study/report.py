@@ -80,7 +80,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Asks every site for sums, after :func:`~lightning_fed.compare.run_comparison` with ``sites``."""
+    """Sums each site's scores from :func:`~lightning_fed.compare.run_comparison` with ``sites``."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedNova
@@ -302,19 +302,20 @@ class Shortened(FederatedCallback):
 
 
 PLANS = {
-    "steps": ({"local_steps": 5}, rate(momentum=0.9)),
-    "epochs": ({"local_epochs": 2}, rate()),
-    "stragglers": ({"local_epochs": 6, "availability": Availability(stragglers=0.6), "seed": 2}, rate()),
-    "part of an epoch": ({"availability": Availability(stragglers=0.6), "seed": 2}, rate()),
-    "equal weights": ({"local_epochs": 2, "steps": [UniformWeights()]}, rate()),
+    "steps": (30, {"local_steps": 5}, rate(momentum=0.9)),
+    "epochs": (200, {"local_epochs": 2}, rate()),
+    "stragglers": (200, {"local_epochs": 6, "availability": Availability(stragglers=0.6), "seed": 2}, rate()),
+    "part of an epoch": (200, {"availability": Availability(stragglers=0.6), "seed": 2}, rate()),
+    "equal weights": (200, {"local_epochs": 2, "steps": [UniformWeights()]}, rate()),
 }
 
 
-@pytest.mark.parametrize("factor", [1 / 30, 1.0, 30.0])
+@pytest.mark.parametrize("sign", [-1, 0, 1])
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_plan_bounds_the_lengths(plan, factor, federated_trainer):
+def test_the_plan_bounds_the_lengths(plan, sign, federated_trainer):
     """A length of a 30th would give a client the weight of 30; honest clients differ by 60 times in work."""
-    options, optimizer = PLANS[plan]
+    most, options, optimizer = PLANS[plan]
+    factor = float(most) ** sign
     sizes = {"ann": 48, "bob": 64, "cid": 48, "dan": 300, "eve": 5}
     callback = Shortened(factor)
     trainer = federated_trainer(max_rounds=1, method="fednova", callbacks=[callback], **options)
@@ -323,6 +324,16 @@ def test_the_plan_bounds_the_lengths(plan, factor, federated_trainer):
     failed = trainer.federation.server.report.failed
     assert failed.keys() == (set() if factor == 1.0 else {"ann"})
     assert all("far from the round's median" in reason for reason in failed.values())
+
+
+def test_batch_sizes_may_differ(federated_trainer):
+    """Equal examples with batches of 64 and 2: one step against 32."""
+    sizes = {"ann": 64, "bob": 2, "cid": 2}
+    data = models.as_datasets(models.vectors(dict.fromkeys(sizes, 64)))
+    loaders = {name: DataLoader(data[name], size, shuffle=True) for name, size in sizes.items()}
+    trainer = federated_trainer(max_rounds=1, method="fednova")
+    trainer.fit(models.Module(models.mlp(), rate()), loaders)
+    assert trainer.federation.server.report.failed == {}
 
 
 def test_the_order_of_clients_does_not_matter():

@@ -45,6 +45,7 @@ SPREADS = f"at most {of(bounds, 'FARTHEST')} spreads from the median"
 LARGEST = power(of(entries, "MOST_MEAN_SQUARE"))
 FAR = 2 ** of(channels, "OCTAVES")
 NEAR = 2 ** of(fednova, "OCTAVES")
+EPOCHS = NEAR * 2 ** of(fednova, "BATCH_SIZES")
 MANUAL, TIMES = of(clients_for_server, "MANUAL_STEPS"), of(clients_for_server, "MOST_TIMES")
 WHOLE = f"whole, from 0 to {power(of(packets, 'MANY'))}"
 
@@ -87,7 +88,8 @@ ROWS = [
     ("clients of a node", "clients", "orders", "`clients` bound to keys"),
     ("length of steps (FedNova)", "length", "divisor, and the mean length",
      f"not negative; per planned epoch and per planned work, both at most {NEAR} to {2 * NEAR} times above or below the"
-     f" median; with momentum 1 / (1 - momentum) times as far, never more than {2 * FAR} times"),
+     f" median with `local_steps`, and {EPOCHS} to {2 * EPOCHS} times with epochs, because batch sizes differ; with"
+     f" momentum 1 / (1 - momentum) times as far, never more than {2 * FAR} times"),
     ("loss of the global model (q-FedAvg)", "qffl:loss", "weight, to the power of q",
      f"not negative, finite, at most {FAR} to {2 * FAR} times the median; with q <"
      " 1 also a bounded slope"),
