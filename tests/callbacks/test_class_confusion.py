@@ -265,7 +265,7 @@ def test_rounds_with_pictures_and_other_loggers(tmp_path, caplog):
         for client in ("a", "b"):
             assert [step for step, _ in logged(board, f"{TAG}/{client}")] == [0, 2]
         assert not logged(board, f"{TAG}/c")
-    assert [record.message for record in caplog.records if "no images" in record.message] == [
+    assert [record.message for record in caplog.records if "sends images only" in record.message] == [
         "OwnClassConfusion sends images only to TensorBoard, so these loggers receive none: CSVLogger."
     ]
 

@@ -114,7 +114,7 @@ def test_a_draw_of_any_number_is_about_so_many(federated_trainer, caplog):
     pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
     privacy = CentralDP(clip=1.0, noise_multiplier=1.0, delta=1e-3)
     first = fit(federated_trainer, caplog, models.Module(models.mlp()), clients_per_round=2, steps=[privacy])[0]
-    assert "about 2 of 3 clients in each" in first
+    assert "about 2 of 3 clients per round" in first
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
