@@ -199,7 +199,7 @@ DATA = {
     # The client's data set, the logged reason, and options of the datamodule.
     "no examples": (lambda: examples(0), "it has no examples"),
     "do not fill a batch": (lambda: examples(BATCH - 1), "its 3 examples do not fill a batch, and `drop_last` is set"),
-    "a single example": (lambda: examples(1), "it has a single example, on which BatchNorm cannot train"),
+    "a single example": (lambda: examples(1), "it has a batch with a single example, on which BatchNorm cannot train"),
     "length raises": (HasNoLength, "its data raised OSError: index file is gone"),
     "first batch raises": (lambda: Breaks(0), TRUNCATED),
     "batch in the middle raises": (lambda: Breaks(BATCH + 1), TRUNCATED),
@@ -1132,7 +1132,7 @@ def test_a_step_by_hand_that_breaks_off(make_module, place, caplog):
     """For any unfinished toggling, the others train as without this client."""
     expected = train(good_clients(), module=make_module())
     run = train(with_bad(good_clients(), place, lambda: examples(1)), module=make_module())
-    assert_left_out(caplog, "it has a single example, on which BatchNorm cannot train")
+    assert_left_out(caplog, "it has a batch with a single example, on which BatchNorm cannot train")
     assert_as_if_it_were_not_there(run, expected)
 
 

@@ -306,7 +306,7 @@ def test_a_federation_ends_as_one_without(tmp_path, caplog):
     assert ends[0][1] == ends[1][1]
     for tag in (TAG, AttentionMap.tag):
         assert [[step for step, _ in logged(board, tag)] for board in boards] == [[0, 1]] * 2
-    lines = [record.message for record in caplog.records if "no images" in record.message]
+    lines = [record.message for record in caplog.records if "sends images only" in record.message]
     assert lines == [
         f"{name} sends images only to TensorBoard, so these loggers receive none: CSVLogger."
         for name in ("PrototypePlots", "AttentionMap")
@@ -383,7 +383,7 @@ def test_without_tensorboard_nothing_is_drawn(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         federate(looking(), CSVLogger(tmp_path), 1)
         federate(looking(), False, 1)
-    assert len([record for record in caplog.records if "no images" in record.message]) == 2
+    assert len([record for record in caplog.records if "sends images only" in record.message]) == 2
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

@@ -441,7 +441,7 @@ def test_a_single_example_on_which_batch_norm_cannot_train(federated_trainer, ca
         fit(federated_trainer, make(), models.as_datasets(models.vectors(sizes)), size, max_rounds=1)[0]
         for size in (1, 3)
     ]
-    assert caplog.text.count("client 'b' is excluded: it has a single example") == 2
+    assert caplog.text.count("client 'b' is excluded: it has a batch with a single example") == 2
     assert_close(*states)
 
 
