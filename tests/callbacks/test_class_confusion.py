@@ -239,7 +239,7 @@ def test_the_picture_with_axes(monkeypatch):
     monkeypatch.setattr(Axes, "set_title", lambda axes, text: titles.append(text) or set_title(axes, text))
     confusion = Confusion(torch.tensor([1, 4, 7]), torch.tensor([[3, 1, 0], [0, 4, 0], [4, 0, 0]]))
     picture = confusion_picture(confusion, ["zero", "one", "two"], "Round 3, client a")
-    assert titles == ["Round 3, client a: 58% right among 3 classes"]
+    assert titles == ["Round 3, client a: 58% correct among 3 classes"]
     assert labels[:2] == [([0, 1, 2], ["one", "4", "7"])] * 2
     # The darkest and brightest cells of three rows are at their places in the frame.
     is_black = (picture < 60).all(0).numpy()
