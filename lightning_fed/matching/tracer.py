@@ -80,7 +80,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported network. ``names`` maps the names in the program to entries, ``constants`` to other buffers."""
+        """Traces an exported network; ``names`` maps program names to entries, ``constants`` maps to other buffers."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
