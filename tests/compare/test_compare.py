@@ -597,7 +597,7 @@ def test_arguments_after_the_dashes(tmp_path):
 
 @pytest.fixture(scope="module")
 def with_options(tmp_path_factory):
-    methods = "fedprox:mu=0,fedavg,fedprox:mu=1e1,FedAvg:batch_norm=average,fedper:head=head?*"
+    methods = "fedprox:mu=0,fedavg,fedprox:mu=1e1,FedAvg:batch_norm=frozen,fedper:head=head?*"
     methods += ",fedmargin,fedmargin:layer=body:passes=online,fedmargin:layer=body.0"
     with shared_folder(tmp_path_factory) as folder:
         compare("own.yaml", "--methods", methods, "--out", "out", *ONE_ROUND)
@@ -621,7 +621,7 @@ def test_options_of_methods(with_options):
     out, methods = with_options
     fedavg = last_weights(out, "fedavg")
     assert_same(learnt(last_weights(out, "fedprox:mu=0")), learnt(fedavg))
-    for other in ("fedprox:mu=1e1", "fedavg:batch_norm=average"):
+    for other in ("fedprox:mu=1e1", "fedavg:batch_norm=frozen"):
         assert any(not torch.equal(value, fedavg[name]) for name, value in last_weights(out, other).items())
     assert [row["method"] for row in rows(out / "summary.csv")] == methods
     assert len(list(out.glob("runs/*"))) == len(methods)
