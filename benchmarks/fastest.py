@@ -6,14 +6,13 @@ script downloads nothing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import lightning as L
 import torch
-from common import QUIET, table
+from common import QUIET, machine, parser, prepare, table, write_section
 from peers.work import cnn, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,10 +74,10 @@ def seconds(make: Callable[[], nn.Module], size: int) -> float:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser()
-    made.add_argument("--repetitions", type=int, default=3)
+    made = parser(__doc__.splitlines()[0], data=False)
+    made.add_argument("--repetitions", type=int, default=3, help="times that all take their turn")
     given = made.parse_args()
-    torch.set_num_threads(1)
+    prepare(given)
     rows = []
     for make in (mlp, wide_mlp, small_cnn, cnn):
         ratios: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -89,7 +88,12 @@ def main() -> None:
                 ratios[size].append(times[size] / times[1])
         count = sum(parameter.numel() for parameter in make().parameters())
         rows.append([make.__name__, f"{count:,}", *(f"{statistics.median(ratios[size]):.2f}" for size in SIZES)])
-    print(table(["network", "parameters", *map(str, SIZES)], rows))
+    text = (
+        f"`python benchmarks/fastest.py --out benchmarks/results/performance.md`. CPU seconds per round, divided by"
+        f" the default's; {CLIENTS} clients, {STEPS} steps with {BATCH_SIZE} examples; columns: clients at once. Medians of"
+        f" {given.repetitions} repetitions. {machine(given.threads)}."
+    )
+    write_section(given.out, "fastest", f"{text}\n\n{table(['network', 'parameters', *map(str, SIZES)], rows)}")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_other_models_train_one_after_another(federated_trainer, caplog):
 
 
 def test_a_site_trains_its_only_client_as_by_default():
-    """The server sends this option to other machines, where no clients train at once."""
+    """The server sends this option to other machines with one client each."""
     federation = Federation(visits="fastest")
     assert federation.options.visits_at_once is not None
     assert federation.options.visits_one_by_one == "auto"
