@@ -1,4 +1,4 @@
-"""Channels: named tensors declared by a method; shared code checks, sends, averages, merges, saves and bounds them."""
+"""Channels: named tensors or numbers exchanged by a method in addition to the model, such as control variates."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """Declares named tensors for a method.
+    """Describes additional tensors of a method: form, direction of sending, storage and limits.
 
     Args:
         form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
-            (``"number"``). Numbers have float64 and are at least 0.
+            (``"number"``). Numbers are float64 scalars, at least 0.
         up: Whether clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers.
         down: Whether the server sends the tensors with the broadcast.
         memory: Whether clients keep the tensors between visits.
@@ -57,7 +57,7 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Checks the channel's part of an update; returns values by entry, with the name ``""`` for a single number."""
+        """Checks an update's values for the channel ``title``; returns values by entry (key ``""`` for one number)."""
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -75,7 +75,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """A client's number of examples, and the client's scalars by channel and entry.
+    """Number of examples and received scalars (by channel and entry) from one client.
 
     ``octaves`` has the binary exponents of the bounded numbers, by channel and entry.
     """
@@ -109,12 +109,12 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """A client's visit, with the tensors of all channels.
+    """One client's visit, with the tensors for all channels of a rule.
 
     ``parameters`` are the shared parameters, and ``start`` the broadcast's entries. ``down`` (received from the
     server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors by channel and entry.
-    ``records`` contains the results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit. In a stack
-    of simultaneous visits, ``row`` is the visit's row, and ``steps`` the visit's number of optimizer steps.
+    ``records`` contains the results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit. For visits
+    trained together on stacked tensors, ``row`` is the visit's index, and ``steps`` the number of optimizer steps.
     """
 
     trainer: L.Trainer
@@ -131,11 +131,11 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule with :attr:`channels` by name, and optional hooks for the equations on clients and server.
+    """Averaging rule with additional tensors (:attr:`channels`, by name), and hooks for client and server equations.
 
     Attributes:
-        octaves: Accepted distance of a number from the median, for channels with bounds by work: 2 to this power.
-        work: A visit's planned epochs and planned work, by client; without a plan 1 and the number of examples.
+        octaves: Base-2 logarithm of the largest accepted ratio to the median, for channels with ``bounds="work"``.
+        work: Planned epochs and work (steps or examples) by client; without a plan 1 and the number of examples.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -168,25 +168,25 @@ class ChannelRule(AveragingAggregator):
         """Raises before the fit if the Trainer or module is unsupported."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Begins a visit; returns a correction per entry. For vectorised visits, corrections are stacked."""
+        """Returns the visit's corrections by entry, constant during the visit. Vectorised visits stack corrections."""
         return {}
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Records an optimizer step, before the correction; returns the record for the next step.
+        """Updates a parameter's record, such as a gradient sum, in each optimizer step before the correction.
 
-        The first record is ``None``. ``scale`` multiplies the gradient; ``group`` and ``state`` belong to the
-        optimizer.
+        ``record`` is the last step's result, initially ``None``. ``scale`` is the loss scale in the gradient;
+        ``group`` and ``state`` are the optimizer's parameter group and the optimizer's state for the parameter.
         """
         return record
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """Computes the term to add to the gradient, from the correction."""
+        """Computes the term to add to a parameter's gradient, from the correction in :meth:`begin_visit`."""
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Fills ``visit.up`` and ``visit.memory`` after the last batch."""
+        """Writes the tensors to send (``visit.up``) and to keep (``visit.memory``), after the visit's last batch."""
 
     # The server
 
@@ -219,7 +219,7 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update with checked values ``up`` to a part. ``BadUpdate`` must leave the part unchanged."""
+        """Adds an update and its channel values ``up`` to the sums. ``BadUpdate`` must leave the sums unchanged."""
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":
@@ -236,7 +236,7 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges all parts. Raises ``BadUpdates`` for clients with numbers outside the limits."""
+        """Merges the round's sums. Raises ``BadUpdates`` for clients with numbers outside the channels' limits."""
         self._exclude()
         if len(self.parts) == 1:
             (joined,) = self.parts.values()
@@ -248,7 +248,7 @@ class ChannelRule(AveragingAggregator):
         return joined
 
     def aggregate(self) -> State:
-        """Computes the models' mean; :meth:`finish` then changes the mean."""
+        """Computes the client models' mean, then the new global model with :meth:`finish`."""
         part = self.join()
         return self.finish(super().aggregate(), part)
 
@@ -323,7 +323,7 @@ class ChannelCallback(FederatedCallback):
         self.rule.begin_round(trainer)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Gives the rule the plan's work, with the number of examples before weight steps change the number."""
+        """Stores a client's planned work in the rule, before weight steps change the client's number of examples."""
         if not any(channel.bounds == "work" for channel in self.rule.channels.values()):
             return
         visit = next(one for one in find_federation(trainer).cohort.visits if one.client == update.client)
@@ -357,7 +357,7 @@ class ChannelCallback(FederatedCallback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Records the step and adds the rule's terms to the gradients."""
+        """Calls the rule's hooks for this optimizer step, and adds the rule's correction terms to the gradients."""
         visits = find_federation(trainer).current_visits
         if not visits or is_step_left_out(trainer, optimizer):
             return
@@ -400,7 +400,7 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """Returns a visit's correction; for vectorised visits a stack, with zeros for missing corrections."""
+        """Returns an entry's correction; for vectorised visits a stack, with zeros for visits without a correction."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

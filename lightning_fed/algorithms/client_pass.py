@@ -1,4 +1,4 @@
-"""An additional pass over the current client's data."""
+"""Additional passes over a client's data, outside training: runs ``training_step`` on all batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pass_over_data(
 ) -> _Result | None:
     """Calls a function with the batches of a client's data, in an order derived from the visit's seed.
 
-    The pass does not change the random numbers used in training. The function returns ``None`` if no batch gave a loss.
+    The pass does not change the random numbers used in training. ``function`` returns ``None`` if no batch had a loss.
     If loading data fails, ``planned`` records the error, and the result is ``None``.
     """
     faults: list[Exception] = []
@@ -46,7 +46,7 @@ def pass_over_data(
 
 
 def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: int) -> Tensor | None:
-    """Runs ``training_step`` on a batch from the loader and returns the loss; ``None`` for a skipped batch."""
+    """Runs ``training_step`` on batch ``number`` of a loader and returns the loss; ``None`` for a skipped batch."""
     loss: Tensor | None = loss_in(run_step(trainer, module, "training_step", batch, number))
     return loss
 

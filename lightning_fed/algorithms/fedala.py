@@ -116,7 +116,7 @@ class AdaptiveAggregation(FederatedCallback):
     def _learn(
         self, trainer: L.Trainer, module: L.LightningModule, mixtures: list[_Mixture], batches: Iterator[Any]
     ) -> float | None:
-        """Trains the mixing weights in one pass; returns the last batch's loss."""
+        """Trains the mixing weights in one pass over ``batches``; returns the last batch's loss."""
         last_loss = None
         with isolated_pass(module, gradients=True):
             for mixture in mixtures:
@@ -145,7 +145,7 @@ class AdaptiveAggregation(FederatedCallback):
 
 
 class _Mixture(NamedTuple):
-    """A parameter that mixes values of the client's last model and the global model."""
+    """Mixture of a parameter in the client's last model and in the global model, with elementwise weights."""
 
     name: str
     parameter: nn.Parameter

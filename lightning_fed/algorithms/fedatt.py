@@ -23,7 +23,7 @@ from lightning_fed.server.averaging import AveragingAggregator
 
 @register
 class FedAtt(AveragingAggregator):
-    r"""A step towards the client models, with a softmax over distances as weights in each layer.
+    r"""Moves the global model towards the client models; each layer's weights are a softmax over distances.
 
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
@@ -120,7 +120,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
-        """Adds floating-point entries, with one score per entry, shape ``()``."""
+        """Adds a state's floating-point entries to the mean; ``scores`` maps entry names to scores, shape ``()``."""
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)
             peak = to_float64(scores[name]).to(values.device)
@@ -135,7 +135,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
-        """Returns the mean in float64 (complex entries: complex128)."""
+        """Returns the mean state in float64 (complex entries: complex128)."""
         return {name: value / self._weights[name] for name, value in self._sums.items()}
 
     def _join(self, name: str, values: Tensor, weight: Tensor, peak: Tensor) -> None:

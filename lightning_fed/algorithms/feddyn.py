@@ -63,7 +63,7 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Computes :math:`g_i + \alpha x`, constant during the visit."""
+        r"""Computes the corrections :math:`g_i + \alpha x` by entry, constant during the visit."""
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:
@@ -88,7 +88,7 @@ class FedDyn(ChannelRule):
         return 1.0
 
     def finish(self, state: State, part: Part) -> State:
-        r"""Updates :math:`h`, and subtracts :math:`h / \alpha` from the mean."""
+        r"""Updates :math:`h`, and returns the client models' mean minus :math:`h / \alpha`."""
         h = dict(self.tensors["h"])
         for name in trained_entries(self._info, state):
             mean = at_least_float32(state[name])

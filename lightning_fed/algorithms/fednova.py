@@ -118,7 +118,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates a step with gradient 1; records the momentum and the accumulated length."""
+        """Simulates a step with gradient 1; records the momentum :math:`b_k` and the accumulated length :math:`d_k`."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -132,7 +132,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Reports the accumulated lengths; 0 for a parameter without a step."""
+        """Sends :math:`\lVert a_i \rVert_1` for each shared parameter; 0 for a parameter without a step."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -161,7 +161,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Sums for one entry, relative to the first client's length. For equal lengths, the sums equal those in FedAvg."""
+    """Weighted sums of one entry's updates, relative to the first client's length; FedAvg's sums for equal lengths."""
 
     def __init__(self) -> None:
         self.first = 0.0

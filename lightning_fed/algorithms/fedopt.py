@@ -22,7 +22,7 @@ SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
 
 
 class AdaptiveOptimizer(Optimizer):
-    r"""The paper's three adaptive optimizers, used in :class:`ServerOptimizer`.
+    r"""Adagrad, Adam and Yogi as defined in the FedOpt paper, for use in :class:`ServerOptimizer`.
 
     With the gradient :math:`g_t = -\Delta_t`:
 
@@ -43,7 +43,7 @@ class AdaptiveOptimizer(Optimizer):
         beta1: Decay :math:`\beta_1` for the first moment.
         beta2: Decay :math:`\beta_2` for the second moment; unused by Adagrad.
         tau: Adaptivity :math:`\tau`; a smaller value is more adaptive.
-        second_moment: Update formula for the second moment.
+        second_moment: Formula for the second moment :math:`v_t`: ``"adagrad"``, ``"adam"`` or ``"yogi"``.
 
     Raises:
         ValueError: If an argument is invalid.

@@ -51,14 +51,14 @@ class FedPer(Method):
 
 
 def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
-    """Returns the selectors for a model's head. With ``"auto"``, the fit finds the layer."""
+    """Converts the argument ``head`` to entry selectors; ``"auto"`` becomes a function that finds the classifier."""
     if head == "auto":
         return [_find_head]
     return head if isinstance(head, Sequence) and not isinstance(head, str) else [head]
 
 
 def _find_head(module: nn.Module) -> list[str]:
-    """Returns the classifier's entries. In a fit, a trial training step must confirm the choice."""
+    """Returns the entry names of a module's classifier. In a fit, a trial training step must confirm the choice."""
     remedy = "name the entries of the head, such as head='head.*'"
     name = find_classifier(module)
     if isinstance(module, L.LightningModule) and _is_in_fit(module):

@@ -24,7 +24,7 @@ from lightning_fed.rule import Aggregator
 
 
 class HeadThenBody(FederatedCallback):
-    """rTrains first the personal entries (the head) in a visit, then the shared entries (the body).
+    """Trains first the personal entries (the head) in a visit, then the shared entries (the body).
 
     Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
     BatchNorm's running statistics follow the data in both phases. Initially frozen parameters stay frozen. A straggler
@@ -82,7 +82,7 @@ class HeadThenBody(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Switches to the body after the head's last batch."""
+        """Freezes the head and trains the body, after the last batch of the head's epochs."""
         if self._left:
             self._left -= 1
             if not self._left:

@@ -21,7 +21,7 @@ from lightning_fed.numerics.precision import as_real
 class GradientTerm(FederatedCallback):
     """Adds a term to the gradients of every optimizer step in a visit. A subclass implements :meth:`term`.
 
-    ``tensors`` contains one tensor for each parameter that has a term, and is empty outside visits.
+    ``tensors`` contains a tensor for each parameter with a term, for use in :meth:`term`; empty outside visits.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Factor for all terms."""
+        """Factor for the terms of all parameters."""
         return 1.0
 
     @abstractmethod
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """Computes the term for a parameter's gradient; ``None`` for a parameter without a term."""
+        """Computes the term to add to a parameter's gradient; ``None`` for a parameter without a term."""
 
     def use_broadcast(self, module: nn.Module, broadcast: Broadcast) -> None:
         self.tensors = {
@@ -55,7 +55,7 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds terms to gradients in ``on_before_optimizer_step``, with the scale of the loss; skips ``None`` terms."""
+    """Adds ``factor * term(parameter)``, times the loss scale, to each gradient in an optimizer; skips ``None``."""
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

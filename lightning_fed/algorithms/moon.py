@@ -38,7 +38,7 @@ class ContrastiveTerm(FederatedCallback):
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
     Here :math:`z` are an example's features from the current model, :math:`z_g` from the broadcast model, and
-    :math:`z_p` from the client's last model in memory. In the first visit there is no term. Maps and tokens are
+    :math:`z_p` from the client's last model. A first visit has no contrastive term. Feature maps and tokens are
     averaged over positions (channels last at a linear layer, else on the second axis), and the loss is the mean over
     the batch. The callback adds the gradient at the features in every backward pass; ``training_step`` and the logged
     loss stay unchanged. Each forward pass through the network requires two additional passes through the extractor.
@@ -156,7 +156,7 @@ class ContrastiveTerm(FederatedCallback):
         maps[-1].register_hook(lambda gradient: gradient + term.to(gradient.dtype))  # type: ignore[no-untyped-call]
 
     def _gradient(self, trainer: L.Trainer, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """Computes the gradient with respect to the features, multiplied by the loss scale."""
+        """Computes the contrastive loss's gradient with respect to the features, multiplied by the loss scale."""
         scale = loss_scale(trainer)
         if trainer.lightning_module.automatic_optimization:
             scale /= trainer.accumulate_grad_batches

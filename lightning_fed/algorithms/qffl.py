@@ -107,7 +107,7 @@ class QFFL(ChannelRule):
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update to the mean, with the weights from the loss and the model's distance."""
+        """Adds an update to the weighted sums, with weights from the client's loss and the norm of the update."""
         loss = up[_LOSS][""]
         distance = sum(
             float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())

@@ -24,7 +24,7 @@ _ELEMENTS = 1 << 18  # elements per block, to limit each temporary copy to 2 MB
 
 
 class ServerOptimizer(UpdateStep):
-    r"""Update step: one step of any ``torch.optim`` optimizer, from the global model towards the rule's result.
+    r"""Update step: moves the global model towards the clients' mean with one step of any ``torch.optim`` optimizer.
 
     The gradient is the difference between the global model :math:`w_t` and the clients' mean :math:`\bar w`:
 
@@ -40,7 +40,7 @@ class ServerOptimizer(UpdateStep):
 
     Args:
         optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients (not ``LBFGS``).
-        lazy_rows: For sliced entries: whether rows that no client held in the round stay unchanged, with their
+        lazy_rows: For sliced entries: whether rows without a client in the round stay unchanged, with their
             optimizer state. Otherwise the gradient of such rows is zero, and momentum still moves these rows.
         **optimizer_kwargs: Arguments for the optimizer. Set ``lr``, because the default is meant for local training.
 
@@ -101,7 +101,7 @@ class ServerOptimizer(UpdateStep):
     def _step_in_pieces(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None, rows: int
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Performs the step in blocks of rows, to limit the size of temporary tensors."""
+        """Performs one entry's optimizer step in blocks of rows, to limit the size of temporary tensors."""
         new, after = torch.empty_like(old), dict[str, Any]()
         for start in range(0, len(old), rows):
             part = slice(start, start + rows)
@@ -142,7 +142,7 @@ class ServerOptimizer(UpdateStep):
         }
 
     def _try_step(self) -> None:
-        """Performs a trial step, to refuse invalid arguments before the first round."""
+        """Performs an optimizer step on a dummy parameter, to refuse invalid arguments before the first round."""
         name = self.optimizer.__name__
         try:
             value, _ = self._step_whole(torch.tensor([1.0]), torch.tensor([0.0]), {}, None)
@@ -156,7 +156,7 @@ class ServerOptimizer(UpdateStep):
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """True if stepping rows separately gives the same result; false for ``Adafactor``, which uses whole entries."""
+        """True if the optimizer treats elements independently; false for ``Adafactor``, which uses whole entries."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})

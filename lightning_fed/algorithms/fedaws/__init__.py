@@ -1,4 +1,4 @@
-"""FedAwS: the server spreads out class vectors.
+"""FedAwS: the server increases the distances between class vectors (rows of the last layer).
 
 Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020. https://arxiv.org/abs/2004.10342
 """

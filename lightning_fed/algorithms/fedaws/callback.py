@@ -1,4 +1,4 @@
-"""FedAwS (Algorithm 1): after every round the server spreads out the class vectors of the last layer."""
+"""Server side of FedAwS (Algorithm 1): increases the distances between class vectors (rows of the last layer)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPARISON = 5  # random stream separate from the schedule's streams
 
 
 class SpreadOut(FederatedCallback):
-    r"""Spreads out the class vectors in the last layer, with one gradient step per round.
+    r"""Increases distances between class vectors (rows of the last layer), with one gradient step after each round.
 
     .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
 
@@ -47,9 +47,9 @@ class SpreadOut(FederatedCallback):
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
         strength: :math:`\lambda`; the authors report 10 to 100 as robust. Tune this value: the angle per step grows
             with ``strength * lr * k`` over the squared length. For 964 new vectors (64 dimensions, length 0.57,
-            ``lr=0.03``, ``k=10``), 10 turned vectors by 67 degrees per round and undid the training; 0.1 was best.
-        margin: :math:`\nu` for ``"margin"``.
-        lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
+            ``lr=0.03``, ``k=10``), strength 10 turned vectors by 67 degrees per round and undid training; 0.1 was best.
+        margin: Cosine distance :math:`\nu` below which ``"margin"`` separates two class vectors.
+        lr: Learning rate :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
         comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; ``None`` for all.
         normalize: Whether to preserve the lengths of class vectors.
         entry: Name of the weight with one row per class; ``"auto"`` for the classifier, found in a trial training step.

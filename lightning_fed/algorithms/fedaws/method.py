@@ -1,4 +1,4 @@
-"""FedAwS as a method: clients train on their positive classes, and the server spreads out the class vectors."""
+"""FedAwS as a method: clients train with only positive labels, and the server separates the class vectors."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class FedAwS(Method):
     - For: very many classes with few per client, such as people or places.
 
     Args:
-        strength: Weight of the spread-out step.
+        strength: Weight :math:`\lambda` of the regulariser in :class:`~lightning_fed.callbacks.SpreadOut`.
         variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes within a margin.
-        k: Number of nearest classes.
-        margin: The margin.
+        k: Number of nearest classes to separate each class from, for ``"top_k"``.
+        margin: Cosine distance below which ``"margin"`` separates two classes.
         server_momentum: Server momentum; the authors use 0; the FedSS paper uses 0.9 for all compared methods.
         server_lr: Learning rate of the server's averaging step.
         lazy_rows: Whether rows without a client in the round stay unchanged, also with momentum.

@@ -1,4 +1,4 @@
-"""FedAwS: regularisers for spread-out class vectors (equations 7 and 8)."""
+"""FedAwS: regularisers that separate class vectors, the rows of a classifier's weight (equations 7 and 8)."""
 
 from __future__ import annotations
 

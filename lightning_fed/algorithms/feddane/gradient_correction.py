@@ -1,4 +1,4 @@
-"""FedDANE on the clients: adds the difference between the global and the client's gradient."""
+"""FedDANE on the clients: adds the global gradient minus the client's gradient to each training gradient."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class GradientCorrection(GradientTerm):
     def _measure(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, is_reloaded: bool = False
     ) -> ClientUpdate:
-        """Computes the module's gradients on all data of a client, as a message."""
+        """Computes the module's mean gradient on all data of one client; the result is a message to the server."""
         federation, round = find_federation(trainer), trainer.current_epoch
         schedule, population, faults = federation.schedule, federation.population, list[Exception]()
         try:
@@ -212,7 +212,7 @@ def full_gradient(
 
 
 class _NoAnswerError(Exception):
-    """A client without a gradient; ``step_error`` is the training step's exception, if any."""
+    """Raised for a client without a full gradient; ``step_error`` is the training step's exception, if any."""
 
     def __init__(self, reason: str, step_error: Exception | None = None) -> None:
         super().__init__(reason)

@@ -267,7 +267,7 @@ class FeatureFusion(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Checks that features were fused during the visit, and disables a cache without hits."""
+        """Checks that features were fused during the visit, and disables a feature cache without hits."""
         if self.operator != "none" and not self.fusion.has_run:
             raise MisconfigurationException(
                 f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to"
@@ -289,7 +289,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the weights for "multi" and "single". E_g becomes the extractor of the previous model."""
+        """Smooths the operator weights ("multi", "single"), and sets E_g to the previous global model's extractor."""
         for name, weight in self._weights.items():
             if name in state:
                 state[name] = smooth_weight(state[name], weight, self.ema)
@@ -297,7 +297,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Stores the extractor of the replaced model, and logs the operators of the global model."""
+        """Stores the previous global model's extractor, and logs summaries of the global model's fusion operators."""
         if is_new:
             self._reference = self._round_reference
         self._stage, self._round_reference = "rest", {}
@@ -308,7 +308,7 @@ class FeatureFusion(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, trainer.current_epoch, values)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Sets E_g; for a client's model, E_g is the global extractor with the client's personal entries."""
+        """Sets E_g for evaluation; a client's E_g is the global extractor with the client's personal entries."""
         if client is not None and self._stage == "training":
             self.fusion.refer()
             return
@@ -411,7 +411,7 @@ def _name_of(layer: nn.Module, module: nn.Module) -> str:
 
 
 def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
-    """Adds parameters without an optimizer to the first optimizer, for modules that pass a fixed list of parameters."""
+    """Adds ``parameters`` missing in all optimizers to the first optimizer (modules may pass only some parameters)."""
     trained = optimized_parameters(trainer)
     missing = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if not missing:

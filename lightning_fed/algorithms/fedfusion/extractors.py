@@ -1,4 +1,4 @@
-"""Finds a network's feature extractor, and reads the features."""
+"""Finds the layer at the end of a network's feature extractor, and reads or replaces the layer's features."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
 
 
 class Extractor(NamedTuple):
-    """The part of a model that computes features from the data.
+    """Feature extractor of a model: the layers of ``network`` up to ``layer``.
 
     Attributes:
         network: Name of the module called with the data, as in ``named_modules``.
@@ -120,7 +120,7 @@ def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -
 
 
 def example_inputs(network: nn.Module) -> Iterator[Tensor]:
-    """Guesses example inputs for a network from the first layer with parameters, on the layer's device."""
+    """Builds example inputs for a network, with a shape guessed from the first layer with parameters."""
     for layer in network.modules():
         weight = next(layer.parameters(recurse=False), None)
         if weight is None:
@@ -142,7 +142,7 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
 def find_extractor_in_fit(
     trainer: L.Trainer, module: L.LightningModule, at: str | FeatureLayer, network: str, option: str
 ) -> Extractor:
-    """Finds the layer as in :func:`find_extractor`, and the classifier in a trial training step.
+    """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
     A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``.
     """
@@ -159,7 +159,7 @@ def find_extractor_in_fit(
 
 
 def _find_extractor_module(layers: Mapping[str, nn.Module], classifier: str | None) -> FeatureLayer | None:
-    """Finds a separate extractor module next to the classifier."""
+    """Finds a child module with the features as output, such as ``features``, next to the classifier."""
     for name, layer in layers.items():
         if classifier is not None and not f"{classifier}.".startswith(f"{name}." if name else ""):
             continue

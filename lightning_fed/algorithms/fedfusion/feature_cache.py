@@ -1,4 +1,4 @@
-"""Caches the features of E_g for repeated samples in a client's visit."""
+"""Caches features of FedFusion's frozen extractor for samples repeated within a client's visit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fed.data.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches the features of a fixed network. The key is a hash of each sample's content.
+    """Caches features of a fixed network by sample. The key is a hash of the sample's content.
 
     A sample with any changed bit, for example after augmentation, is a miss. Samples must be independent (BatchNorm in
     evaluation mode). ``hits`` and ``misses`` count samples; if ``is_filling`` is false, no features are added.
@@ -23,7 +23,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns features by name, each in shape ``(N, ...)``, from the cache or from ``compute``."""
+        """Returns the samples' features by name, shape ``(N, ...)``; calls ``compute`` for samples not in the cache."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

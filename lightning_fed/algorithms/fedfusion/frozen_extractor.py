@@ -58,7 +58,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies values into the extractor: from a network, with dtypes and device, or from a state by name."""
+        """Copies parameters and buffers into the extractor: from a network (also dtypes and device) or a dictionary."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -75,7 +75,7 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Copies the parameters and buffers; without an argument, of the extractor itself."""
+        """Returns copies of the extractor's parameters and buffers by name, or of the same entries in ``source``."""
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
@@ -90,7 +90,7 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Frees unused layers behind the features; returns the features and the last executed layer with parameters."""
+        """Frees layers after the feature layer; returns the features and the last executed layer with parameters."""
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
         def record_finished(module: nn.Module, args: Any, output: Any) -> None:
@@ -152,7 +152,7 @@ def _copy_network(network: nn.Module) -> nn.Module:
 
 
 def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
-    """Maps entry paths in one network to entry names in the module."""
+    """Maps tensor paths within a submodule ``network`` to entry names in the whole module."""
     names = entry_names(module)
     return {path: names[tensor] for path, tensor in tensors_by_path(network).items() if tensor in names}
 

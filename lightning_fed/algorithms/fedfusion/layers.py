@@ -27,10 +27,10 @@ Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class FusionLayer(nn.Module):
-    """The fusion operators for a network, and the global model's frozen extractor.
+    """Fusion of a network's features with a frozen extractor's features, with trainable operators.
 
     Hooks on the network run the frozen extractor on the network's inputs and fuse the features at the layer. All layers
-    in the networkretain position and name. This layer is never called.
+    in the network retain position and name. The ``forward`` of this layer is never called.
 
     Args:
         network: The module called with the data.
@@ -109,11 +109,11 @@ class FusionLayer(nn.Module):
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """The operators "multi" and "single" by level."""
+        """Operators of the kinds "multi" and "single", by feature level."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Values that measure the influence of the global features, by feature level."""
+        """Scalars to log, which measure the influence of the global features, by feature level."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
@@ -131,7 +131,7 @@ class FusionLayer(nn.Module):
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
-        """Allows the parent module to load states without fusion."""
+        """Allows the parent module ``owner`` to load states without the fusion operators' entries."""
         self._handles.append(owner.register_load_state_dict_post_hook(self._keep_operators))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -218,7 +218,7 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Returns the inputs of the network, the features, and the last layer before the features."""
+        """Runs the network on an example; returns the inputs, the features, and the last layer before the features."""
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:

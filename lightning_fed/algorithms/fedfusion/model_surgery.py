@@ -35,7 +35,7 @@ def fuse(
 ) -> FusionLayer:
     """Adds feature fusion to a model, in place; returns the layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters. All other modulesretain position and name. The model
+    The new submodule contains the operators' parameters. All other modules retain position and name. The model
     can load a checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer`, features
     are fused with themselves.
 
@@ -154,7 +154,7 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
 
 
 def _example(module: nn.Module, network: nn.Module) -> Example | None:
-    """Returns the network's arguments for the module's example input."""
+    """Returns the network's positional and named arguments when the module runs on ``example_input_array``."""
     example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
     if example is None or not is_overridden("forward", module):
         return None

@@ -24,7 +24,7 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Returns values by name that measure the global features' influence."""
+        """Returns scalars by name, to log the influence of the global features on the fused features."""
 
 
 class MixingOperator(FusionOperator):
@@ -42,7 +42,7 @@ class MixingOperator(FusionOperator):
 
 
 class MultiFusion(MixingOperator):
-    """One weight per channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
+    """Operator with one weight per channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
 
     The weights start at 0 (the identity) and are unbounded, as in the paper.
 

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class FedMA(Aggregator):
-    r"""Matched averaging, layer by layer, with training in between. Each exchange of a stage is one round.
+    r"""Matches the clients' neurons and averages matched neurons, one stage (group of layers) per round.
 
     A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
     clients train the whole model and send the first stage (in a chain: the first layer). The server matches the
@@ -74,10 +74,10 @@ class FedMA(Aggregator):
         initial: Whether all clients start from the module (``"shared"``), or from separate random weights
             (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
             initial weights, see :func:`~lightning_fed.model.initial_state.shuffled_state`.
-        order: Order of groups in a stage, and weights used for comparison: as in FedMA or PFNM.
+        order: Order of groups in a stage, and weights used to compare neurons: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: :math:`\gamma`; larger values add more neurons. By default 7 with the published score and 1 with the
-            marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for their LSTM.
+        gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 (published) or 1
+            (marginal score). The authors use 7 for convolutional networks and 0.001 (no growth) for an LSTM.
         passes: Maximum number of matching passes over the clients per group.
         max_width: Maximum width of a group, as a multiple of a client's width; ``None`` for no limit; ``"auto"`` for
             1.25 with the marginal score, and no limit with the published score.
@@ -149,7 +149,7 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets the network's groups, stages and entries before the first round of a fit.
+        """Sets the network's permutation groups, stages and entries before the first round of a fit.
 
         Groups and entries have the clients' widths. Only shapes and dtypes of the entries are used. A resumed pass must
         have the same stages.
@@ -169,7 +169,7 @@ class FedMA(Aggregator):
 
     @property
     def widths(self) -> dict[str, int]:
-        """Number of neurons in each group of the global model; empty before the first model."""
+        """Number of neurons in the global model by permutation group; empty before the first global model."""
         return {} if self._last_pass is None else dict(self._last_pass.sizes)
 
     @property
@@ -184,7 +184,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The pass to continue and the stage matched in this round; ``None`` if the pass has ended."""
+        """Matching pass in progress, and the index of this round's stage; ``None`` if the pass has ended."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
@@ -195,7 +195,7 @@ class FedMA(Aggregator):
         return RoundPlan(current.origin, frozenset(current.assignments)) if current.stage else RoundPlan()
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Continues the current pass, or starts a new pass from ``state``."""
+        """Starts a round: continues the current matching pass, or starts a new pass from the global model ``state``."""
         if not self._stages:
             raise RuntimeError(
                 "Expected the network to be set, but it is not: call `prepare`, or fit with `LayerwiseTraining`."
@@ -210,7 +210,7 @@ class FedMA(Aggregator):
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the last matched stage, or a whole model at the start of a pass.
+        """Builds the message to a client: the last matched stage, or a whole model at the start of a pass.
 
         From a wider global model each client receives its neurons, or the neurons with the most owners if the client
         missed the last pass. A client with a current model only receives the last stage and entries changed since then.
@@ -236,7 +236,7 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns the expected entries: the next stage, with the client's neurons and matched inputs."""
+        """Returns the entries expected in a client's update: the next stage, in the client's widths."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}
@@ -253,7 +253,7 @@ class FedMA(Aggregator):
         self.received |= other.received
 
     def aggregate(self) -> State | None:
-        """Matches and averages a stage. Returns a new model after the last stage."""
+        """Matches and averages this round's stage; returns a new global model after the last stage."""
         current = self._pass(self._info.round)
         stage = self._stages[current.stage]
         clients = sorted(self.received, key=client_key)
@@ -298,7 +298,7 @@ class FedMA(Aggregator):
         return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Sets the measured running statistics of matched entries."""
+        """Stores running statistics measured on the clients for the BatchNorm layers of matched stages."""
         if self._open_pass is not None:
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 
@@ -324,7 +324,7 @@ class FedMA(Aggregator):
         return current if current is not None and round <= current.round + 1 else MatchingPass(round, round)
 
     def _resized_entries(self, current: MatchingPass) -> State:
-        """Placeholders with shape and dtype of a client's entries at the current widths."""
+        """Placeholders for the model's entries, with the shapes and dtypes for the pass's current widths."""
         shapes = {name: list(value.shape) for name, value in self._client_entries.items()}
         for group in self._groups.resized(current.sizes):
             for (name, axis), entry in group.entries.items():

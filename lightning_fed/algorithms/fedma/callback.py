@@ -241,7 +241,7 @@ class LayerwiseTraining(FederatedCallback):
             self._batches_left = batches or planned.num_batches
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Counts classes over one epoch in the last stage."""
+        """Counts the labels by class over one epoch, in the last stage's round."""
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
             labels = as_classes(find_target(batch, self._labels), 2)
@@ -253,7 +253,7 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Stores the client's model, and sends the next stage to match."""
+        """Stores the client's trained model on the client, and reduces the update to the stage matched next."""
         memory = find_federation(trainer).client_memory
         stage = int(memory[STEP][1])
         memory |= with_prefix(update.state, _MODEL)
@@ -299,7 +299,7 @@ class LayerwiseTraining(FederatedCallback):
         rule.put_statistics(measured)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Deletes client models that no later round needs."""
+        """Deletes stored client models from finished passes."""
         federation = find_federation(trainer)
         if _rule(federation).widths:
             self._initial = {}
@@ -316,7 +316,7 @@ class LayerwiseTraining(FederatedCallback):
         broadcast: Broadcast,
         memory: State,
     ) -> State:
-        """Builds the client's model at the start of a visit; stores step, widths and assignment."""
+        """Builds a client's model at a visit's start; stores progress, layer widths and neuron assignment in memory."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
             raise ClientFault("its model from the previous stage is missing")
@@ -408,7 +408,7 @@ def _rule(federation: Federation) -> FedMA:
 
 
 def _growable_axes(groups: PermutationGroups) -> dict[str, list[int]]:
-    """Growable axes by entry name, including tied names."""
+    """Indices of the axes that may become longer, by entry name (also for tied entries)."""
     axes: dict[str, set[int]] = {}
     for name, axis in (entry for group in groups if group.is_growable for entry in group.entries):
         for tied_name in (name, *(alias for alias, first in groups.tied.items() if first == name)):

@@ -1,4 +1,4 @@
-"""Average of output layers by class shares (FedMA, section 2)."""
+"""Average of the clients' output layers, with each class weighted by the clients' class counts (FedMA, section 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a FedMA pass through the layers, and the extras in its messages."""
+"""Progress of a FedMA matching pass (one stage of layers per round), and the extra tensors in messages."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of a pass through the layers, from the round with index ``origin`` to ``round``.
+    """Progress of a matching pass over the stages of a network, from round index ``origin`` to ``round``.
 
     ``stage`` is the number of matched stages. ``owners`` counts the clients with each matched neuron. After the pass,
-    hashes replace the matched entries.
+    the matched entries are replaced by hashes of the values.
     """
 
     origin: int
@@ -44,12 +44,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Index of the pass's first round and number of matched stages, int64, shape ``(2,)``."""
+        """Tensor with the index of the pass's first round and the number of matched stages, int64, shape ``(2,)``."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` one stage earlier, when clients last trained."""
+        """Value of :attr:`step` in the pass's previous round."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -83,10 +83,10 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Reads group widths from broadcast extras or client state."""
+    """Returns the number of neurons by permutation group, from a message's extra tensors or the client's memory."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads neuron positions by group from broadcast extras or client state."""
+    """Returns the global index of each neuron by group, from a message's extra tensors or the client's memory."""
     return without_prefix(values, ASSIGNMENT)

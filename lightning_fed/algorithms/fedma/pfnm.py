@@ -12,9 +12,9 @@ from lightning_fed.method import register
 
 @register
 class PFNM(FedMA):
-    """Probabilistic federated neural matching: matches all layers at once, after separate training.
+    """Probabilistic federated neural matching: matches the clients' neurons in all layers in a single round.
 
-    Matches from the last layer to the first, with the published score; see :class:`FedMA` for all other properties. The
+    Layers are matched from last to first, with the published score; see :class:`FedMA` for all other properties. The
     published algorithm is for fully connected networks and one round. The authors' program uses a prior mean of 0.1 for
     biases, and variances by class shares for outgoing weights in the last hidden layer. Here all prior means are 0, and
     variances are equal for all clients. Reference: Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.

@@ -1,4 +1,4 @@
-"""FedMargin: weights clients by how far class prototypes move in training.
+"""FedMargin: client weights grow with the movement of class prototypes (feature means by class) in training.
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022. The accessible text contains no equations. This implementation is a reconstruction from the

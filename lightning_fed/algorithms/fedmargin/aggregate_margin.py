@@ -19,7 +19,7 @@ from lightning_fed.numerics.float64_states import Float64States
 
 
 class AggregateMeanMargin(Float64States):
-    r"""Mean margin (AMM) between class means of features.
+    r"""Aggregate mean margin (AMM): half the mean distance between class prototypes (feature means by class).
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 

@@ -1,4 +1,4 @@
-"""FedMargin on the server: averages client models with attention weights (reconstructed from the paper)."""
+"""FedMargin on the server: averages client models with weights from class prototype margins (reconstruction)."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class FedMargin(Aggregator):
         self.updates += other.updates
 
     def aggregate(self) -> State:
-        """Computes the weighted mean, scaled by ``server_lr``.
+        """Computes the new global model: a step of size ``server_lr`` towards the clients' weighted mean.
 
         Excludes clients whose number of features differs from the majority, or whose prototypes are outliers.
         """
@@ -233,7 +233,7 @@ class FedMargin(Aggregator):
         self.prototypes = Prototypes(state["means"], state["counts"]) if state else None
 
     def _measure_weights(self) -> Tensor:
-        """Measures margins, stores the report and returns client weights."""
+        """Computes margins and attention from the clients' prototypes, stores the report, and returns the weights."""
         updates = self.updates
         num_samples = [update.num_samples for update in updates]
         lpm = [self._local_margin(update) for update in updates]
@@ -272,7 +272,7 @@ class FedMargin(Aggregator):
         return math.nan
 
     def _unpack(self) -> dict[int, Prototypes]:
-        """Prototypes over all observed classes, by position of the update."""
+        """Unpacks the prototypes in the round's updates, by index of the update, with rows for all observed classes."""
         packed = {
             number: update.extras
             for number, update in enumerate(self.updates)

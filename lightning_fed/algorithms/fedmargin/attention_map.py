@@ -83,7 +83,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Lists clients, numbers before names, and attention by client and round; NaN in rounds without the client."""
+    """Returns the clients, sorted, and their attention, shape ``(clients, rounds)``; NaN for absent clients."""
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
     )

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClassPrototypes(FederatedCallback):
-    """Measures class-wise feature means (prototypes), and how far training moves them.
+    """Measures class-wise feature means (prototypes), and the distance moved by prototypes in training.
 
     In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
     with the update, for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged as
@@ -67,8 +67,8 @@ class ClassPrototypes(FederatedCallback):
         exclude_classes: Classes to exclude, such as a background.
         target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
             ``layer`` and ``num_classes`` are given, there is no trial step, and the default is the second element, or
-            ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or a plural. Labels are integers with shape
-            ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by nearest neighbour.
+            ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or a plural of these keys. Labels are integers,
+            shape ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Maximum number of batches in an exact pass; ``None`` for all.
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
@@ -142,12 +142,12 @@ class ClassPrototypes(FederatedCallback):
         self._checkpoint_layer = state_dict["layer"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In a federation: finds the layer and the number of classes."""
+        """In a federation: finds the feature layer and the number of classes."""
         if federation_of(trainer):
             self._find_roles(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """With a plain Trainer: finds the layer and the number of classes, after the loader was created."""
+        """With a plain Trainer: finds the feature layer and the number of classes, after the loader was created."""
         if not federation_of(trainer):
             self._find_roles(trainer, pl_module)
 
@@ -329,7 +329,7 @@ class ClassPrototypes(FederatedCallback):
     # Measuring
 
     def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
-        """Returns prototypes with the current weights; ``None`` without batches."""
+        """Returns the prototypes of ``batches`` with the module's current weights; ``None`` without batches."""
         batches = itertools.islice(batches, self.max_batches)
         sums = measure_feature_sums(trainer, module, self._layer, batches, self._options)
         sums.gather(trainer)

@@ -1,4 +1,4 @@
-"""Feature sums by class, from additional passes ("exact") or from training batches ("online")."""
+"""Sums of feature vectors by class, from additional passes ("exact") or from training batches ("online")."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def measure_feature_sums(
 
 
 class _FeaturesReached(BaseException):
-    """Stops a step after the features. The class is not an ``Exception``, because steps may catch exceptions."""
+    """Stops ``training_step`` after the feature layer. Not an ``Exception``, because steps may catch exceptions."""
 
 
 class TrainingFeatureSums:
-    """Feature sums over the first and the last training epoch, or over the halves of a single epoch."""
+    """Feature sums by class over the first and last training epoch, or over the halves of a single epoch."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)
@@ -132,7 +132,7 @@ class TrainingFeatureSums:
         self._num_started += 1
 
     def take(self, features: Tensor) -> None:
-        """Adds the features from the first forward pass of the batch."""
+        """Adds the features of a training batch to the sums; later forward passes of the batch are ignored."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -144,7 +144,7 @@ class TrainingFeatureSums:
             self.last.add(features, batch)
 
     def end_batch(self, is_trained: bool) -> None:
-        """Ends the batch, so that later features (as in validation) are ignored. Skips a batch without a result."""
+        """Ends a training batch: features are ignored until the next batch. Skips a batch with ``is_trained=False``."""
         if self._batch is not None and not is_trained:
             self._num_skipped += 1
         self._batch = None

@@ -23,7 +23,7 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""Margin of each class between two sets of prototypes, shape ``(C,)``, float64.
+    r"""Margin by class between two sets of prototypes (feature means by class), shape ``(C,)``, float64.
 
     The four kinds, all reconstructions, use distances from the hypothesis margin in learning vector quantization: the
     distance to the same class :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class
@@ -83,7 +83,7 @@ def local_prototype_margin(
     class_reduction: ClassReduction = "mean",
     fallback: Prototypes | None = None,
 ) -> Tensor:
-    r"""LPM: how far local training moves a client's prototypes, a float64 scalar; NaN if undefined for all classes.
+    r"""LPM: margin between a client's prototypes before and after training, a float64 scalar; NaN if undefined.
 
     Reconstruction: the paper only says "deviation of on-client prototypes before and after local training".
 
@@ -115,7 +115,7 @@ def aggregate_prototype_margin(
     margin: MarginKind = "semantic",
     class_reduction: ClassReduction = "mean",
 ) -> Tensor:
-    r"""APM: distance between a client's prototypes and the aggregate prototypes; NaN if undefined for all classes.
+    r"""APM: margin between a client's and the aggregate prototypes; NaN if undefined for all classes.
 
     The equation is a reconstruction: the paper states only "deviation of aggregate prototypes from local prototypes".
 

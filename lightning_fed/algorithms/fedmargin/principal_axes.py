@@ -24,7 +24,7 @@ class PrincipalAxes(NamedTuple):
         return (points.double() - self.center) @ self.axes.T
 
     def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:
-        """Rotates or reflects the axes within their plane to match ``reference``.
+        """Rotates or reflects the axes within the spanned plane, to match the axes of ``reference``.
 
         Schoenemann, "A generalized solution of the orthogonal Procrustes problem", 1966.
         """
@@ -34,7 +34,7 @@ class PrincipalAxes(NamedTuple):
 
 @torch.no_grad()
 def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
-    r"""Directions of largest variance around the mean.
+    r"""Computes the mean of points and the orthonormal directions of largest variance.
 
     .. math:: X - \mathbf{1} \bar x^\top = U S V^\top
 

@@ -1,4 +1,4 @@
-"""Class prototypes in the extras of an update, for the client's classes.
+"""Class prototypes (feature means by class) as extra tensors in a client's update.
 
 A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and the margin (LPM) under the
 key :func:`lpm_key`. The server checks all values before use.
@@ -27,7 +27,7 @@ _MAX_COUNT = 2**48  # maximum count per client, so that sums over thousands of c
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """Packs the present classes' prototypes into extras.
+    """Packs prototypes into extra tensors for an update, without rows for absent classes.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -43,7 +43,7 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Unpacks prototypes over ``num_classes`` classes from extras; ``None`` without prototypes.
+    """Unpacks prototypes for ``num_classes`` classes from an update's extras; ``None`` without prototypes.
 
     Raises:
         ValueError: If the shapes are inconsistent, or a class is outside the allowed range.

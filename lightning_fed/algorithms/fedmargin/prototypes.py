@@ -24,7 +24,7 @@ _DECAY = 0.1  # weight of the previous value in the moving average
 
 
 class Prototypes(NamedTuple):
-    """Prototypes over all classes.
+    """Prototypes: mean and number of feature vectors for each class.
 
     Attributes:
         means: Mean features, shape ``(C, d)``; zeros for absent classes.
@@ -103,7 +103,7 @@ def class_sums(
 
 
 def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch.float32) -> Prototypes:
-    r"""Class-wise feature means.
+    r"""Computes prototypes (feature means by class) from sums and counts.
 
     .. math:: p_k[c] = \frac{1}{n_{k,c}} \sum_{(x, u): \text{label} = c} E(x)_u
 
@@ -212,7 +212,7 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
-    r"""Reference prototypes for the aggregate prototype margin (APM).
+    r"""Prototypes compared with each client's prototypes in the aggregate prototype margin (APM).
 
     A reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and for new classes the round's prototypes :math:`P_t`.
 
