@@ -1,4 +1,4 @@
-"""Compression of updates and models, with error feedback.
+"""Compression of client updates and broadcast models, with error feedback.
 
 Alistarh, Grubic, Li, Tomioka & Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017. https://arxiv.org/abs/1610.02132
@@ -51,7 +51,7 @@ VERSION = "model:version"
 
 
 class Compression(UpdateStep, ABC):
-    """Base class of update steps that encode all trained entries.
+    """Base class of update steps that compress all trained entries in client updates.
 
     The client stores the compression error of an update and adds the error to the next update (error feedback). Sliced
     entries have no error feedback, because the client's rows change between visits.
@@ -68,22 +68,22 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def code_like(self, value: Tensor) -> Tensor:
-        """Returns an empty code with the shape and dtype used on the wire."""
+        """Returns an empty tensor with the shape and dtype of the encoded form of ``value``."""
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encodes a float64 update. Returns the code and extra values, such as a scale or positions."""
+        """Encodes one entry's float64 update; returns the code, and extra values such as a scale or positions."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes an update to float64. An ``extra`` with a wrong shape or dtype raises :class:`BadUpdate`."""
+        """Decodes one entry's update to float64. A wrong shape or dtype of ``extra`` raises :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
         return state | {name: self.code_like(state[name]) for name in self.names(state)}
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Encodes the update plus the compression error from earlier updates."""
+        """Encodes the client's update plus the stored compression error, and stores the new compression error."""
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _STREAM)
         generator = torch.Generator().manual_seed(seed)
         for name in self.names(sent.state):
@@ -118,7 +118,7 @@ class Compression(UpdateStep, ABC):
 
 
 class Quantized(Compression):
-    r"""Rounds stochastically, without bias, to 8-bit or 4-bit multiples of a scale (Alistarh et al., section 3.1).
+    r"""Rounds updates stochastically, without bias, to 8- or 4-bit multiples of a scale (Alistarh et al., section 3.1).
 
     .. math:: q_i = \lfloor u_i / s + \xi_i \rfloor, \qquad \xi_i \sim \mathcal{U}[0, 1), \qquad
         s = \max_i |u_i| / (2^{b - 1} - 1)
@@ -144,7 +144,7 @@ class Quantized(Compression):
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns the multiples as unsigned offsets, and the scale."""
+        """Returns the integer multiples :math:`q_i` as unsigned integers, and the scale s."""
         levels = 2 ** (self.bits - 1) - 1
         scale = step.abs().max() / levels
         noise = torch.rand(step.shape, generator=generator, dtype=torch.float64).to(step.device)
@@ -178,7 +178,7 @@ class Float16(Compression):
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Divides by the largest magnitude, so that float16's range suffices for any learning rate."""
+        """Divides an entry's update by the largest magnitude, so float16's range suffices for any learning rate."""
         scale = step.abs().max()
         return (step / scale if float(scale) else step).half(), scale
 
@@ -225,7 +225,7 @@ class TopK(Compression):
 
 
 class Downlink(UpdateStep):
-    r"""Sends encoded changes since the client's last model (Tang et al., ICML 2019, Algorithm 1, server side).
+    r"""Compresses broadcasts: sends encoded changes since the client's last model (Tang et al., ICML 2019).
 
     The server encodes the change of each round and adds the compression error to the next change (error feedback). The
     new global model is the decoded model, so server and clients hold the same model:
@@ -357,7 +357,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Tracks the model version of each client for :class:`Downlink`: the version in the last accepted update."""
+    """Records each client's model version after every round, for :class:`Downlink`: the last accepted update's."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -371,7 +371,7 @@ class HeldModels(FederatedCallback):
 
 
 def read_scale(extra: Tensor) -> Tensor:
-    """Validates a received scale. An invalid scale raises :class:`BadUpdate`."""
+    """Returns the scale in an update's extra value. An invalid scale raises :class:`BadUpdate`."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
         raise BadUpdate("it sends an invalid scale")
     return extra

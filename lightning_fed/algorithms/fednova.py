@@ -132,7 +132,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends :math:`\lVert a_i \rVert_1` for each shared parameter; 0 for a parameter without a step."""
+        """Sends the accumulated length of the steps for each shared parameter; 0 for a parameter without a step."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))

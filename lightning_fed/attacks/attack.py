@@ -1,4 +1,4 @@
-"""Base classes of attacks."""
+"""Base classes of simulated attacks by malicious clients on a federation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class Attack:
-    """Base class of attacks by some clients, for simulations.
+    """Base class of simulated attacks by some malicious clients.
 
     Args:
         clients: Malicious clients by name, or a number of clients drawn from all clients.
@@ -38,7 +38,7 @@ class Attack:
 
     @property
     def needs_population(self) -> str:
-        """Reason why the attack needs to know all clients, or an empty string."""
+        """Reason for an error message if the attack requires the list of all clients, or an empty string."""
         is_drawn = isinstance(self.clients, int)
         return "it draws the malicious clients from all clients: name the malicious clients instead" if is_drawn else ""
 
@@ -64,14 +64,14 @@ def _draw(size: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 class AttackStep(Attack, UpdateStep):
-    """Base class of attacks on updates. Place these update steps last (outermost)."""
+    """Base class of attacks on updates, as update steps. Place attacks after all other update steps (outermost)."""
 
     def callbacks(self) -> Sequence[Any]:
         return [AttackCheck(self)]
 
 
 class AttackCheck(FederatedCallback):
-    """Checks the client names of all attacks on updates. One callback per Trainer suffices."""
+    """Callback that checks the client names in all attacks on updates; added once per Trainer."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -87,7 +87,7 @@ class AttackCheck(FederatedCallback):
 
 
 def attacked_entries(state: State) -> list[str]:
-    """Floating-point entries except BatchNorm statistics: an attack with negative variances would be detected."""
+    """Names of entries to attack: floating-point entries except BatchNorm statistics (false values are refused)."""
     return [
         name
         for name, value in state.items()

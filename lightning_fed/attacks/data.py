@@ -19,7 +19,7 @@ from lightning_fed.messages import Client
 
 
 class DataAttack(Attack, FederatedCallback):
-    """Base class of attacks on data, as callbacks."""
+    """Base class of attacks on malicious clients' training data, as callbacks."""
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
         super().__init__(clients, seed)

@@ -21,9 +21,9 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class HonestSteps:
-    """Mean and standard deviation of honest updates, and one honest update, in O(model) memory.
+    """Running mean and standard deviation of the honest updates in a round, and one honest update.
 
-    ``first`` is the update from the client with the smallest key, for any order of arrival.
+    ``first`` is the update from the client with the smallest key, for any order of arrival. Memory is O(model).
 
     Example:
         >>> honest = HonestSteps()
@@ -60,7 +60,7 @@ class HonestSteps:
         return {name: value / self.count for name, value in self._sums.items()}
 
     def std(self) -> State:
-        """Unbiased standard deviation per coordinate; 0 for a single update."""
+        """Unbiased standard deviation of the updates per coordinate, by entry; 0 for a single update."""
         mean = self.mean()
         return {
             name: ((value - self.count * mean[name].abs().square()).clamp_min(0) / max(1, self.count - 1)).sqrt()
@@ -73,7 +73,7 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
     @abstractmethod
     def fake(self, honest: HonestSteps) -> State:
-        """Returns the update sent by all malicious clients, float64 entries, given at least one honest update."""
+        """Returns the update sent by all malicious clients (float64 entries), from the honest updates' statistics."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         refuse_rule(self, rule, "has_clusters", "resizes")

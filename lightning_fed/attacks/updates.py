@@ -16,11 +16,11 @@ from lightning_fed.numerics.seeds import client_key, derive_seed
 
 
 class UpdateAttack(AttackStep, ABC):
-    """Base class of attacks that replace a client's trained entries."""
+    """Base class of attacks that replace the trained entries in a malicious client's update."""
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Values sent by a malicious client for one entry; ``generator`` (CPU) is seeded by client and round."""
+        """Returns one entry's false values, from the trained and broadcast values; ``generator`` (CPU) draws noise."""
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         if update.client in self.malicious(self.info.clients):

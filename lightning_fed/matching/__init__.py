@@ -1,4 +1,4 @@
-"""Permutation groups, neuron matching (as in FedMA), and network merging."""
+"""Matches neurons between networks (as in FedMA): permutation groups, matching, and merging."""
 
 from lightning_fed.matching.alignment import align_networks as align_networks
 from lightning_fed.matching.alignment import align_neurons as align_neurons

@@ -22,7 +22,7 @@ _LEAST_GAIN = 1e-6  # relative to the inner product of networks within a group; 
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""Order of neurons (int64) with the largest inner product with a reference, which is also the smallest distance.
+    r"""Returns the order of neurons (int64) with the smallest distance, or largest inner product, to a reference.
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
@@ -74,7 +74,7 @@ def align_networks(
     generator: np.random.Generator,
     sweeps: int = 30,
 ) -> list[list[Tensor]]:
-    r"""Permutes the neurons in all groups to move networks closer to their mean; returns the final orders.
+    r"""Finds an order of neurons for each network and group that moves the networks closer to the mean network.
 
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
@@ -125,7 +125,7 @@ def align_networks(
 
 
 def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
-    """Returns the best order of a group's neurons relative to a mean, or ``None`` without a gain."""
+    """Returns the order for one group's neurons nearest to the mean network, or ``None`` without improvement."""
     roles: tuple[Role, ...] = ("out", "vec", "in")
     reference, features = (neuron_features(values, group, roles) for values in (mean, state))
     if not features:

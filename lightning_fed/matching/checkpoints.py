@@ -71,7 +71,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
-    """Runs the module with the widths of a state, in evaluation mode; then restores the module."""
+    """Checks that a module with a state's layer widths can run on ``example``; then restores the module."""
     device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
     example = move_tensors(example, device)
     args, kwargs = split_inputs(example)
@@ -93,7 +93,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Reads a checkpoint to the CPU. The result is a copy except for the tensors."""
+    """Reads a checkpoint file to the CPU; for a loaded checkpoint copies the dictionaries, but not the tensors."""
     if isinstance(checkpoint, Mapping):
         content, label = dict(checkpoint), "the checkpoint"
     else:
@@ -121,13 +121,13 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state in a checkpoint, or the content if it is already a state."""
+    """Returns the model state in a checkpoint's content; ``content`` may also be a state."""
     state: dict[str, Any] = content.get("state_dict", content)
     return state
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Compares entry names with the module's names. Different names raise ``ValueError``."""
+    """Raises ``ValueError`` if the entry names in ``state`` differ from the module's entry names."""
     expected, actual = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
@@ -139,7 +139,7 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
 
 
 def with_state(content: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint with another state and without the training state of the original run."""
+    """Returns a checkpoint's content with the model state replaced, and without optimizer and loop states."""
     if "state_dict" not in content:
         return dict(state)
     return {name: value for name, value in content.items() if name not in _OF_ONE_RUN} | {"state_dict": dict(state)}

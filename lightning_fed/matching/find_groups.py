@@ -1,4 +1,4 @@
-"""Finds permutation groups from the coupled positions in a traced network."""
+"""Finds permutation groups (sets of exchangeable neurons) in a traced network."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits a family of positions into exchangeable neurons and the number of blocks.
+    """Splits neurons with coupled positions into exchangeable groups; returns each group with the number of blocks.
 
     Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     """

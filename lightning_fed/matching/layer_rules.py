@@ -1,4 +1,4 @@
-"""Tracing rules for operations with weights: on which axes neurons are inputs, outputs, or one value each."""
+"""Rules to trace neurons through operations with weights: each weight axis contains input or output neurons."""
 
 from __future__ import annotations
 

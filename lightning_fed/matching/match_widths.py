@@ -1,4 +1,4 @@
-"""Layer widths from a state, checked against width ratios fixed by the architecture."""
+"""Sets a module's layer widths to the shapes in a state, with a check for consistent widths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANNELWISE = (
 
 
 def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Sets layer widths to match a state. Unknown names are ignored.
+    """Sets the widths of a module's layers to the shapes in a state. Unknown entry names are ignored.
 
     An entry with a different number of axes, or different widths within a layer or along an ``nn.Sequential``, raises
     ``ValueError`` and leaves the module unchanged.
@@ -98,7 +98,7 @@ def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
 
 
 def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """Yields pairs of axes with equal width in a recurrent layer: gate rows, and hidden or projected outputs."""
+    """Yields pairs of axes with coupled widths in a recurrent layer: gate rows, and hidden or projected outputs."""
     suffix = next(name for name in names if name.startswith("weight_hh"))[len("weight_hh") :]
     rows, outputs = ("weight_ih" + suffix, 0), ("weight_hh" + suffix, 1)
     for name in names:

@@ -1,7 +1,7 @@
-"""Mean of networks after neuron matching.
+"""Mean of several networks' parameters after neuron matching.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. In this implementation, each
-neuron is averaged over its owners instead of all clients.
+neuron is averaged over the clients that have the neuron (owners) instead of all clients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""Averages matched clients: each neuron is the mean over its owners. Returns the state of the wide network.
+    r"""Averages client states after matching: each neuron over the clients with the neuron. Returns the mean state.
 
     With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (0 for missing neurons), row *i* of an entry
     is
@@ -41,7 +41,7 @@ def matched_mean(
         states: One state per client, with equal names.
         groups: All permutation groups of the network, equal for all clients.
         assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
-        sizes: Global number of neurons in each group.
+        sizes: Number of neurons in the mean network for each group.
         weights: Client weights, greater than 0. Integer entries come from the client with the largest weight.
         prior_weight: Weight *b* of a prior with mean 0, in units of one client. With 1 and equal weights the mean over
             *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
@@ -115,7 +115,7 @@ def agreement(
 
 
 def _squared_lengths(state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor:
-    """Squared norm of incoming weights per neuron (else of vectors), float64, on the CPU."""
+    """Squared norm of each neuron's incoming weights (or only bias and normalization values), float64, on the CPU."""
     lengths = torch.zeros(group.size, dtype=torch.float64)
     for value in (neuron_features(state, group, ("out",)) or neuron_features(state, group, ("vec",))).values():
         lengths += to_float64(value).square().sum(1).cpu()

@@ -31,7 +31,7 @@ from lightning_fed.numerics.trees import move_tensors
 
 
 class MergedGroup(NamedTuple):
-    """Permutation group in a merged network.
+    """Merging result for one permutation group: widths, matched neurons and time.
 
     Attributes:
         name: Group name.
@@ -232,7 +232,7 @@ def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
 
 
 def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> list[dict[str, Tensor]]:
-    """Reads the states of all networks to the devices of the module's entries."""
+    """Reads the states of all networks, and moves the tensors to the devices of the module's entries."""
     if not networks:
         raise ValueError("Expected `networks` to contain at least one network, but got none.")
     module_tensors, states = entry_tensors(module), list[dict[str, Tensor]]()

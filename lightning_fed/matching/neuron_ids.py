@@ -50,7 +50,7 @@ class UnionFind:
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Unites ids at equal positions of two broadcast tensors, except neutral ids."""
+        """Unites ids at equal positions of two broadcast id tensors, except neutral ids."""
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():
@@ -78,7 +78,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """Activation with one neuron id per element. ``ids`` has length 1 along dimensions with equal ids."""
+    """Activation with one neuron id per element; ``ids`` has length 1 along dimensions without changes of the id."""
 
     ids: Tensor
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class TracedActivation:
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """A state entry, optionally with permuted axes: lengths of the axes, and the axis for each dimension."""
+    """State entry with possibly permuted axes: the entry's axis lengths, and the axis for each view dimension."""
 
     name: str
     lengths: tuple[int, ...]

@@ -1,4 +1,4 @@
-r"""Matches client neurons to global neurons, and infers the number of global neurons.
+r"""Matches one layer's neurons between networks (client neurons to global neurons), with a variable global width.
 
 - Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
   published score; each layer is matched once, without training in between.
@@ -160,7 +160,7 @@ def match_neurons(
 
 
 class _Matcher:
-    """State of the matching. If all precisions are scalars, the precisions have one column."""
+    """Assignment of client neurons in progress. If all precisions are scalars, the precisions have one column."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Matcher:
         self.precisions = self.sums[:, : self.num_columns]  # P
 
     def run(self, generator: np.random.Generator, passes: int) -> int:
-        """Matches each client once, and then in passes. Returns the number of passes."""
+        """Matches each client once, and again in up to ``passes`` passes; returns the number of passes used."""
         for client in sorted(range(len(self.neurons)), key=lambda client: -len(self.neurons[client])):
             self._match(client)
         partition = self.partition()
@@ -205,7 +205,7 @@ class _Matcher:
         return passes
 
     def partition(self) -> NDArray[np.int64]:
-        """Maps each neuron to the first neuron with the same global neuron."""
+        """Maps each client neuron to the first client neuron with the same global neuron."""
         _, first, inverse = np.unique(np.concatenate(self.assignments), return_index=True, return_inverse=True)
         return first[inverse]
 
@@ -238,7 +238,7 @@ class _Matcher:
         return total
 
     def _new_scores(self, client: int, gamma: float) -> NDArray[np.float64]:
-        """Scores of a client's neurons for the first new global neuron."""
+        """Matching scores between a client's neurons and the first new global neuron (k = 1)."""
         posterior_variance = 1 / (self.prior_precision + self.precision[client])
         scores = self._reduced((self.scaled[client] + self.anchor).square()) @ posterior_variance
         scores = scores - (self._reduced(self.anchor.square()[None]) @ (1 / self.prior_precision))
@@ -288,7 +288,7 @@ class _Matcher:
         self.owners[self.assignments[client]] += times
 
     def _remove(self, client: int) -> None:
-        """Removes a client, and global neurons that no other client owns."""
+        """Removes a client from the assignment, with global neurons that no other client owns."""
         self._add(client, -1)
         self.assignments[client] = self.assignments[client][:0]
         is_owned = self.owners > 0
@@ -313,7 +313,7 @@ class _Matcher:
 
 
 def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
-    """Checks the clients' neurons, and converts them to the dtype and device of the first client."""
+    """Checks the clients' neurons, and converts all tensors to the dtype and device of the first client."""
     if not len(clients):
         raise ValueError("Expected `clients` to contain the neurons of at least one client, but got none.")
     for number, neurons in enumerate(clients):

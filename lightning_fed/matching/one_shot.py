@@ -197,7 +197,7 @@ def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
 
 
 def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:
-    """Axes to compare across networks, from entries whose other axes have no unmatched neurons."""
+    """Axes used to compare a group's neurons: axes in entries without neurons from groups still to match."""
     unmatched = {axis for later in waiting for axis in later.entries}
     by_role = {axis for axis, entry in group.entries.items() if entry.role in (*roles, "both")}
     comparable = {
@@ -207,7 +207,7 @@ def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles:
 
 
 def _ordered(neurons: Sequence[Tensor], blocks: int) -> list[Tensor]:
-    """Aligns each network's neurons with the mean over the previous networks; returns the new index of each neuron."""
+    """Permutes each network's neurons towards the mean of the previous networks; returns the neurons' new indices."""
     mean, assignments = torch.zeros_like(neurons[0]), []
     for count, network in enumerate(neurons):
         order = align_neurons(mean, network, blocks) if count else torch.arange(len(network), device=network.device)

@@ -1,4 +1,4 @@
-"""Tracing rules for operations without weights, one per kind of operation."""
+"""Rules to trace neurons through operations without weights, one per kind of operation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Tensors with a single value."""
+    """Operations whose result has the same value in all elements, so without neurons."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 

@@ -1,4 +1,4 @@
-r"""Permutes, selects and adds neurons in a state.
+r"""Permutes, selects and adds neurons in a network's state.
 
 A network computes the same function if a layer's neurons are permuted together with all dependent values: rows in
 incoming weights, biases, normalization, and columns in outgoing weights.
@@ -48,7 +48,7 @@ class PermutationGroup:
     Attributes:
         name: Layer that has the neurons as outputs.
         size: Neuron count.
-        entries: Indices of the neurons, by :class:`Axis`.
+        entries: Indices of the neurons on each axis with neurons of the group, by :class:`Axis`.
         blocks: Number of consecutive blocks with equal size (groups in a group normalization); neurons stay in a block.
         is_growable: Whether neurons can be added.
     """
@@ -140,7 +140,7 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
 def permute_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], orders: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Permutes the neurons in a state.
+    """Permutes the neurons in a network's state.
 
     Args:
         state: Any network entries. Entries outside the groups are returned unchanged.
@@ -167,7 +167,7 @@ def permute_neurons(
 def slice_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], kept: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Selects neurons from a state.
+    """Selects neurons from a network's state, for a narrower network.
 
     Args:
         state: Any network entries. Entries outside the groups are returned unchanged.
@@ -192,7 +192,7 @@ def slice_neurons(
 def grow_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], assignments: Sequence[Tensor], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Places neurons at given indices of a wider network. New neurons are 0.
+    """Expands a network's state to a wider network, with neurons at given indices. New neurons are 0.
 
     The network computes the same function. :func:`slice_neurons` with the same indices is the inverse.
 
@@ -268,7 +268,7 @@ def is_compared(name: str, value: Tensor) -> bool:
 
 
 class _Run(NamedTuple):
-    """Adjacent neurons on an axis: neuron i has the positions ``start + i * repeat + [0, repeat)``."""
+    """Neurons in adjacent positions on an axis: neuron i has the positions ``start + i * repeat + [0, repeat)``."""
 
     group: int
     column: int
@@ -277,7 +277,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits positions into runs of adjacent neurons (first column, start, repeat), or returns ``None``."""
+    """Splits positions ``(neurons, copies)`` into runs (first column, start, repeat), or returns ``None``."""
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:
@@ -321,7 +321,7 @@ def _rearranged(
 
 
 def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
-    """Old position for each new position on an axis; -1 for new neurons."""
+    """Index tensor for a rearranged axis: the old position for each new position; -1 for new neurons."""
     length, new_length = pieces[0][0].length, pieces[0][1].length
     is_other, is_new_other = torch.ones(length, dtype=torch.bool), torch.ones(new_length, dtype=torch.bool)
     index = torch.full((new_length,), -1)

@@ -108,7 +108,7 @@ class PermutationCheck:
         return value.to(device, self._dtype if value.is_floating_point() else value.dtype)
 
     def _perturbed(self, value: Any, name: str = "") -> Any:
-        """Adds noise with the same standard deviation, on the CPU."""
+        """Adds noise to a tensor, with the tensor's standard deviation; the noise is drawn on the CPU."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value.detach().cpu() if isinstance(value, Tensor) else value
         numbers = value.detach().to("cpu", torch.float64)
@@ -154,7 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds failing groups by bisection. Groups that fail only together are all returned."""
+    """Finds failing groups (``fails`` is true) by bisection. Groups that fail only together are all returned."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

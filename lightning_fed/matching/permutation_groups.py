@@ -35,7 +35,7 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module, in execution order.
 
-    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are by group.
+    States are flat, such as ``module.state_dict()``, possibly incomplete. Orders, sizes and indices are given by group.
 
     Attributes:
         groups: Permutation groups.
@@ -227,7 +227,7 @@ def _traced_names(tracer: Tracer) -> set[str]:
 
 
 def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tracer) -> list[str]:
-    """Parameters with several axes outside the trace."""
+    """Names of parameters with several axes that the traced operations do not use."""
     traced = _traced_names(tracer)
     parameters = {name: value for name, value in tensors.items() if isinstance(value, nn.Parameter)}
     return [name for name, value in parameters.items() if value.ndim > 1 and names[name] not in traced]
@@ -236,7 +236,7 @@ def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tra
 def _checked(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[PermutationGroup]
 ) -> list[PermutationGroup]:
-    """Returns the groups that pass the check. Failing groups are named in a warning."""
+    """Returns groups whose permutation preserves the module's outputs. Failing groups are named in a warning."""
     if not groups:
         return []
     try:

@@ -18,7 +18,7 @@ StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers matched in one exchange: names of the layers' output groups, and names of the entries."""
+    """Layers matched in one round: names of the permutation groups (layer outputs), and names of the entries."""
 
     groups: tuple[str, ...]
     entries: tuple[str, ...]
@@ -73,7 +73,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
 
 
 def check_stages(choice: StageChoice) -> StageChoice:
-    """Checks the choice of stages, see :func:`find_stages`."""
+    """Raises ``ValueError`` for an invalid argument ``choice`` of :func:`find_stages`."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         is_right = len(choice) > 0 and all(_are_patterns(patterns) for patterns in choice)
     else:

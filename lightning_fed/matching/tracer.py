@@ -58,7 +58,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Packs results like the operation's return value. Missing results are never used."""
+        """Packs traced results in the structure of the operation's return value. Missing results are never used."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
@@ -157,7 +157,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Returns the ids along one dimension, united over all other dimensions; shape ``(length,)``."""
+        """Returns an activation's ids along one dimension, united over all other dimensions; shape ``(length,)``."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -198,7 +198,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the result of a reduction over ``dims``, which remain as dimensions with length 1."""
+        """Returns the activation after a reduction over ``dims``, which remain as dimensions with length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()

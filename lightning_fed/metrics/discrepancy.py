@@ -1,4 +1,4 @@
-"""Discrepancy between the features of two models."""
+"""Maximum mean discrepancy between the features of two models, as a torchmetrics metric."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
     ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
-        num_classes: Number of classes, for the mean over class-wise discrepancies; ``None`` for one over all samples.
+        num_classes: Number of classes, to average discrepancies within each class; ``None`` to ignore classes.
         bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
         estimator: Estimator with ("biased") or without ("unbiased") kernels between a sample and itself.
         scales: Factors on the bandwidth; the kernels of all factors are added.
@@ -83,7 +83,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         labels: Tensor | None = None,
         reference_labels: Tensor | None = None,
     ) -> None:
-        """Adds a batch.
+        """Adds a batch of features from both models.
 
         Args:
             features: The model's features, shape ``(m, d)``.

@@ -1,4 +1,4 @@
-"""Mean over the entropy maps of a model."""
+"""Mean entropy of a model's class probabilities or features over all pixels, as a torchmetrics metric."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MeanEntropy(Float64Mean):
 
     @torch.no_grad()
     def update(self, values: Tensor, labels: Tensor | None = None) -> None:
-        """Adds values, shape ``(N, C, *size)``. Labels, shape ``(N, *label_size)``, only mark void pixels."""
+        """Adds logits or features, shape ``(N, C, *size)``. Labels, ``(N, *label_size)``, only mark void pixels."""
         if self.level == "softmax":
             entropies = softmax_entropy(values, normalize=self.normalize)
         else:

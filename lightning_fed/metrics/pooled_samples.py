@@ -11,7 +11,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PooledSamples(Metric):
-    """Stores all vectors (of equal length) and labels in the metric's dtype, and gathers them from all processes.
+    """Stores all vectors (of equal length) and labels for a metric, in the metric's dtype, gathered over processes.
 
     States are one-dimensional and labels are floats, so the empty state of a process without data has the same dtype.
     """
@@ -32,7 +32,7 @@ class PooledSamples(Metric):
             raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
 
     def append(self, **values: Tensor) -> None:
-        """Adds vectors, shape ``(n, d)``, and labels, shape ``(n,)``, by state name."""
+        """Adds vectors, shape ``(n, d)``, or labels, shape ``(n,)``, to the states named by the keywords."""
         for name, value in values.items():
             getattr(self, name).append(value.detach().to(self.dtype).flatten())
             if value.ndim == 2:

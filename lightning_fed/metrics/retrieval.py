@@ -1,4 +1,4 @@
-"""Retrieval by nearest neighbours among embeddings."""
+"""Retrieval by nearest neighbours among embeddings, as a torchmetrics metric."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
     default, see ``set_dtype``), and gathered over processes. :meth:`update` is faster than ``forward``.
 
     Args:
-        r: R, equal for all images; "relevant" for the number of other images in the same class.
+        r: Number R of neighbours, equal for all images; "relevant" for the number of other images in the same class.
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
         chunk_size: Number of images per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.

@@ -68,7 +68,7 @@ class SegmentationScores(Metric):
         self.add_state("counts", torch.zeros(num_classes, 5, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, target: Tensor) -> None:
-        """Adds a batch.
+        """Adds a batch of predictions and labels.
 
         Args:
             logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.

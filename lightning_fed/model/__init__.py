@@ -1,4 +1,4 @@
-"""Model entries, layer widths, features and BatchNorm layers."""
+"""Tools for models: entries (parameters and buffers), layer widths, features and BatchNorm layers."""
 
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.batch_norm import find_bad_statistics as find_bad_statistics

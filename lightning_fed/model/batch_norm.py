@@ -50,7 +50,7 @@ class InputStatistics:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context that records the layers' inputs in every forward pass."""
+        """Context manager that adds the BatchNorm layers' inputs to the statistics in every forward pass."""
         momenta = {name: layer.momentum for name, layer in self._layers.items()}
         handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
         for layer in self._layers.values():
@@ -64,7 +64,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Mean and biased variance for every used layer, shape ``(channels,)``, and the count, shape ``()``."""
+        """Returns mean and biased variance per used layer, ``(channels,)``, and position counts, ``()``, by name."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -115,15 +115,15 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits reported position counts in proportion to each client's counted examples.
+    """Limits the position counts in client reports, in proportion to each client's counted examples.
 
     All clients get the median number of positions per example. The client with the largest ratio of counted to reported
     examples keeps its count.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.
-        reported: Number of examples by client.
-        counted: Number of counted examples by client, see :class:`~lightning_fed.steps.WeightStep`.
+        reported: Number of examples reported by each client.
+        counted: Number of examples by client after limits, see :class:`~lightning_fed.steps.WeightStep`.
     """
     limited: list[State] = [dict(report) for report in reports]
     for name in {name for report in reports for name in report if name.endswith(":count")}:
@@ -167,7 +167,7 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Difference between clients in the inputs of a layer, from 0 to 1; ``None`` for one client or without variance.
+    r"""Measures the difference between clients' inputs of a layer, 0 to 1; ``None`` for one client or no variance.
 
     The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
     mean squared variance between client variances, each averaged over channels with variance:
@@ -233,7 +233,7 @@ def recalibrate_batch_norm(
     inputs: BatchKey = None,
     run: Callable[[Any], object] | None = None,
 ) -> None:
-    """Replaces running statistics by statistics measured on data.
+    """Replaces BatchNorm's running statistics by statistics measured on data.
 
     The data pass through the module once, in evaluation mode except for BatchNorm layers, which normalise with batch
     statistics: pass batches of the training size. Other tensors and unused layers do not change.

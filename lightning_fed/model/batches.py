@@ -16,7 +16,7 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Finds the inputs: by index, key or function, else the first element, a common key, or the batch itself."""
+    """Finds a batch's inputs: by index, key or function, else the first element, a common key, or the whole batch."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 

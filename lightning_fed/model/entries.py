@@ -41,7 +41,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
-    """A parameter or buffer, with its layer and attribute name. ``path`` is the name in ``named_parameters()``."""
+    """Parameter or buffer with the layer and the attribute name; ``path`` is the name in ``named_parameters()``."""
 
     path: str
     layer: nn.Module
@@ -62,7 +62,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by path, each once. Entry names may differ from paths."""
+    """Parameters and buffers by path (as in ``named_parameters()``), each tensor once; paths are no entry names."""
     paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
     return {path: tensor for tensor, path in reversed(paths.items())}
 
@@ -84,7 +84,7 @@ def live_entries(module: nn.Module) -> State:
 
 
 def _find_state(module: nn.Module) -> tuple[State, dict[Tensor, str]]:
-    """Finds the entries, and the entry name for each parameter and buffer."""
+    """Finds the tensors of all entries by name, and the entry name for each parameter and buffer."""
     state = {
         name: value
         for name, value in module.state_dict().items()
@@ -148,19 +148,19 @@ def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Entry names by parameter, see :func:`entry_names`."""
+    """Maps each parameter to the entry name, see :func:`entry_names`."""
     names = entry_names(module)
     return {parameter: names[parameter] for parameter in module.parameters() if parameter in names}
 
 
 def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
-    """Names of entries of a layer inside a module."""
+    """Names of the module's entries that belong to one layer inside the module."""
     names = _entry_names(module)
     return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
 
 
 def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
-    """Entry prefix of each layer with tensors: the entry of ``weight`` is named ``prefix + "weight"``."""
+    """Maps each layer to the prefix of the layer's entry names: ``weight`` has the name ``prefix + "weight"``."""
     names, prefixes = _entry_names(module), dict[nn.Module, str]()
     for slot in tensor_slots(module):
         if slot.tensor in names and names[slot.tensor].rpartition(".")[2] == slot.attribute:
@@ -169,7 +169,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Checks that each trained tensor, also in ``optimizers``, shares memory with an entry.
+    """Raises an error if a trained tensor, also in ``optimizers``, shares no memory with an entry of the state.
 
     Refuses lazy layers, running statistics in training mode without an entry, and entries that overlap in memory.
     """
@@ -252,9 +252,9 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Names of the entries for parameters without gradients, and for buffers of layers in evaluation mode.
+    """Names of entries that training leaves unchanged: parameters without gradients, buffers in evaluation mode.
 
-    The module itself may write to these entries.
+    Only the module's code may write to these entries.
     """
     names = entry_names(module)
     untrained: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
@@ -266,7 +266,7 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of entries with equal dtype, shape, device and values, using one device synchronisation. NaN is unequal."""
+    """Names of entries equal in both states (dtype, shape, device, values; NaN is unequal), with one device sync."""
     common = [name for name in left if name in right]
     same = {name for name in common if left[name] is right[name]}
     alike = [name for name in common if name not in same and _form(left[name]) == _form(right[name])]
@@ -279,25 +279,25 @@ def _form(value: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Maps each entry to the first entry with the same memory."""
+    """Maps each entry name to the name of the first entry with the same memory (tied tensors)."""
     first: dict[object, str] = {}
     memories = {name: _memory(value) for name, value in state.items()}
     return {name: name if key is None else first.setdefault(key, name) for name, key in memories.items()}
 
 
 def copy_state(state: Mapping[str, Tensor]) -> State:
-    """Copies all tensors, each with separate memory."""
+    """Copies the tensors in a state, each with separate memory."""
     return {name: value.detach().clone() for name, value in state.items()}
 
 
 def copy_adjacent(state: Mapping[str, Tensor]) -> State:
-    """Copies all tensors into common memory: for values without a pickle, because each entry holds the whole memory."""
+    """Copies all tensors into one common storage. Never pickle the result: each tensor would save the whole storage."""
     return dict(zip(state, copies(list(state.values())), strict=True))
 
 
 @torch.no_grad()
 def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copies ``state`` into live entries. A wrong name, shape or dtype raises ``ValueError`` before any write."""
+    """Copies ``state`` into a module's tensors. A wrong name, shape or dtype raises ``ValueError`` before any write."""
     fault = find_fault(state, {name: entries[name] for name in state if name in entries})
     if fault is not None:
         raise ValueError(f"The state cannot be loaded: {fault}.")
@@ -305,7 +305,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> str | None:
-    """Describes the first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
+    """Describes a state's first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
     missing = [name for name in reference if name not in state]
     if missing:
         return f"{len(missing)} missing entries: {_some(missing)}"
@@ -355,7 +355,7 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm over all tensors, shape ``()``; 0 without elements."""
+    """Euclidean norm of all tensors together, shape ``()``; 0 without elements."""
     parts = norms(tensors)
     if not parts:
         return torch.tensor(0.0)
@@ -366,7 +366,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
-    """Euclidean norm of the difference over named entries with equal shapes; ``None`` without such entries."""
+    """Euclidean distance between two states over named entries with equal shapes; ``None`` without such entries."""
     common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
     steps = differences([new[name] for name in common], [old[name] for name in common])
     return float(norm(steps)) if common else None
@@ -458,7 +458,7 @@ def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
 
 
 def batch_norm_statistics(module: nn.Module) -> set[str]:
-    """Entries with running statistics (mean, variance, counter) from BatchNorm layers."""
+    """Names of entries with running statistics (mean, variance, counter) in BatchNorm layers."""
     names = _entry_names(module)
     return {
         names[getattr(layer, attribute)]
@@ -470,7 +470,7 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """True if an entry name belongs to a running mean or variance, because states contain names but no layers."""
+    """True if an entry name ends in ``running_mean`` or ``running_var``."""
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 

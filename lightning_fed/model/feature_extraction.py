@@ -68,7 +68,7 @@ def extract_features(
 
 
 class _Sample:
-    """Random sample without replacement from a stream: selects the vectors with the smallest random keys."""
+    """Random sample of feature vectors without replacement, updated batch by batch: keeps the smallest random keys."""
 
     def __init__(self, size: int | None, seed: int) -> None:
         self.vectors: Tensor | None = None
@@ -78,7 +78,7 @@ class _Sample:
         self._generator = torch.Generator().manual_seed(seed)
 
     def take(self, features: Tensor) -> None:
-        """Samples vectors from the features of a batch, in the batch's first pass through the layer."""
+        """Adds a batch's feature vectors to the sample; ignores later passes of the batch through the layer."""
         if not self.is_awaited:
             return
         self.is_awaited = False
@@ -95,7 +95,7 @@ class _Sample:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in evaluation mode without gradients; restores the mode of each layer."""
+    """Context manager for evaluation mode without gradients; afterwards restores the training mode of each layer."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

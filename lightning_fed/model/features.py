@@ -14,13 +14,13 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class for custom layers with logits for ``num_classes`` classes along the last axis."""
+    """Base class for custom classifier layers, with output logits for ``num_classes`` classes along the last axis."""
 
     num_classes: int
 
 
 class FeatureLayer(NamedTuple):
-    """The input or output (``side``) of a layer. ``path`` is the name in ``named_modules``."""
+    """Feature location in a model: a layer's input or output (``side``); ``path`` as in ``named_modules``."""
 
     path: str
     side: Literal["input", "output"] = "output"
@@ -69,7 +69,7 @@ def require_classifier(module: nn.Module) -> str:
 
 
 def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str | None:
-    """Finds the layer with the logits as output, or returns ``None``.
+    """Finds a model's classifier, the layer with the logits as output; returns the name, or ``None``.
 
     The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
     else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
@@ -113,7 +113,7 @@ def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | N
 
 
 def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Replaces a layer. Returns the module, or for an empty name the new layer."""
+    """Replaces the layer ``name`` in a module; returns the module, or the new layer for an empty name."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")
@@ -147,7 +147,7 @@ class FeatureTap:
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
-    """Reads a layer's features within the context.
+    """Context manager that yields a :class:`FeatureTap`, to read a layer's features in forward passes.
 
     A model compiled before does not call the hook: add :func:`without_compiled_code`. In a model compiled inside the
     context, the hook runs outside the compiled graphs.
@@ -200,7 +200,7 @@ def without_compiled_code() -> AbstractContextManager[None]:
 
 
 def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields named modules except metrics, which may contain networks."""
+    """Yields all submodules with names, except metrics and their submodules."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, Metric | MetricCollection):
@@ -208,7 +208,7 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields named modules except metrics and untrained networks, such as a teacher.
+    """Yields all submodules with names, except metrics and untrained networks, such as a teacher.
 
     A network is a layer with parameters in its children. ``optimized`` contains ids of trained parameters, by default
     all parameters with gradients. If no parameter is trained, all modules are yielded.

@@ -1,4 +1,4 @@
-"""New initial parameters for a module."""
+"""Random initial parameters for a module, drawn by shuffling existing initial parameters."""
 
 from __future__ import annotations
 

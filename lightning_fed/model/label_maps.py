@@ -19,7 +19,7 @@ _VOID_OF_8_BITS = 255
 def class_indices(
     labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
-    """Class index for every label, int64; void pixels and excluded classes get :math:`C` = ``num_classes``.
+    """Converts labels to class indices, int64; void pixels and excluded classes get :math:`C` = ``num_classes``.
 
     ``ignore_index`` is the label of void pixels: ``"auto"`` for 255 unless 255 is a class, ``None`` for no void label.
 
@@ -61,7 +61,7 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
 
 
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
-    r"""Nearest-neighbour resizing: position i of n gets the label at :math:`\lfloor i m / n \rfloor` of m.
+    r"""Resizes label maps by nearest neighbour: position i of n gets the label at :math:`\lfloor i m / n \rfloor` of m.
 
     The result equals ``torch.nn.functional.interpolate(mode="nearest")``, but large labels and positions are not
     rounded. Labels have shape ``(N, *label_size)``, results ``(N, *size)``.

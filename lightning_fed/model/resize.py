@@ -12,7 +12,7 @@ from lightning_fed.model.entries import entry_tensors
 
 
 class AttributeChange(NamedTuple):
-    """A changed layer attribute, with its previous value."""
+    """Changed width attribute of a layer, such as ``out_features``, with the previous value."""
 
     layer: nn.Module
     name: str
@@ -59,7 +59,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def set_tensor_data(owner: Tensor, value: Tensor) -> None:
-    """Replaces the data of a parameter or buffer, also for a new shape. Drops the gradient."""
+    """Replaces the data of the parameter or buffer ``owner``, possibly in a new shape; drops the gradient."""
     owner.grad = None
     if value.shape != owner.shape:
         # Autograd remembers the old shape while an earlier graph exists. Setting a new dtype resets the shape.
@@ -68,7 +68,7 @@ def set_tensor_data(owner: Tensor, value: Tensor) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
-    """Sets the width attributes of all layers to match the tensors; returns the changes."""
+    """Sets the width attributes of all layers, such as ``in_features``, to the tensors' shapes; returns the changes."""
     changes = []
     for layer in module.modules():
         for name, value in layer_numbers(layer).items():

@@ -1,4 +1,4 @@
-"""Building blocks for models."""
+"""Layers, losses and conversions for models in federated training."""
 
 from lightning_fed.algorithms.fedfusion.extractors import Extractor as Extractor
 from lightning_fed.algorithms.fedfusion.extractors import find_extractor as find_extractor

@@ -30,7 +30,7 @@ class FedAwS(Method):
     - For: very many classes with few per client, such as people or places.
 
     Args:
-        strength: Weight :math:`\lambda` of the regulariser in :class:`~lightning_fed.callbacks.SpreadOut`.
+        strength: Weight of the regulariser, see :class:`~lightning_fed.callbacks.SpreadOut`.
         variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes within a margin.
         k: Number of nearest classes to separate each class from, for ``"top_k"``.
         margin: Cosine distance below which ``"margin"`` separates two classes.

@@ -30,7 +30,7 @@ class MatchingPass:
     """Progress of a matching pass over the stages of a network, from round index ``origin`` to ``round``.
 
     ``stage`` is the number of matched stages. ``owners`` counts the clients with each matched neuron. After the pass,
-    the matched entries are replaced by hashes of the values.
+    hashes replace the values in matched entries.
     """
 
     origin: int
@@ -44,7 +44,7 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Tensor with the index of the pass's first round and the number of matched stages, int64, shape ``(2,)``."""
+        """Tensor with the pass's first round index and the stage count, int64, shape ``(2,)``."""
         return torch.tensor([self.origin, self.stage])
 
     @property
@@ -88,5 +88,5 @@ def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the global index of each neuron by group, from a message's extra tensors or the client's memory."""
+    """Returns each neuron's global index by group, from a message's extra tensors or the client's memory."""
     return without_prefix(values, ASSIGNMENT)

@@ -1,4 +1,4 @@
-"""FedSS on the clients (Algorithm 1): each client holds, trains and sends the head's rows for only some classes."""
+"""FedSS on the clients (Algorithm 1): clients receive, train and send the last layer's rows for some classes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEGATIVES_STREAM = 2  # random stream of the visit, for negatives
 
 
 class SampledSoftmax(FederatedCallback):
-    r"""Sends each client only the head's rows for the client's classes and some negatives, and trains on these rows.
+    r"""Trains each client on the head's rows for the client's classes and for sampled other classes (negatives).
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before a visit, a client with the
     classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the rows for the sorted classes :math:`S_k =
@@ -262,7 +262,7 @@ class SampledSoftmax(FederatedCallback):
 
 
 def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """Replaces a tensor inside a batch; refuses a batch without the tensor."""
+    """Replaces the tensor ``old`` inside a nested batch by ``new``; refuses a batch without ``old``."""
     count = 0
 
     def replace(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FedSS's last layer for very many classes; a client holds the rows for only some classes.
+"""FedSS's last layer for very many classes, which may contain weight rows for only some classes.
 
 During a visit, the layer has rows only for the client's classes, and labels are column indices. In training, the
 cross-entropy of the layer's logits equals the client's loss, so ``training_step`` needs no changes.
@@ -24,7 +24,7 @@ _SCALE = 20.0  # from section A.2 of the paper
 
 
 class _Batch(NamedTuple):
-    """Classes in the training logits, as positions among the held classes."""
+    """Classes in the current batch's training logits, as indices into the layer's weight rows."""
 
     held: SampledClasses
     columns: Tensor | None = None  # positions among the held classes; None for all
@@ -37,9 +37,9 @@ class SampledSoftmaxHead(LogitsLayer):
     .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
-    Features have shape ``(*, in_features)``, logits ``(*, num_classes)``, or ``(*, S)`` for S held classes or S batch
-    columns. Outside visits this layer is an ordinary layer. In a client's visit the layer may hold rows for only some
-    classes (:meth:`hold`, :meth:`begin_batch`); this choice is not in the ``state_dict``, and only affects training.
+    Features have shape ``(*, in_features)``, logits ``(*, num_classes)``. Outside visits this layer is an ordinary
+    layer. In a client's visit the weight may have rows for only S classes, called held classes (:meth:`hold`), and
+    training logits have S columns (or fewer, see :meth:`begin_batch`); the ``state_dict`` excludes this choice.
 
     Logits have at least float32 precision, so losses and cosines use float32 also in half precision. Zero features have
     no direction and very large gradients: avoid a ReLU directly before cosine logits.
@@ -119,11 +119,11 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @property
     def held(self) -> SampledClasses | None:
-        """Classes whose rows the layer holds; ``None`` for all classes."""
+        """Classes of the rows in the layer's weight; ``None`` for all classes."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Sets the classes whose rows the parameters contain, in order.
+        """Sets the classes of the rows in the layer's parameters, in row order.
 
         The caller first sets the parameters' data to these rows, and calls :meth:`release` after restoring all rows.
         """
@@ -138,7 +138,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Args:
             target: The batch's class labels, integers, all among the client's classes; negative labels stay unchanged.
-            columns: Positions of the batch's classes among the held classes, int64, increasing, with all positives.
+            columns: Rows of the layer's weight used for the batch's logits, int64, increasing, with all positives.
         """
         if self._held is None:
             raise RuntimeError(
@@ -153,14 +153,14 @@ class SampledSoftmaxHead(LogitsLayer):
     def relabel(self, target: Tensor) -> Tensor:
         """Converts class labels to column indices of the training logits, int64; negative labels stay unchanged.
 
-        A layer with all classes returns the labels unchanged.
+        A layer with rows for all classes returns the labels unchanged.
         """
         return target if self._batch is None else self._batch.held.relabel(target)
 
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes the logits. In training with held classes, the cross-entropy of the logits is the client's loss."""
+        """Computes the logits. In training with some classes, the cross-entropy of the logits is the client's loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
                 f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "
@@ -171,7 +171,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Computes the cross-entropy: with held classes the client's loss, else the full softmax loss.
+        """Computes the client's loss (see ``objective`` in FedSS), or with rows for all classes the full softmax loss.
 
         The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
 
@@ -193,7 +193,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Computes the largest logits and their classes, both in shape ``(*, k)``, in chunks; also with held classes.
+        """Computes the k largest logits and the corresponding classes, both in shape ``(*, k)``, in chunks of classes.
 
         Args:
             features: Features, shape ``(*, in_features)``.

@@ -2,7 +2,7 @@
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
 to 8. A client holds its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement.
-Only negatives are corrected. Then the sum over held classes is an unbiased estimate for the full softmax's sum: a
+Only negatives' logits are corrected. Then the sum over P and N is an unbiased estimate for the full softmax's sum: a
 negative is drawn with probability m q, a positive with probability 1. Correction: Bengio and Senecal, "Adaptive
 Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on Neural
 Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018.
@@ -96,14 +96,14 @@ def sampled_logits(
     *,
     objective: Objective = "fedss",
 ) -> Tensor:
-    r"""Corrects logits, shape ``(N, S)``, at least float32; the cross-entropy of the result is the client's loss.
+    r"""Corrects a client's logits, shape ``(N, S)``; the cross-entropy of the result is the FedSS loss.
 
     Negatives have :math:`o'_j = o_j - \ln(m q)`. Excluded classes have :math:`-\infty`: for "posonly" the negatives,
     for "negonly" all positives except the target. With "negonly", rows without a target retain all classes.
 
     Args:
-        logits: Logits :math:`o` for the held classes, shape ``(N, S)``.
-        is_positive: Mask for the client's classes, bool, shape ``(S,)``.
+        logits: Logits :math:`o` for the client's S classes (positives and negatives), shape ``(N, S)``.
+        is_positive: Mask for the positives among the S classes, bool, shape ``(S,)``.
         correction: Result of :func:`log_correction`.
         target: Target column for each row, shape ``(N,)``; negative for no target. Required for "negonly".
         objective: See :func:`sampled_softmax_loss`.
@@ -187,9 +187,9 @@ def sampled_softmax_loss(
     If all other classes are negatives, "fedss" equals "full". With a single positive, "posonly" and its gradient are 0.
 
     Args:
-        logits: Logits :math:`o` for the held classes :math:`P \cup N`, shape ``(N, S)``.
+        logits: Logits :math:`o` for the client's classes :math:`P \cup N`, shape ``(N, S)``, sorted as ``is_positive``.
         target: Target columns :math:`t`, all positives; shape ``(N,)``, whole numbers. -100 excludes an example.
-        is_positive: Mask of columns that belong to the client's classes, bool, shape ``(S,)``.
+        is_positive: Mask of columns for positives :math:`P`, bool, shape ``(S,)``.
         num_classes: Number :math:`n` of all classes.
         objective: The loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`; "full" needs logits for all classes.
         reduction: Mean or sum over labelled examples, or one value per example.

@@ -17,7 +17,7 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedSS(Method):
-    """Sampled softmax: clients hold, train and send only some rows of a head with very many classes.
+    """Sampled softmax: clients receive, train and send only some rows of a last layer with very many classes.
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Clients use
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
@@ -26,12 +26,12 @@ class FedSS(Method):
     - Sends: the model both ways, with class vectors only for the client's classes and ``num_negatives`` others; the
       class indices up.
     - Keeps: one float64 vector on the server for momentum.
-    - Costs: less than ordinary training, because a client holds only a part of the head.
+    - Costs: less than ordinary training, because a client trains only some rows of the head.
     - For: very many classes.
 
     Args:
-        num_negatives: Number of negatives per client.
-        objective: The client's loss.
+        num_negatives: Number of sampled other classes (negatives) per client.
+        objective: The client's loss, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
         server_momentum: Server momentum.
         server_lr: Server learning rate.

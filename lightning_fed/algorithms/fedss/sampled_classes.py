@@ -1,4 +1,4 @@
-"""FedSS's sampled classes S_k of a client in a visit (section 3)."""
+"""FedSS: a client's classes in one visit, the positives and the sampled negatives (section 3)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_fed.numerics.row_sums import is_increasing
 
 
 class ForeignLabelError(ValueError):
-    """Raised for a label outside the client's classes."""
+    """Raised for a training label that is not among the client's positive classes."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    r"""Sampled classes :math:`S_k = P_k \cup N_k` of a client, with the loss to use.
+    r"""Classes :math:`S_k = P_k \cup N_k` in a client's visit (positives and sampled negatives), and the loss.
 
     Args:
         classes: Class indices, int64, strictly increasing, shape ``(S,)``.
@@ -51,7 +51,7 @@ class SampledClasses:
 
     @property
     def needs_target(self) -> bool:
-        """True if an example's logits depend on the label."""
+        """True if corrected logits depend on the example's label (objective "negonly")."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
@@ -69,9 +69,9 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """Returns the sampled classes with all positives and some of the negatives.
+        """Returns a copy with all positive classes and only some negatives.
 
-        ``columns`` are positions among the held classes, int64, strictly increasing, including all positives.
+        ``columns`` are indices into ``classes``, int64, strictly increasing, including all positives.
         """
         _check_increasing("columns", columns)
         count = len(self.classes)
@@ -85,7 +85,7 @@ class SampledClasses:
         return replace(self, classes=self.classes[columns], is_positive=self.is_positive[columns])
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Converts class labels to positions among the held classes, int64; negative labels stay unchanged.
+        """Converts class labels to indices into ``classes``, int64; negative labels stay unchanged.
 
         Raises:
             ForeignLabelError: If a label is not among the client's classes.

@@ -1,4 +1,4 @@
-"""FeSEM's metrics: evaluates the centres on the validation and test data."""
+"""FeSEM's metrics: evaluates the centres (one global model per cluster) on the validation and test data."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def k_means(
     num_starts: int = 10,
     max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
-    r"""Clusters points; returns the centre index for each point, and the index of the initial point for each centre.
+    r"""Clusters points; returns each point's centre index, and for each centre the index of the initial point.
 
     .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 

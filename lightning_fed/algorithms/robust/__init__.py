@@ -1,4 +1,4 @@
-"""Equations and mixtures for robust rules. :mod:`lightning_fed.algorithms` exports the rules."""
+"""Robust rules (tolerant of malicious clients): equations, and update steps to mix client updates."""
 
 from lightning_fed.algorithms.robust.equations import adaptive_clipping as adaptive_clipping
 from lightning_fed.algorithms.robust.equations import bucketing as bucketing

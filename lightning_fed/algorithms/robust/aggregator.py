@@ -30,13 +30,13 @@ _MAX_CLIENTS_BY_NAME = 20
 
 @dataclass
 class MixedUpdate(ClientUpdate):
-    """Weighted sum of several client updates; ``shares`` are the weights by client."""
+    """Weighted sum of several client updates; ``shares`` maps each client to the weight in the sum."""
 
     shares: dict[Client, float] = field(default_factory=dict)
 
 
 def shares_of(update: ClientUpdate) -> dict[Client, float]:
-    """Weights by client in an update."""
+    """Weights by client in a mixed update; weight 1 for an ordinary client update."""
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
@@ -77,7 +77,7 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines the updates; at most f = ``num_malicious`` rows are malicious.
+        """Combines the rows of ``steps`` (client updates), at most f = ``num_malicious`` rows malicious.
 
         Returns new float64 entries by name, and the fraction of each row in the result, from 0 to 1.
         """
@@ -100,7 +100,7 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Combines all updates. Excludes clients with an infinite norm, or all clients if too few updates remain."""
+        """Combines the round's updates. Excludes clients with an infinite norm, or all clients for too few updates."""
         clients = self.clients
         states = [self.updates[client] for client in clients]
         names = number_entries(self._state)
@@ -128,7 +128,7 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """The number f minus the refused clients; without f, the largest number tolerated by the rule."""
+        """Malicious clients among ``count`` updates: f minus refused clients, or by default the rule's maximum."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least
@@ -155,7 +155,7 @@ class RobustAggregator(Aggregator):
 
     @property
     def clients(self) -> list[Client]:
-        """Clients with an update, except trusted clients, in an order that clients cannot influence."""
+        """Clients with an update in this round, sorted independently of arrival, without trusted clients."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:
@@ -193,7 +193,7 @@ def number_entries(state: State) -> list[str]:
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """Lower median of integers, which equals the majority value if one exists."""
+    """Elementwise lower median of integer tensors, which equals the majority value if one exists."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

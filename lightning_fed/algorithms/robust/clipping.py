@@ -55,7 +55,7 @@ class NormClipping(Method):
 
 @register
 class CenteredClipping(RobustAggregator):
-    r"""The previous update plus the mean of the clients' differences from this update, each clipped to ``radius``.
+    r"""Previous global update plus the mean of the clients' differences from that update, clipped to ``radius``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right),
         \qquad w_{t+1} = w_t + v

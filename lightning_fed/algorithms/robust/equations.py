@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Squared Euclidean distances between rows, from a matrix of inner products, shape ``(n, n)``.
+    """Squared Euclidean distances between n client updates, shape ``(n, n)``, from their inner products.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
@@ -37,8 +37,8 @@ def squared_distances(gram: Tensor) -> Tensor:
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
     """Krum's scores: sum of squared distances to the nearest ``n - f - 2`` other clients (at least one client).
 
-    The argument has shape ``(n, n)``, and ``num_malicious`` is f. Reference: Blanchard, El Mhamdi, Guerraoui & Stainer,
-    "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
+    ``distances`` are squared, shape ``(n, n)``; f is ``num_malicious``. Reference: Blanchard, El Mhamdi, Guerraoui &
+    Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [9.0]]).double()
@@ -173,7 +173,7 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
 
 def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple[Tensor, Tensor]:
-    r"""Client weights in :math:`g`, and trust scores :math:`t_i`, both in shape ``(n,)``.
+    r"""FLTrust's weights of client updates in the mean :math:`g`, and trust scores :math:`t_i`, both shape ``(n,)``.
 
     .. math:: g = \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
@@ -256,7 +256,7 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
 
 
 def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Tensor:
-    """Mixing matrix that averages random groups of s = ``bucket_size`` clients, shape ``(ceil(n / s), n)``.
+    """Mixing matrix that averages random groups of s = ``bucket_size`` of n clients, shape ``(ceil(n / s), n)``.
 
     The last group may be smaller. Reference: Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous
     Datasets via Bucketing", ICLR 2022, Algorithm 1.
@@ -274,9 +274,9 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 
 
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
-    r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms.
+    r"""Diagonal mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms.
 
-    The matrix is diagonal, and the norm is the largest remaining norm. Reference: Allouah, Guerraoui, Gupta, Jellouli,
+    Updates are clipped to the largest norm of the other updates. Reference: Allouah, Guerraoui, Gupta, Jellouli,
     Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2 ("ARC").
 
     Example:

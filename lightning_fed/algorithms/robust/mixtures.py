@@ -27,7 +27,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class Mixture(CollectingStep):
-    """Base class of mixtures, which replace each update by a weighted sum of the round's updates, in float64.
+    """Base class of update steps that replace each update by a weighted sum of the round's updates, in float64.
 
     BatchNorm's running statistics and integer entries are not mixed. With ``joins`` a mixed update represents several
     clients, with the mean of the statistics and the majority of the integers.
@@ -37,7 +37,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Mixing matrix from old to new updates, shape ``(rows, clients)``, computed from clients' inner products."""
+        """Weights of client updates in each new update, shape ``(rows, clients)``, from the inner products ``gram``."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with trusted clients, and rules without a single global model."""

@@ -42,7 +42,7 @@ class Steps:
     @cached_property
     @torch.no_grad()
     def gram(self) -> Tensor:
-        """Inner products of the rows, shape ``(rows, rows)``, float64, on the CPU."""
+        """Inner products between all client updates, shape ``(rows, rows)``, float64, on the CPU."""
         gram = torch.zeros(len(self._states), len(self._states), dtype=torch.float64)
         for name in self.names if self._states else ():
             for _, rows, base in self._chunks(name):
@@ -63,7 +63,7 @@ class Steps:
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
-        """Inner products between the rows and a vector (float64 entries), shape ``(rows,)``."""
+        """Inner products between each client update and ``direction`` (float64 entries), shape ``(rows,)``."""
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
             direction_values = _as_real(direction[name])
@@ -73,7 +73,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus a weighted sum of the rows, optionally plus another weighted update."""
+        """Global model plus a weighted sum of client updates; ``plus`` is an additional update with a weight."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines the rows for each coordinate; returns a new state, and the included fraction of each row.
+        """Combines updates coordinate by coordinate; returns a new state, and each row's fraction of included values.
 
         Args:
             combine: Function from rows at k coordinates, shape ``(rows, k)``, to values, shape ``(k,)``, and the number
@@ -121,7 +121,7 @@ class Steps:
         return state
 
     def _chunks(self, name: str) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields chunks of columns with client values, shape ``(clients, k)``, and global values."""
+        """Yields one entry in chunks of k elements: client values, shape ``(clients, k)``, and global values."""
         start = _as_real(self.start[name])
         values = [_as_real(state[name]) for state in self._states]
         width = max(1, CHUNK_ELEMENTS // max(1, len(values)))
@@ -131,7 +131,7 @@ class Steps:
 
 
 def step_between(start: State, state: State, names: Sequence[str]) -> State:
-    """Difference between two states for some entries, float64."""
+    """Returns ``state - start`` for the named entries, in float64."""
     return {name: to_float64(state[name]) - to_float64(start[name]) for name in names}
 
 

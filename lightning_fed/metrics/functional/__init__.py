@@ -1,4 +1,4 @@
-"""Functional metrics on tensors."""
+"""Metrics as functions on tensors: feature discrepancy, entropy and retrieval."""
 
 from lightning_fed.metrics.functional.discrepancy import (
     classwise_maximum_mean_discrepancy as classwise_maximum_mean_discrepancy,

@@ -188,7 +188,7 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
 
 
 def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_size: int) -> None:
-    """Checks the options of the kernel."""
+    """Raises ``ValueError`` for an invalid bandwidth, scale or chunk size."""
     if isinstance(bandwidth, str):
         if bandwidth not in get_args(Bandwidth):
             raise ValueError(
@@ -202,7 +202,7 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
-    """Counts pairs by the leading bits of the squared distance; with ``head``, by the following bits.
+    """Counts sample pairs by the leading bits of the squared distance; for pairs with bits ``head`` by the next bits.
 
     For non-negative floats, the bit patterns read as integers have the same order as the floats.
     """
@@ -221,7 +221,7 @@ def _kernel_sum(distances: Iterator[Tensor], factors: Sequence[float]) -> float:
 
 
 def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    """Yields blocks of squared distances, with each pair once."""
+    """Yields the squared distances between samples in blocks, with each pair of samples once."""
     chunks = torch.split(samples, chunk_size)
     for index, chunk in enumerate(chunks):
         block = squared_distances(chunk, chunk, shift)

@@ -21,7 +21,7 @@ Activation = Literal["relu", "abs", "softmax"]
 
 
 def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = False) -> Tensor:
-    r"""Computes the Shannon entropy.
+    r"""Computes the Shannon entropy of probabilities along one dimension.
 
     .. math:: H = -\sum_c p_c \ln p_c
 
@@ -105,7 +105,7 @@ def _shares(features: Tensor, activation: Activation) -> Tensor:
 
 
 def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies a function over channels to some pixels at a time."""
+    """Applies a function over channels in chunks of pixels, to limit memory."""
     flat = values.flatten(2) if values.ndim > 2 else values.unsqueeze(2)
     images, pixels = chunk_steps(*flat.shape)
     rows = [

@@ -49,7 +49,7 @@ def mean_average_precision_at_r(
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
         labels: Classes, shape ``(n,)``, integers.
-        r: R, at least 1, equal for all queries as in FedSS (missing neighbours count as irrelevant); "relevant" for the
+        r: Number R, at least 1, equal for all queries as in FedSS (missing neighbours are wrong); "relevant" for the
             number of other images in the query's class (queries without other images are skipped).
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
         gallery: Embeddings of the images to search, shape ``(m, d)``; ``None`` for all other queries.
@@ -119,7 +119,7 @@ def check_r(r: int | Literal["relevant"]) -> None:
 
 
 class _Search:
-    """Checked queries and the images to search."""
+    """Validated arguments of a retrieval metric: query embeddings, the images to search, and labels."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Search:
         return same_class - int(self.is_among_queries)
 
     def hits(self, k: int) -> Iterator[Tensor]:
-        """Marks images of the query's class among the k nearest, in blocks of queries."""
+        """Yields, for blocks of queries, masks of the k nearest images with the query's class."""
         for first in range(0, len(self.queries), self.chunk_size):
             queries = self._comparable(self.queries, first)
             labels = self.labels[first : first + self.chunk_size, None]
