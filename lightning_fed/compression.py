@@ -357,7 +357,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Records each client's model version after every round, for :class:`Downlink`: the last accepted update's."""
+    """Callback for :class:`Downlink`: records each client's model version, as in the last accepted update."""
 
     supports_vectorize = True
     keeps_privacy = True

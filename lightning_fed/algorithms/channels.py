@@ -302,7 +302,7 @@ def _octave(value: float) -> int:
 
 
 class ChannelCallback(FederatedCallback):
-    """Client side of a :class:`ChannelRule`."""
+    """Callback that runs the client hooks of a :class:`ChannelRule`, and exchanges the channels' tensors."""
 
     supports_vectorize = True
 

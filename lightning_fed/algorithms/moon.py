@@ -193,7 +193,7 @@ class MOON(Method):
     method equals the rule bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
 
     The authors add a projection head with two layers between extractor and classifier, and compare the head's output.
-    To do the same, add such a layer to the model and name the layer in ``layer``.
+    For the authors' variant, add a projection head to the model and pass its name as ``layer``.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.

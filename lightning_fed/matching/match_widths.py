@@ -54,7 +54,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class WidthRatio(NamedTuple):
-    """Two layer widths whose ratio the architecture fixes. Names are layers or entries, such as ``0.weight``."""
+    """Two layer widths with a ratio fixed by the architecture; named by layer or entry, such as ``0.weight``."""
 
     producer: str
     out_width: int

@@ -2,7 +2,7 @@ r"""Matches one layer's neurons between networks (client neurons to global neuro
 
 - Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
   published score; each layer is matched once, without training in between.
-- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: the same, with training in between.
+- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: as in PFNM, with training in between.
 - Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the marginal score.
 
 A global neuron is drawn around a prior mean, and a client neuron around its global neuron. A Beta-Bernoulli process

@@ -41,22 +41,22 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Operations whose result has the same value in all elements, so without neurons."""
+    """Rule for tensors with a single repeated value, such as zeros: elements belong to no neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
 def same(tracer: Tracer, call: Call) -> Any:
-    """Operations that only change dtype, memory or name."""
+    """Rule for operations that only change dtype, memory or name: neuron ids stay unchanged."""
     return call.args[0]
 
 
 def pointwise(tracer: Tracer, call: Call) -> Any:
-    """Elementwise operations."""
+    """Rule for elementwise operations: unites the neuron ids of the operands."""
     return call.results(tracer.pointwise(call.tensors, call.shape))
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Pooling, interpolation or padding over spatial dimensions, independent for each channel."""
+    """Rule for pooling, interpolation and padding over spatial dimensions, independent for each channel."""
     activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
@@ -66,7 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Reductions over some or all dimensions. The maximum or minimum of two tensors is treated as elementwise."""
+    """Rule for reductions over some or all dimensions; the maximum or minimum of two tensors is elementwise."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])
@@ -80,7 +80,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """Softmax over one dimension. All elements keep their position."""
+    """Rule for softmax over one dimension. All elements keep their position."""
     activation = tracer.activation(call.tensors[0])
     dim = call.arguments["dim"] % len(activation.shape)
     if dim in activation.varying:
@@ -89,7 +89,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Operations that rearrange, repeat or remove elements; the operation is applied to the neuron ids."""
+    """Rule for operations that move, repeat or remove elements; the operation is applied to the neuron ids."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]
@@ -114,7 +114,7 @@ def move(tracer: Tracer, call: Call) -> Any:
 
 
 def concatenation(tracer: Tracer, call: Call) -> Any:
-    """Concatenation along one dimension."""
+    """Rule for concatenation along one dimension: neuron ids are concatenated."""
     activations = [tracer.activation(value) for value in call.tensors]
     is_neutral = [bool((activation.ids == NEUTRAL).all()) for activation in activations]
     if sum(is_neutral) > 1:  # possibly constants with different values
@@ -137,7 +137,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """Padding with a constant or with inner elements."""
+    """Rule for padding with a constant or with inner elements."""
     activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
     padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}

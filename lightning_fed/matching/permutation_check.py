@@ -135,7 +135,7 @@ def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def restored_afterwards(module: nn.Module) -> Iterator[None]:
-    """Context in evaluation mode without gradients; afterwards restores all tensors and attributes."""
+    """Context manager for evaluation mode without gradients; afterwards restores all tensors and attributes."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.data for tensor in tensors]
     layers = [(layer, layer.training, dict(vars(layer))) for layer in module.modules()]

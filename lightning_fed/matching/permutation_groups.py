@@ -33,7 +33,7 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 
 @dataclass(frozen=True, eq=False)
 class PermutationGroups:
-    """Permutation groups of a module, in execution order.
+    """Permutation groups of a module (neurons exchangeable without effect on outputs), in execution order.
 
     States are flat, such as ``module.state_dict()``, possibly incomplete. Orders, sizes and indices are given by group.
 

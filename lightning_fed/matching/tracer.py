@@ -64,7 +64,7 @@ class Call:
 
 
 class Tracer:
-    """Unites and pins ids of parameter axes along the operations of a network.
+    """Unites and pins neuron ids (one per position on a parameter axis) along a network's operations.
 
     ``axes`` and ``roles`` are in network order. ``elements`` contains ids for entries traced per element. ``unknown``
     counts calls by operation without a rule; all inputs of such operations are pinned.
@@ -115,7 +115,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Returns the ids for an axis of an entry, and records the role."""
+        """Returns the neuron ids for an entry's axis, and records the axis's role (input, output or vector)."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])

@@ -43,7 +43,7 @@ class FedMA(Aggregator):
     A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
     clients train the whole model and send the first stage (in a chain: the first layer). The server matches the
     clients' neurons and averages matched neurons. In the next round each client receives the averaged stage and the
-    positions of its neurons, permutes the inputs of the next layers, freezes the matched layers and trains the rest.
+    positions of its neurons, permutes the next layers' inputs, freezes matched layers and trains all other layers.
     The output layer is averaged by class shares. The last round yields a new global model; earlier rounds validate the
     previous model. The global model becomes wider if clients have unmatched neurons. In the next pass each client
     starts from its matched neurons, with its original width.

@@ -67,7 +67,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Replaces matched values by hashes, because the global model now contains the values."""
+        """Ends the pass: replaces the matched entries' values, now in the global model, by hashes."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 

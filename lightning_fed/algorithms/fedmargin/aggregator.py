@@ -57,13 +57,13 @@ _CLIENTS_BY_NAME = 20
 
 @dataclass
 class MarginReport:
-    """Margins and weights of the clients in a round.
+    """Prototype margins and aggregation weights of the clients in one round; lists in the order of ``clients``.
 
     Args:
         clients: Clients, in order of arrival.
         lpm: Local prototype margins; NaN if missing.
         apm: Aggregate prototype margins; NaN if missing.
-        attention: Aggregation weights.
+        attention: Aggregation weights, with sum 1.
         amm: Mean margin between aggregate prototypes.
     """
 
@@ -100,10 +100,10 @@ class FedMargin(Aggregator):
 
     Args:
         margin: Kind of margin per class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
-        class_reduction: Reduction over a client's classes.
+        class_reduction: Reduction over classes to one margin per client: mean, sum, mean by counts, or maximum.
         attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
-        combine: Combination of the attention from LPM and the attention from APM.
-        proto_weighting: Client weights for the prototypes of a round.
+        combine: Combination of attention from LPM and from APM: mean, product, only LPM, or only APM.
+        proto_weighting: Client weights for a round's prototypes: feature vectors per class, examples, or equal.
         proto_memory: Aggregation of prototypes over rounds: moving average, or mean over all rounds.
         size_weighting: Whether to multiply attention by the numbers of examples.
         server_lr: Step size :math:`\eta` towards the weighted mean.

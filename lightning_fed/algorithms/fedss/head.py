@@ -48,7 +48,7 @@ class SampledSoftmaxHead(LogitsLayer):
         in_features: Feature size :math:`d`.
         num_classes: Number :math:`n` of all classes.
         scale: Factor :math:`s` for cosine logits; not allowed for linear logits.
-        normalize: Whether to compute cosine logits; otherwise linear logits as in `torch.nn.Linear`.
+        normalize: Whether to compute cosine logits, instead of linear logits as in `torch.nn.Linear`.
         bias: Whether to add a bias. The paper has no bias.
         margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`: in
             radians for ArcFace (published: 0.5 with scale 64), or as a cosine for CosFace (0.35).

@@ -1,4 +1,4 @@
-"""Robust rules (tolerant of malicious clients): equations, and update steps to mix client updates."""
+"""Robust rules for rounds with malicious clients: equations, and update steps to mix client updates."""
 
 from lightning_fed.algorithms.robust.equations import adaptive_clipping as adaptive_clipping
 from lightning_fed.algorithms.robust.equations import bucketing as bucketing

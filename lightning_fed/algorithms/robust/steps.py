@@ -23,7 +23,7 @@ class Steps:
 
     Args:
         start: Global model.
-        states: Client states.
+        states: Client states, one per row.
         names: Floating-point or complex entries to compare.
 
     Example:
