@@ -165,7 +165,7 @@ class ChannelRule(AveragingAggregator):
     # Client side
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Raises before the fit if the Trainer or module is unsupported."""
+        """Raises an error before the fit if the method does not support the Trainer or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
         """Returns the visit's corrections by entry, constant during the visit. Vectorised visits stack corrections."""

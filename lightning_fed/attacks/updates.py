@@ -105,7 +105,7 @@ class GaussianNoise(UpdateAttack):
 
 
 class FreeRider(UpdateAttack):
-    """Clients return the broadcast model without training.
+    """Malicious clients return the broadcast model unchanged, without training.
 
     Args:
         clients: Free riders, or the number to draw.

@@ -23,7 +23,7 @@ _OF_ONE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states")
 
 
 def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -> M:
-    """Loads a checkpoint whose layer widths differ, for example after matched averaging.
+    """Loads a checkpoint with layer widths different from the module's, for example after matched averaging.
 
     ``load_from_checkpoint`` creates the module with the widths in the code, and fails for other shapes. This function
     first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). The number of classes is also treated

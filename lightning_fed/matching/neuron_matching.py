@@ -365,7 +365,7 @@ def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
 def _estimate(
     matcher: _Matcher, mean: Tensor, sizes: list[int], is_noise_known: bool, is_prior_known: bool
 ) -> tuple[Tensor, Tensor]:
-    """Maximum-likelihood variances for a matching, shapes ``(J, D)`` and ``(D,)``. Known variances stay fixed."""
+    """Maximum-likelihood client and prior variances, shapes ``(J, D)`` and ``(D,)``. Known variances stay fixed."""
     members = torch.full((len(matcher.owners), len(matcher.neurons)), -1, device=mean.device)
     count = 0
     for client, indices in enumerate(matcher.assignments):

@@ -185,7 +185,7 @@ def _trace(
     names: Mapping[str, str],
     tensors: Mapping[str, Tensor],
 ) -> Tracer | None:
-    """Traces a module, or warns and returns ``None`` if `torch.export` fails."""
+    """Traces neuron ids through a module, or warns and returns ``None`` if `torch.export` fails."""
     entries = {tensor: names[name] for name, tensor in tensors.items()}
     slots = tensor_slots(module)
     paths = {slot.path: entries[slot.tensor] for slot in slots if slot.tensor in entries}

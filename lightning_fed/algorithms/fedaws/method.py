@@ -17,7 +17,7 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedAwS(Method):
-    """Clients train with only positive labels, and the server spreads out the class vectors.
+    """Clients train with only positive labels, and the server separates class vectors (rows of the last layer).
 
     Clients train with a softmax over their positive classes (:class:`~lightning_fed.callbacks.SampledSoftmax` with
     ``objective="posonly"``), and the server performs a step with :class:`~lightning_fed.callbacks.SpreadOut` after

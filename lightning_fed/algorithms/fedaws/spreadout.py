@@ -44,7 +44,7 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
 
 
 def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor | None = None) -> Tensor:
-    r"""Negative squared distance between class vectors and their nearest class vectors (equation 8), a scalar.
+    r"""Negative sum of squared distances between class vectors and nearest class vectors (equation 8), a scalar.
 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}

@@ -43,7 +43,7 @@ _OPERATOR_STREAM = 1001  # random stream separate from the schedule's streams
 
 
 class FeatureFusion(FederatedCallback):
-    r"""Fuses each client's features with the global model's features, :math:`L = C \circ F \circ (E_l, E_g)`.
+    r"""Fuses features of client and global model before the classifier: :math:`L = C \circ F \circ (E_l, E_g)`.
 
     In ``setup`` the module gets a submodule ``feature_fusion`` with the operator :math:`F`, initialised with the
     federation's seed; see :func:`~lightning_fed.modules.fuse`. A visit starts with a frozen copy :math:`E_g` of the
@@ -129,7 +129,7 @@ class FeatureFusion(FederatedCallback):
 
     @property
     def fusion(self) -> FusionLayer:
-        """The module's fusion layer; available after ``setup``."""
+        """Submodule ``feature_fusion`` of the trained module; available after ``setup``."""
         if self._fusion is None:
             raise RuntimeError("Expected a module with fusion, but `setup` has not run yet.")
         return self._fusion
@@ -289,7 +289,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the operator weights ("multi", "single"), and sets E_g to the previous global model's extractor."""
+        """Smooths the fusion weights ("multi", "single"); updates the frozen extractor to the previous global model."""
         for name, weight in self._weights.items():
             if name in state:
                 state[name] = smooth_weight(state[name], weight, self.ema)
@@ -308,7 +308,7 @@ class FeatureFusion(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, trainer.current_epoch, values)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Sets E_g for evaluation; a client's E_g is the global extractor with the client's personal entries."""
+        """Sets the frozen global extractor for evaluation; for a client's model with the client's personal entries."""
         if client is not None and self._stage == "training":
             self.fusion.refer()
             return

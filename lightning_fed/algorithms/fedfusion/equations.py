@@ -115,7 +115,7 @@ def fuse_conv(
 
 @torch.no_grad()
 def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
-    r"""Exponential moving average for the weights over rounds, for "multi" and "single".
+    r"""Exponential moving average over rounds for the fusion weights of :func:`fuse_multi` and :func:`fuse_single`.
 
     .. math:: \lambda_{r+1} = (1 - \mu) \bar\lambda_{r+1} + \mu \lambda_r
 

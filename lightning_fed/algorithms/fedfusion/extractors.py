@@ -33,7 +33,7 @@ class Extractor(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Name of the layer in the model."""
+        """Name of the layer with the features, as in the model's ``named_modules``."""
         return ".".join(filter(None, (self.network, self.layer.path)))
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Replaces tensors in a layer's output; names as in :func:`named_features`."""
+    """Returns a layer's output with the tensors in ``new`` inserted; names as in :func:`named_features`."""
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
     if isinstance(features, MutableMapping):

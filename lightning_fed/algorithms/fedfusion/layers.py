@@ -105,7 +105,7 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """True if features are fused with features of the frozen extractor; otherwise E_g equals E_l."""
+        """True if features are fused with the frozen extractor's features; false if fused with themselves."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
@@ -127,7 +127,7 @@ class FusionLayer(nn.Module):
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Fuses features as if E_g were E_l."""
+        """Disables the global features: fuses local features with themselves until the next :meth:`refer`."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
@@ -301,9 +301,9 @@ class FusedExtractor(nn.Module):
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies an extractor into E_g; ``None`` copies the current values of E_l."""
+        """Copies an extractor's values into the frozen copy E_g; ``None`` copies the trained extractor E_l."""
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Fuses features as if E_g were E_l."""
+        """Disables the global features: fuses local features with themselves until the next :meth:`refer`."""
         self.feature_fusion.release()

@@ -16,25 +16,25 @@ ConvInit = Literal["default", "local", "average"]
 
 
 class FusionOperator(nn.Module, ABC):
-    """Base class for operators on local and global features (abstract)."""
+    """Abstract base class of operators that fuse a client's features with global features."""
 
     @abstractmethod
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Fuses features, in the shape of ``local``."""
+        """Fuses local and reference (global) features; the result has ``local``'s shape."""
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Returns scalars by name, to log the influence of the global features on the fused features."""
+        """Returns scalars by name, to log the global features' influence on the fused features."""
 
 
 class MixingOperator(FusionOperator):
-    """Base class for operators whose ``weight`` is the share of the global features (abstract)."""
+    """Abstract base class of operators with a ``weight``, the share of the global features."""
 
     weight: nn.Parameter
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Returns ``lambda``, the mean weight, and ``largest_lambda``, the largest absolute weight."""
+        """Returns scalars to log: ``lambda``, the mean weight, and ``largest_lambda``, the largest absolute weight."""
         return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:
@@ -68,7 +68,7 @@ class MultiFusion(MixingOperator):
 
 
 class SingleFusion(MixingOperator):
-    """One weight for all channels, starting at 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`.
+    """Operator with one weight, initially 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`.
 
     Example:
         >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()
@@ -155,7 +155,7 @@ def build_operator(
     conv_bias: bool = True,
     channel_axis: int | None = None,
 ) -> FusionOperator:
-    """Builds an operator by name.
+    """Builds a fusion operator by name.
 
     Args:
         name: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.

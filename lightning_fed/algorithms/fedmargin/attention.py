@@ -65,7 +65,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 def combine_attention(
     local: Tensor, aggregate: Tensor, combine: Combination = "mean", *, num_samples: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Combines the attention from LPM and APM into aggregation weights, shape ``(K,)``, float64, with sum 1.
+    r"""Combines attention from local and aggregate margins into client weights, shape ``(K,)``, float64, sum 1.
 
     The combination is a reconstruction: the paper states only that both are used jointly.
 

@@ -342,7 +342,7 @@ class ClassPrototypes(FederatedCallback):
     def _end_training_sums(
         self, trainer: L.Trainer, module: L.LightningModule
     ) -> tuple[Prototypes | None, Prototypes | None]:
-        """Returns the prototypes before and after training; ``None`` if the start of training was missed."""
+        """Returns the class prototypes before and after training; ``None`` if recording started during training."""
         training_sums, self._training_sums = self._training_sums, None
         if training_sums is None:
             return None, None

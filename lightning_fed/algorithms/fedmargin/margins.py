@@ -115,7 +115,7 @@ def aggregate_prototype_margin(
     margin: MarginKind = "semantic",
     class_reduction: ClassReduction = "mean",
 ) -> Tensor:
-    r"""APM: margin between a client's and the aggregate prototypes; NaN if undefined for all classes.
+    r"""APM: margin between a client's prototypes and aggregate prototypes, a scalar; NaN if undefined.
 
     The equation is a reconstruction: the paper states only "deviation of aggregate prototypes from local prototypes".
 

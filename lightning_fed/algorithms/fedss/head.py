@@ -160,7 +160,7 @@ class SampledSoftmaxHead(LogitsLayer):
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes the logits. In training with some classes, the cross-entropy of the logits is the client's loss."""
+        """Computes logits, in training for the client's classes; the logits' cross-entropy is then the FedSS loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
                 f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "

@@ -62,7 +62,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the correction of a negative's logit (eq. 3); 0 without negatives.
+    r"""Computes the number to add to logits of sampled negatives (eq. 3); 0 without negatives.
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 

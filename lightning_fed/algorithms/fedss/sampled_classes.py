@@ -55,7 +55,7 @@ class SampledClasses:
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses classes outside the allowed range, and missing classes with the objective "full"."""
+        """Refuses class indices outside 0 to ``num_classes - 1``, and missing classes with the objective "full"."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")

@@ -65,7 +65,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Maps states to points, shape ``(N, N)``, float64, that have the same pairwise distances (classical scaling)."""
+    """Maps N states to points, shape ``(N, N)``, float64, with the states' pairwise distances (classical scaling)."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]
@@ -93,7 +93,7 @@ def _draw_distant_points(points: Tensor, count: int, generator: np.random.Genera
 
 
 def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
-    """Runs Lloyd's steps; returns the weighted sum of squared distances, and the centre index for each point."""
+    """Runs k-means from given centres; returns the weighted sum of squared distances, and each point's centre."""
     squares = _squared_distances(points, centers)
     assignments = squares.argmin(1)
     for _ in range(max_steps):

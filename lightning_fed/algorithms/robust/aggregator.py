@@ -188,7 +188,7 @@ class RobustAggregator(Aggregator):
 
 
 def number_entries(state: State) -> list[str]:
-    """Names of floating-point and complex entries."""
+    """Names of the floating-point and complex entries in a state."""
     return [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
 
 

@@ -141,7 +141,7 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Weights of client updates and previous centre, shape ``(n + 1,)``, and final clipping factors, shape ``(n,)``.
+    r"""Centred clipping: weights of updates and previous centre, shape ``(n + 1,)``; clipping factors, ``(n,)``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 

@@ -93,7 +93,7 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Assumed number of malicious clients among ``count`` updates; refused clients no longer count."""
+        """Assumed malicious clients among ``count`` updates: f minus refused clients, by default below one half."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
