@@ -566,7 +566,9 @@ def test_a_client_compares_the_layer_with_the_server(federated_trainer, monkeypa
     if has_server:
         assert task_of(federated_trainer, classifier(F.cross_entropy)).layer == "decoy"
         return
-    message = "server takes, 'decoy' with 5 classes, but got 'zz_head' with 3: on both sides, name the layer"
+    message = (
+        "classifier as the server, 'decoy' with 5 classes, but got 'zz_head' with 3: on both sides, name the layer"
+    )
     with pytest.raises(MisconfigurationException, match=message):
         task_of(federated_trainer, classifier(F.cross_entropy))
 
@@ -576,8 +578,8 @@ CONSUMERS = {
     "fedper": ("fedper", "name the entries of the head"),
     "fedrep": (FedRep(head_epochs=1), "name the entries of the head"),
     "spread-out": (Method("fedavg", [SpreadOut()]), "name the `entry`"),
-    "moon": ("moon", "name the layer of the features in `layer`"),
-    "fedfusion": (FedFusion("multi"), "name the layer of the features in `at`"),
+    "moon": ("moon", "name the feature layer in `layer`"),
+    "fedfusion": (FedFusion("multi"), "name the feature layer in `at`"),
 }
 
 

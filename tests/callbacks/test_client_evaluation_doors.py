@@ -158,7 +158,7 @@ def test_an_error_in_lightnings_own_evaluation_names_the_client(stage, federated
     data = FederatedDataModule(models.as_datasets(CLIENTS), val=parts, test=parts, batch_size=8)
     with pytest.raises(KeyError, match="no mask") as caught:
         getattr(federated_trainer(max_rounds=1), stage)(OneFails(), datamodule=data)
-    assert caught.value.__notes__ == ["In the evaluation of client 'bob'."]
+    assert caught.value.__notes__ == ["Raised in the evaluation of client 'bob'."]
 
 
 # --- Mappings of clients ----------------------------------------------------------------------------------------------

@@ -397,7 +397,7 @@ def test_masks_of_several_labels_are_found(federated_trainer, tmp_path):
 def test_changed_masks_need_a_target(federated_trainer, tmp_path):
     data = models.as_datasets(with_void(11))
     trained = models.Module(net(), loss=lambda logits, mask: F.cross_entropy(logits, (mask + 1).clamp(max=2)))
-    with pytest.raises(MisconfigurationException, match="give `ClientSegmentations` a `target`"):
+    with pytest.raises(MisconfigurationException, match="pass `ClientSegmentations` a `target`"):
         federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path)]).fit(
             trained, datamodule=FederatedDataModule(data, data, batch_size=3)
         )

@@ -265,7 +265,7 @@ def test_a_layer_that_is_not_run_is_named(tmp_path):
 
     trainer = make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages(target=1, maps=MAPS, layer="body")])
     module = Skips()
-    with pytest.raises(ValueError, match="but the output of 'body' was not run"):
+    with pytest.raises(ValueError, match="but the output of 'body' did not run"):
         trainer.validate(module, DataLoader(dataset(), 2), verbose=False)
     assert not any(layer._forward_hooks for layer in module.modules())  # noqa: SLF001 - no public name
 

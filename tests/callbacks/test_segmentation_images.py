@@ -372,7 +372,7 @@ def test_images_that_are_not_there(tmp_path):
             OptionError, match=f"`images` .* positions among the 5 validation images, 0 to 4, but got {missing}"
         ):
             fit(Segmenter(), logger, [SegmentationImages(images=images)], max_epochs=1)
-    with pytest.raises(OptionError, match=r"in the 2 validation images, 0 to 1, but got \[2\]"):
+    with pytest.raises(OptionError, match=r"positions among the 2 validation images, 0 to 1, but got \[2\]"):
         fit(Segmenter(), logger, [SegmentationImages(images=[0, 2])], max_epochs=1, limit_val_batches=1)
     fit(Segmenter(), logger, [SegmentationImages(num_images=9)], max_epochs=1)  # all available images
 
@@ -598,7 +598,7 @@ def test_changed_masks_need_a_target(tmp_path, loss):
     module = Changed()
     start = copy.deepcopy(module.state_dict())
     loader = DataLoader(triples(), batch_size=2)
-    with pytest.raises(MisconfigurationException, match="give `SegmentationImages` a `target`"):
+    with pytest.raises(MisconfigurationException, match="pass `SegmentationImages` a `target`"):
         make_trainer(TensorBoardLogger(tmp_path), [SegmentationImages()], max_epochs=1).fit(module, loader, loader)
     assert all(torch.equal(value, start[name]) for name, value in module.state_dict().items())
     logger = TensorBoardLogger(tmp_path, name="with a target")
@@ -627,6 +627,6 @@ def test_without_a_fit_a_line_asks_for_a_target(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         make_trainer(logger, [SegmentationImages()]).validate(ThirdTensor(), DataLoader(triples()), verbose=False)
     assert steps(logger) == []
-    assert [message for message in caplog.messages if "give `SegmentationImages` a `target`" in message] == [
+    assert [message for message in caplog.messages if "pass `SegmentationImages` a `target`" in message] == [
         "SegmentationImages draws no pictures without a fit: pass `SegmentationImages` a `target`."
     ]

@@ -292,7 +292,7 @@ def test_resuming_from_a_checkpoint_that_is_too_old(tmp_path):
         store.put("a", round, value(round))
         store.checkpoint(round + 1)
     for back in range(1, 5):
-        with pytest.raises(ValueError, match=rf"after {back} rounds: .* from 5 rounds on"):
+        with pytest.raises(ValueError, match=rf"after {back} rounds, .* from 5 rounds on"):
             FolderStore(tmp_path).restore(back, {"folder": str(tmp_path), "run": 0})
     FolderStore(tmp_path).restore(5, {"folder": str(tmp_path), "run": 0})
     anew = FolderStore(tmp_path)

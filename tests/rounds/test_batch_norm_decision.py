@@ -134,7 +134,7 @@ def test_the_default_decides_once(offset, decision, federated_trainer, caplog):
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer, module, _ = fit(federated_trainer, clients)
     (line,) = decisions(caplog)
-    assert ("own statistics" in line) == (decision == "own")
+    assert ("separate statistics" in line) == (decision == "own")
     assert ("pooled statistics" in line) == (decision == "pooled")
     assert not [record for record in caplog.records if record.levelno > logging.INFO and "batch_norm" in record.name]
     assert trainer.federation.has_own_statistics == (decision == "own")

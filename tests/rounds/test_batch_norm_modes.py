@@ -356,7 +356,7 @@ def test_statistics_that_are_never_fixed(after, count, federated_trainer, caplog
 
 def test_a_method_keeps_its_own_treatment():
     assert Federation(FixBN(2), batch_norm=FixedStatistics(2)).options.batch_norm == FixedStatistics(2)
-    with pytest.raises(ValueError, match=r"`FixBN` without `batch_norm`, .* but got FixedStatistics\(after=3\)"):
+    with pytest.raises(ValueError, match=r"no `batch_norm` for `FixBN`, .* but got FixedStatistics\(after=3\)"):
         Federation(FixBN(2), batch_norm=FixedStatistics(3))
 
 

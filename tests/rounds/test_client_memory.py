@@ -138,7 +138,7 @@ def test_an_error_in_the_answer_names_the_visit(federated_trainer):
     trainer = federated_trainer(max_rounds=1, callbacks=[Trouble()])
     with pytest.raises(ZeroDivisionError) as caught:
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors({"a": 40, "b": 20})))
-    assert caught.value.__notes__ == ["In round 1, in the visit of client 'b'."]
+    assert caught.value.__notes__ == ["Raised in round 1, in the visit of client 'b'."]
 
 
 class Reporting(Aggregator):

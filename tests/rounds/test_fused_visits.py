@@ -530,6 +530,6 @@ def test_an_unknown_version_of_lightning_is_left_alone(fit, monkeypatch):
 
 def test_an_option_that_there_is_not():
     with pytest.raises(
-        ValueError, match=r"`visits` to be one of \['auto', 'lightning', 'fused'\] or a Vectorized object, but got 'b"
+        ValueError, match=r"`visits` to be one of \['auto', .*'fastest'\] or a Vectorized object, but got 'both'"
     ):
         Federation(visits="both")

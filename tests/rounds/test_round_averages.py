@@ -257,5 +257,5 @@ def test_a_method_that_changes_the_module(plain_trainer):
         return Federation(FedFusion("conv", at="net.1"))
 
     trainer(method(), ema()).fit(models.Module(models.mlp()), datamodule=data())
-    with pytest.raises(MisconfigurationException, match="`EMAWeightAveraging` behind `Federation`"):
+    with pytest.raises(MisconfigurationException, match="`EMAWeightAveraging` after `Federation`"):
         trainer(ema(), method()).fit(models.Module(models.mlp()), datamodule=data())

@@ -298,7 +298,7 @@ def test_no_batches_of_no_data():
         ({"seed": -1}, "`seed` to be at least 0, but got -1"),
         ({"clients_per_round": 0}, "`clients_per_round` to be at least 1, but got 0"),
         ({"clients_per_round": 0.0}, r"fraction to be in \(0, 1\], but got 0.0"),
-        ({"clients_per_round": 1.5}, "Pass an int for a number of clients"),
+        ({"clients_per_round": 1.5}, "but got 1.5: pass an int for a number of clients"),
         ({"clients_per_round": float("nan")}, "fraction to be in"),
         ({"clients_per_round": True}, "a count .* or a fraction .*, but got True"),
         ({"clients_per_round": "all"}, "but got 'all'"),
