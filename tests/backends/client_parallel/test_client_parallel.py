@@ -244,7 +244,7 @@ def test_a_resumed_run_ends_as_one_that_never_was_broken_off(job, two):
 def test_an_error_in_one_process_ends_both(two):
     ended = two.ended("raising")
     assert {rank: code for rank, (code, _) in ended.items()} == {0: 1, 1: 1}
-    assert "ValueError: in the second process\nIn round 2, in the visit of client" in two.log(1, "raising")
+    assert "ValueError: in the second process\nRaised in round 2, in the visit of client" in two.log(1, "raising")
     assert "Another process of this fit may have ended: see" in two.log(0, "raising")
 
 

@@ -94,7 +94,7 @@ def test_what_is_no_app(tmp_path, capsys):
     for args, message in (
         (
             ["new", str(tmp_path / "x"), "-c", "nowhere.yaml"],
-            "Expected a recipe, a YAML file",
+            "Expected a recipe (a YAML file), but 'nowhere.yaml' does not exist",
         ),
         (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder name with a letter at the start, but got '1x'"),
         (

@@ -176,7 +176,7 @@ def test_clients_that_do_not_answer_are_named(min_clients, tmp_path, caplog):
         )  # fmt: skip
     assert "Client 'bob' does not answer: its program raised ValueError; see the client's log." in caplog.text
     assert "Client 'cid' does not answer: its data are being moved." in caplog.text
-    assert "Evaluated by 1 clients: 'ann'." in caplog.text
+    assert "1 clients evaluated the model: 'ann'." in caplog.text
     assert ("Round 1 has no score: 1 clients were evaluated, fewer than min_clients=2." in caplog.text) == (
         min_clients == 2
     )

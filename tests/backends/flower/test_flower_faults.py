@@ -146,9 +146,12 @@ NONSENSE = {
         table(lambda said, data: (json.dumps({**said, "more": "x" * 2_000_000}), data)),
         "characters and",
     ),
-    "tensors without end": (table(lambda said, data: (json.dumps(said), data + bytes(2**26 + 10_000))), "are read"),
+    "tensors without end": (
+        table(lambda said, data: (json.dumps(said), data + bytes(2**26 + 10_000))),
+        "the limits are",
+    ),
     "10**18 examples": (changed(num_samples=10**15), "it reports 1000000000000000 examples"),
-    "steps of a year": (changed(steps=10**9), "it reports 1000000000 steps, and"),
+    "steps of a year": (changed(steps=10**9), "it reports 1000000000 steps, but at most"),
     "weights that overflow": (table(filled(3e38)), "its values have a root mean square of inf, but the limit is 1e+10"),
     "a number for a name": (
         table(lambda said, data: (json.dumps({**said, "tensors": {"state": [[1, "float32", [1]]]}}), data)),
@@ -487,7 +490,7 @@ def test_frozen_entries_must_be_the_same(tmp_path):
 
 def test_clients_that_do_not_come(tmp_path):
     transport = FlowerTransport(FakeGrid({}), 1, 0.01)
-    with pytest.raises(TimeoutError, match=r"did not connect within 0 s: missing are \{'ann'\}"):
+    with pytest.raises(TimeoutError, match=r"did not connect within 0 s: the missing clients are \{'ann'\}"):
         transport.await_clients(["ann"], 0)
     with pytest.raises(TimeoutError, match="0 of 2 are connected"):
         transport.await_clients(2, 0)

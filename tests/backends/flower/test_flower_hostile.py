@@ -56,11 +56,11 @@ NUMBERS = {
     "more steps than there are": ("fedavg", {"steps": 10**30}, "steps"),
     "a list of schedulers": ("a schedule of steps", {"after": [1]}, "its scheduler steps are invalid: got"),
     "no schedulers": ("a schedule of steps", {"after": {"steps": []}}, "its scheduler steps are invalid: got"),
-    "steps back": ("a schedule of steps", {"after": {"steps": [-1]}}, "[-1], expected 0 to 1000000 each"),
+    "steps back": ("a schedule of steps", {"after": {"steps": [-1]}}, "[-1], expected 0 to 1000000 for each scheduler"),
     "steps without end": (
         "a schedule of steps",
         {"after": {"steps": [10**9]}},
-        "[1000000000], expected 0 to 1000000 each",
+        "[1000000000], expected 0 to 1000000 for each scheduler",
     ),
     "a text for a number": ("a schedule of steps", {"after": {"steps": ["1"]}}, "['1'], expected"),
     "a reason of many lines": ("fedavg", {"num_samples": "1\nRound 1: all is well"}, r"1\nRound"),
@@ -259,7 +259,7 @@ def test_a_run_goes_on_with_its_own_clients(tmp_path, caplog):
     assert torch.load(tmp_path / "s" / "last.ckpt", weights_only=True)["epoch"] == 1
     assert "but resumes with" not in caplog.text
     serve_rounds(tmp_path, apps, 3, ["ann", "cid"])
-    assert "The run started with the clients ['ann', 'bob'], but resumes with ['ann', 'cid']." in caplog.text
+    assert "The run started with the clients ['ann', 'bob'] but resumes with ['ann', 'cid']." in caplog.text
 
 
 def test_a_checkpoint_is_never_half_written(tmp_path, monkeypatch):
@@ -431,7 +431,7 @@ def test_a_worker_outlives_what_it_cannot_answer(tmp_path, caplog):
     assert path.exists()
     path.unlink()
     path.write_text("my notes")
-    with pytest.raises(FileExistsError, match="is a file"):
+    with pytest.raises(FileExistsError, match="is not a socket"):
         serve(whole, path)
     assert path.read_text() == "my notes"
 

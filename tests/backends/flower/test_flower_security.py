@@ -354,7 +354,7 @@ def test_a_name_is_bound_to_its_node(tmp_path, caplog):
     assert list(asked) == []
     assert "but these clients are bound to other nodes" in caplog.text
     assert 13 not in [node for node, _ in grid.sent]  # receives no message
-    with pytest.raises(TimeoutError, match=r"missing are \{'bob'\}"):
+    with pytest.raises(TimeoutError, match=r"missing clients are \{'bob'\}"):
         FlowerTransport(FakeGrid({11: app(11, "ann", "bob")}), 5, 0.01, bound={"ann": 11, "bob": 12}).await_clients(
             ["ann", "bob"], 0
         )

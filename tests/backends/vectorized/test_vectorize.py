@@ -343,7 +343,7 @@ class Heads(models.Module):
 def test_clients_whose_losses_are_of_other_parameters(federated_trainer):
     """Momentum and weight decay would change the head without a gradient."""
     clients = named(models.vectors(), lambda client: "a" if client < "c" else "b")
-    with pytest.raises(RuntimeError, match=r"depend on different parameters .* Use `visits='auto'`"):
+    with pytest.raises(RuntimeError, match=r"depend on different parameters .*: use `visits='auto'`"):
         fit(federated_trainer, Heads(models.mlp()), clients, 5)
 
 

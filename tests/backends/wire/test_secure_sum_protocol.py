@@ -385,7 +385,11 @@ def test_what_does_not_unmask(changes, words, tmp_path):
 @pytest.mark.parametrize(
     ("options", "changes", "words"),
     [
-        ({}, {"least": 2}, "2 of 5 clients could unmask the sum, but its federation requires a fraction of 0.667"),
+        (
+            {},
+            {"least": 2},
+            "2 of 5 clients could unmask the sum, but its federation requires a fraction of at least 0.66",
+        ),
         ({}, {"least": 6}, "the sum has 5 clients, but requires at least 6"),
         ({"min_clients": 6}, {}, "the sum has 5 clients, but requires at least 6"),
     ],
@@ -533,9 +537,9 @@ def test_a_reason_is_a_line_of_the_log():
     [
         (
             SumRequest("keys", "0a", 3, "a", 2, ("a",), (), (b"",)),
-            "its 1 clients have duplicates, or do not fit the step",
+            "its 1 clients have duplicates or do not fit the step",
         ),
-        (SumRequest("shares", "0a", 3, "a", 2), "its 0 clients have duplicates, or do not fit the step"),
+        (SumRequest("shares", "0a", 3, "a", 2), "its 0 clients have duplicates or do not fit the step"),
         (
             SumRequest("shares", "0a", 3, 1, 2, tuple(range(10_001)), (), (bytes(PUBLIC),) * 10_001),
             "its list of clients is invalid",

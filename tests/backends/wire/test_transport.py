@@ -97,7 +97,7 @@ def test_with_enough_answers_the_others_have_the_rest(clock):
     network = Network(clock, Deadline(3600, min_clients=2, rest=20), {"ann": 500, "bob": 30, "cid": 10, "dan": 45})
     answers = ask(network, ["ann", "bob", "cid", "dan"])
     assert list(answers) == ["ann", "bob", "cid", "dan"]
-    assert answers["ann"] == "it did not answer within 20 s after 2 others"
+    assert answers["ann"] == "it did not answer within 20 s after 2 other answers"
     assert [answers[name] for name in ("bob", "cid", "dan")] == [f"{name} to round 0" for name in ("bob", "cid", "dan")]
     assert 50 <= clock.now < 52
 
