@@ -37,7 +37,7 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
             f"{str(path.parent)!r}."
         )
     if path.exists() and not path.is_socket():
-        raise FileExistsError(f"Expected the path of a socket, but {str(path)!r} is a regular file.")
+        raise FileExistsError(f"Expected the path of a socket, but {str(path)!r} is not a socket.")
     if _is_served(path):
         raise FileExistsError(f"Another worker uses the socket {str(path)!r}.")
     path.unlink(missing_ok=True)
