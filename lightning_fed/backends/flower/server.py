@@ -85,11 +85,12 @@ def server_app(
         callbacks=callbacks,
         patience=patience,
     )
+    deadline = time_limit if isinstance(time_limit, Deadline) else Deadline(time_limit)
     app, signing = ServerApp(), read_private_key(key)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         stage, ckpt_path = (str(context.run_config.get(name) or "") for name in ("evaluate", "checkpoint"))
-        runner.run(FlowerTransport(grid, time_limit, bound=bound, key=signing), stage or "fit", ckpt_path)
+        runner.run(FlowerTransport(grid, deadline, bound=bound, key=signing), stage or "fit", ckpt_path)
 
     return app

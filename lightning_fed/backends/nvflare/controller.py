@@ -88,7 +88,8 @@ class FederationController(Controller):  # type: ignore[misc]
             callbacks=callbacks,
             patience=patience,
         )
-        self._deadline, self._key = time_limit, read_private_key(key)
+        self._deadline = time_limit if isinstance(time_limit, Deadline) else Deadline(time_limit)
+        self._key = read_private_key(key)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Prevents NVFLARE from ending the job after an answer that cannot be decoded."""
