@@ -89,9 +89,9 @@ def main() -> None:
         count = sum(parameter.numel() for parameter in make().parameters())
         rows.append([make.__name__, f"{count:,}", *(f"{statistics.median(ratios[size]):.2f}" for size in SIZES)])
     text = (
-        f"`python benchmarks/fastest.py --out benchmarks/results/performance.md`. CPU seconds per round, divided by"
-        f" the default's; {CLIENTS} clients, {STEPS} steps with {BATCH_SIZE} examples; columns: clients at once. Medians of"
-        f" {given.repetitions} repetitions. {machine(given.threads)}."
+        "`python benchmarks/fastest.py --out benchmarks/results/performance.md`. CPU seconds per round, divided by"
+        f" the default's; {CLIENTS} clients, {STEPS} steps with {BATCH_SIZE} examples; columns: clients at once. Medians"
+        f" of {given.repetitions} repetitions. {machine(given.threads)}."
     )
     write_section(given.out, "fastest", f"{text}\n\n{table(['network', 'parameters', *map(str, SIZES)], rows)}")
 

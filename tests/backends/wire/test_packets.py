@@ -139,7 +139,7 @@ def test_nothing_is_unpickled():
     "text", ["", "[]", "{}", '{"version": 1}', json.dumps({"version": 1, "kind": [], "header": {}, "tensors": {}})]
 )
 def test_texts_that_are_no_packets(text):
-    with pytest.raises(PacketError, match="the message (is|has) "):
+    with pytest.raises(PacketError, match=r"the message (is|has) "):
         read_packet(Packet(text), "update")
 
 
