@@ -90,8 +90,8 @@ def main() -> None:
         rows.append([make.__name__, f"{count:,}", *(f"{statistics.median(ratios[size]):.2f}" for size in SIZES)])
     text = (
         "`python benchmarks/fastest.py --out benchmarks/results/performance.md`. CPU seconds per round, divided by"
-        f" the default's; {CLIENTS} clients, {STEPS} steps with {BATCH_SIZE} examples; columns: clients at once. Medians"
-        f" of {given.repetitions} repetitions. {machine(given.threads)}."
+        f" the default's; {CLIENTS} clients, {STEPS} steps with {BATCH_SIZE} examples; columns: clients at once;"
+        f" medians of {given.repetitions} repetitions. {machine(given.threads)}."
     )
     write_section(given.out, "fastest", f"{text}\n\n{table(['network', 'parameters', *map(str, SIZES)], rows)}")
 
