@@ -292,7 +292,7 @@ MESSAGES = {
         "entry 'body.1.running_var' has NaN or infinite values",
     ),
     "missing entry": (drop_entry, "1 missing entries: 'head.bias'"),
-    "unexpected entry": (add_entry, "1 unexpected entries: 'tail.bias'"),
+    "unexpected entry": (add_entry, "1 entries are unexpected: 'tail.bias'"),
     "wrong shape": (
         set_entry("head.weight", lambda value: value.T),
         "entry 'head.weight' has shape (5, 1) instead of (1, 5)",
@@ -651,7 +651,7 @@ def test_all_clients_fail(kind, door, caplog):
     for row in rows.values():
         assert (row["fed/clients"], row["fed/failed"], row["fed/num_samples"]) == (0, 3, 0)
     left_out = [message for message in caplog.messages if "is excluded" in message]
-    assert [message.split(" is left")[0] for message in left_out] == [
+    assert [message.split(" is excluded")[0] for message in left_out] == [
         f"Round {round + 1}: client {client}" for round in range(ROUNDS) for client in range(3)
     ]
 
@@ -978,7 +978,7 @@ def test_an_error_in_a_visit_names_the_client():
 
     with pytest.raises(ZeroDivisionError, match="a bug") as caught:
         train(good_clients(), [Watch()])
-    assert caught.value.__notes__ == ["In round 2, in the visit of client 'better'."]
+    assert caught.value.__notes__ == ["Raised in round 2, in the visit of client 'better'."]
 
 
 def test_ctrl_c_in_a_data_set_is_not_a_fault_of_the_client():

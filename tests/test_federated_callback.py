@@ -26,5 +26,5 @@ def test_fabric_is_refused(make, train):
     fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=[make()])
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with pytest.raises(MisconfigurationException, match=r"among the callbacks of a `Trainer`.*FederatedTrainer"):
+    with pytest.raises(MisconfigurationException, match=r"in the callbacks of a `Trainer`.*FederatedTrainer"):
         train(fabric, net, optimizer)

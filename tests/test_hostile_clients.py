@@ -167,6 +167,6 @@ def test_a_round_with_statistics_that_cannot_be_is_taken_back(federated_trainer,
     trainer.fit(Module(norm_mlp(), adam), as_datasets(vectors(SIZES)))
     assert [is_new for is_new, _ in states] == [True, False, True]
     assert_same(states[0][1], states[1][1])
-    assert "Round 2 is taken back: entry 'net.1.running_var' has NaN or infinite values." in caplog.text
+    assert "Round 2 is reverted: entry 'net.1.running_var' has NaN or infinite values." in caplog.text
     assert all(value.isfinite().all() for value in states[2][1].values())
     assert trainer.federation.server.report.failed == {}
