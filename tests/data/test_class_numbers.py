@@ -29,7 +29,7 @@ PLACES = {
 @pytest.mark.parametrize("other", [("dog",), ("cat", "cow", "dog"), ("dog", "cat")])
 def test_other_numbers_are_refused_at_once(place, other):
     clients = {"a": PLACES[place](folder("cat", "dog")), "b": PLACES[place](folder(*other))}
-    with pytest.raises(ValueError, match=r"one number for each class, but .* at client 'a' and .* at client 'b': give"):
+    with pytest.raises(ValueError, match=r"one number for each class, but .* at client 'a' and .* at client 'b': use"):
         FederatedDataModule(clients)
     with pytest.raises(ValueError, match="one number for each class"):
         FederatedDataModule(list(clients.values()))
@@ -74,13 +74,13 @@ def test_other_numbers_in_validation_and_test_data_are_refused(kind, stage):
     train = {"a": folder("cat", "dog"), "b": folder("cat")}
     FederatedDataModule(train, **{stage: HELD_OUT[kind](folder("cat", "dog"))})
     place = "validation" if stage == "val" else "test"
-    with pytest.raises(ValueError, match=f"'dog' has 1 at client 'a' and 0 at the {place} data"):
+    with pytest.raises(ValueError, match=f"'dog' has number 1 at client 'a' and 0 at the {place} data"):
         FederatedDataModule(train, **{stage: HELD_OUT[kind](folder("dog"))})
 
 
 def test_other_numbers_beside_data_to_split_are_refused():
     LoaderDataModule(DataLoader(folder("cat", "dog"), 4), folder("cat"))
-    with pytest.raises(ValueError, match="'dog' has 1 at the training data and 0 at the validation data"):
+    with pytest.raises(ValueError, match="'dog' has number 1 at the training data and 0 at the validation data"):
         LoaderDataModule(DataLoader(folder("cat", "dog"), 4), folder("dog"))
 
 

@@ -250,8 +250,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "kind", "message"),
     [
-        (Stream(), TypeError, "Expected a data set with `__len__` and `__getitem__` (map-style), but got Stream."),
-        (object(), TypeError, "(map-style), but got object."),
+        (Stream(), TypeError, "Expected a data set with `__len__` and `__getitem__` (map-style), but got Stream:"),
+        (object(), TypeError, "(map-style), but got object:"),
         (Samples([torch.rand(2)]), TypeError, "but got Tensor of shape (2,) and type torch.float32. Pass `label_fn`"),
         (Samples([(1,)]), TypeError, "'y', 'mask', but got tuple of length 1. Pass `label_fn`"),
         (Samples([{"x": 1}]), TypeError, "'label', 'labels', 'target', 'y', 'mask', but got dict of length 1."),
@@ -400,7 +400,7 @@ def test_groups_of_nested_data_sets_and_of_samples():
         ),
         ([0, 1], [1, "a"], TypeError, "Expected `group` to be all integers or all strings, but got int, str."),
         ([0, 1], [0.5, 1.0], TypeError, "all integers or all strings, but got float."),
-        (Stream(), "groups", TypeError, "(map-style), but got Stream."),
+        (Stream(), "groups", TypeError, "(map-style), but got Stream:"),
     ],
 )
 def test_group_errors(dataset, group, kind, message):

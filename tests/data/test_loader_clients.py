@@ -355,7 +355,7 @@ def test_an_isolated_pass_over_several_loaders_leaves_their_generators_alone():
 def test_several_data_sets_for_one_client_are_refused(kind):
     data = {"one": DATASET, "other": DATASET}
     data = data if kind is dict else list(data.values())
-    message = rf"but got data sets in a {kind.__name__}\. Put each .*`torch\.utils\.data\.StackDataset`"
+    message = rf"but got data sets in a {kind.__name__}: put each .*`torch\.utils\.data\.StackDataset`"
     with pytest.raises(TypeError, match=message):
         FederatedDataModule({"a": data, "b": data})
     with pytest.raises(TypeError, match=message):
