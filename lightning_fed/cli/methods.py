@@ -76,11 +76,11 @@ def describe_method(name: str) -> str:
     Example:
         >>> print(describe_method("fedprox"))
         fedprox
-            Average weighted by the numbers of examples; clients train with a proximal term.
+            Average weighted by the number of examples; clients train with a proximal term.
             Sends: 1 model down, 1 up.
             Keeps: nothing.
             Costs: no additional computation.
-            For: heterogeneous clients with long visits, and stragglers.
+            For: heterogeneous clients with long visits, and federations with stragglers.
             mu=0.01, row_weighting='global'
         <BLANKLINE>
     """
