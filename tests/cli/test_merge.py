@@ -222,7 +222,7 @@ def test_what_is_wrong_is_one_line(capsys):
             2,
             "in a writable folder, but got text.ckpt/b",
         ),
-        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--weights", "[1]"], 2, "each of 2 checkpoints, but got 1 `--we"),
+        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--weights", "[1]"], 2, "per checkpoint (2), but got 1 `--we"),
         (
             ["a.ckpt", "text.ckpt", "-o", "b.ckpt", *named],
             1,
