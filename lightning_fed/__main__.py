@@ -1,4 +1,4 @@
-"""``python -m lightning_fed`` runs the command ``lightning-fed``."""
+"""Entry point for ``python -m lightning_fed``, equal to the command ``lightning-fed``."""
 
 from lightning_fed.cli.main import main
 

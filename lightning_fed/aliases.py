@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def unite_names() -> None:
-    """Makes both package names refer to the package imported first, by default ``lightning.pytorch``.
+    """Makes both names of Lightning refer to the package imported first, by default ``lightning.pytorch``.
 
     The packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
     package. The function changes nothing if both are already imported or have different versions.
@@ -37,7 +37,7 @@ def unite_names() -> None:
 
 
 def refuse_foreign(*objects: Any) -> None:
-    """Refuses objects from a second copy of Lightning with ``TypeError``."""
+    """Raises ``TypeError`` for an object from the other package of Lightning."""
     for value in objects:
         for base in type(value).__mro__:
             if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():
@@ -49,7 +49,7 @@ def refuse_foreign(*objects: Any) -> None:
 
 @cache
 def warn_of_two() -> None:
-    """Warns once if both packages are imported, because each Trainer rejects callbacks from the other package."""
+    """Warns once if both packages of Lightning are imported: a Trainer rejects callbacks from the other package."""
     if "pytorch_lightning" in sys.modules and not _is_one():
         _log.warning(
             "Both `lightning` and `pytorch_lightning` are imported: two packages with the same code. `Federation` needs"
@@ -78,7 +78,7 @@ def _version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook for packages with an alias."""
+    """Import hook: importing one package of Lightning returns the imported module of the other package."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

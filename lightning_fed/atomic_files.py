@@ -1,4 +1,4 @@
-"""Atomic writes (a file is complete or absent, even after a kill), and loading without pickle."""
+"""Atomic file writes (after a kill a file is complete or absent), and loading of checkpoints without pickle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """Yields a temporary path, and moves the file to ``path`` afterwards unless an exception was raised.
+    """Yields a temporary path for writing; afterwards moves the file to ``path``, unless an exception was raised.
 
     Missing folders are created. A note on an exception (for example, for a full disk) names the
     unchanged file. Processes that write the same file need different suffixes.
@@ -79,7 +79,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads tensors and primitives. ``weights_only=False`` also unpickles objects, which can execute code."""
+        """Loads a checkpoint with tensors and primitives. ``weights_only=False`` allows pickles, which can run code."""
         if weights_only is False:
             _log.warning("Loading %r with `weights_only=False`: pickled objects can execute code.", str(path))
         files = get_filesystem(path)
@@ -97,7 +97,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Writes a checkpoint. A note on an exception names the unchanged file."""
+        """Writes a checkpoint atomically. If writing fails, a note on the exception names the unchanged old file."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -172,7 +172,7 @@ def protect_checkpoints(trainer: L.Trainer) -> None:
 
 
 def folders_of(trainer: L.Trainer) -> list[str]:
-    """Lists the folders for checkpoints, loggers and temporary files."""
+    """Lists the folders in which a Trainer writes checkpoints, logs and temporary files."""
     logs = [f"{logger.log_dir or logger.save_dir} ({type(logger).__name__})" for logger in trainer.loggers]
     checkpoints = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
     folders = [trainer.default_root_dir, *checkpoints, *logs, f"{tempfile.gettempdir()} (temporary files)"]

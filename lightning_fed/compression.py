@@ -187,7 +187,7 @@ class Float16(Compression):
 
 
 class TopK(Compression):
-    """Sends only the values with the largest magnitude in each entry, with positions (Stich et al., Algorithm 1).
+    """Sends only the values with the largest magnitude in each entry, with flat indices (Stich et al., Algorithm 1).
 
     Args:
         share: Fraction of the values to send per entry, rounded up; in (0, 1].
@@ -232,10 +232,10 @@ class Downlink(UpdateStep):
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    A client with an earlier model receives all later codes, if the codes are smaller than the model; other clients
+    A client with an earlier model receives the encoded changes since then, if smaller than the model; other clients
     receive the full model. On remote machines all clients of a node share one model file, verified by a hash. Partial
-    rows, BatchNorm statistics, extras and models outside visits are sent without compression. The state contains
-    compression errors and recent codes, at most the size of two models.
+    rows, BatchNorm statistics, extras and models outside visits are sent without compression. Checkpoints contain
+    compression errors and recent changes, at most the size of two models.
 
     Args:
         step: Compression step. ``Downlink`` must follow all steps that change the new model.

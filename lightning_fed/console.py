@@ -11,7 +11,7 @@ LOGGER = logging.getLogger("lightning_fed")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the console, unless the root logger has handlers, which would duplicate the lines."""
+    """Writes log lines to the console, unless the root logger has handlers, which would duplicate the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -21,7 +21,7 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Removes handlers that the context added to the root logger, because only programs should configure it."""
+    """Context that removes handlers added to the root logger inside, because only programs should add handlers."""
     old_handlers = [*logging.root.handlers]
     try:
         yield
@@ -53,7 +53,7 @@ def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str
 
 
 def show_log() -> None:
-    """Shows log lines from level ``INFO``, unless the program configured the package's logger.
+    """Shows the package's log on the console, from level ``INFO``, unless the program configured the logger.
 
     ``logging.getLogger("lightning_fed").setLevel(logging.WARNING)`` restricts the log to warnings.
     """

@@ -26,9 +26,9 @@ class BadUpdate(ValueError):
 
 
 class BadUpdates(ValueError):
-    """Raised for invalid updates detected after the round, with a reason by excluded client.
+    """Raised for updates found invalid after all visits of a round; maps each excluded client to a reason.
 
-    A key that is not a client, such as the key of a sum, stands for all clients.
+    A key other than a client, such as the key of a secure sum, stands for all clients of the round.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:
@@ -62,6 +62,6 @@ def describe(error: BaseException) -> str:
 
 
 def without_frames(error: _Error) -> _Error:
-    """Replaces the traceback by a text note, because frames would keep local variables alive."""
+    """Replaces an exception's traceback by a text note, because frames would keep local variables alive."""
     error.add_note("".join(traceback.format_exception(error)))
     return error.with_traceback(None)

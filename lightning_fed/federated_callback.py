@@ -20,7 +20,7 @@ VISIT_HOOKS = (
 
 
 class TrainerCallback(L.Callback):
-    """A callback only for Trainers. Refuses ``Fabric``, which never calls the hooks of a fit."""
+    """Base class of callbacks only for Trainers. Refuses ``Fabric``, which never calls the hooks of a fit."""
 
     def on_after_setup(self) -> None:
         """Refuses Fabric. Only Fabric calls this hook, after its ``setup``."""
@@ -59,13 +59,13 @@ class FederatedCallback(TrainerCallback):
         """Server side, before the first visit. The module holds the global model and must still hold it afterwards."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """Returns the names of sliced entries, of which a client holds only requested rows. Called once."""
+        """Returns the names of sliced entries (a client holds only the requested rows). Called once per fit."""
         return ()
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Client side, before the server sends: may add rows of sliced entries and extras to the request.
+        """Client side, before the broadcast: may add rows of sliced entries, and extras, to the client's request.
 
         The module still holds the global model, and the client's memory is available. Entries without requested rows
         are sent completely. Extras are for the rule's :meth:`Aggregator.broadcast
@@ -75,7 +75,7 @@ class FederatedCallback(TrainerCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Server side, before the message is sent: may replace entries for this client.
+        """Server side, before the broadcast to a client is sent: may replace entries for this client.
 
         All clients' messages share the tensors, so replace a tensor instead of writing into its memory.
         """
@@ -83,7 +83,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, before the module loads the message: may unpack entries from :meth:`on_server_send`.
+        """Client side, before the module loads the broadcast: may unpack entries from :meth:`on_server_send`.
 
         Afterwards ``broadcast.state`` must hold all shared entries. Raising :class:`ClientFault` excludes the client.
         """
@@ -91,10 +91,10 @@ class FederatedCallback(TrainerCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, after the module has loaded the message, before the first batch."""
+        """Client side, after the module has loaded the broadcast, before the first batch of the visit."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Client side, before a training step: returns the batch for the step. Lightning's hooks get the original.
+        """Client side, before a training step: returns the batch for the step. Lightning's hooks get ``batch``.
 
         Raising :class:`ClientFault` excludes the client because of the data.
         """
@@ -103,7 +103,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Client side, after the last batch: may add extras and metrics to the update, but not change the state.
+        """Client side, after the last batch: may add extras and metrics to the update, but not change its entries.
 
         A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
         on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
@@ -116,7 +116,7 @@ class FederatedCallback(TrainerCallback):
         """Server side, before the update is checked: may unpack entries from :meth:`on_client_end`."""
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Client side, after a visit, even a failed one: may revert the callback's changes."""
+        """Client side, after a visit, including failed visits: may revert the callback's changes to the module."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
         """Shares values between processes that train different clients, before :meth:`on_server_aggregate`.

@@ -1,4 +1,4 @@
-"""Lazy loading: imports a package's names on first access, and modules of optional features."""
+"""Lazy imports: names of a package on first access, and modules of optional features."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_feature(module: str) -> ModuleType:
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
-    ``package`` is the package's ``__name__``, and ``door`` the ``__file__``. The stub ``__init__.pyi`` lists the names.
+    ``package`` and ``door`` are ``__name__`` and ``__file__`` in the package; ``__init__.pyi`` lists the names.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:

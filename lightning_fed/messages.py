@@ -35,17 +35,17 @@ def plain_keys(clients: Iterable[Client]) -> list[Client]:
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The tensors' size in bytes."""
+    """Total size of all tensors in bytes."""
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
 def file_name(client: Client) -> str:
-    """File name for a client, whose key may contain any characters."""
+    """Safe file name for a client's key with any characters."""
     return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Digest for names, types, shapes and values in a state."""
+    """Hexadecimal hash over names, dtypes, shapes and values in a state."""
     hasher = hashlib.sha256()
     for name in sorted(state):
         value = state[name].detach().cpu().contiguous().reshape(-1)
@@ -56,7 +56,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """The tensors, without tensors equal to an earlier one.
+    """Selects tensors by name, without tensors equal to an earlier tensor.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ def distinct(tensors: Mapping[str, Tensor]) -> State:
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
-    """Adds a prefix to all names."""
+    """Adds a prefix to all entry names of a state."""
     return {f"{prefix}{name}": value for name, value in state.items()}
 
 
@@ -102,7 +102,7 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in all tensors; equal rows count once."""
+        """Bytes in all tensors; equal row indices count once."""
         return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
 
 
@@ -115,7 +115,7 @@ class Broadcast:
         state: Entries for the client's initial model.
         extras: Further tensors from the method (control variates, ...).
         rows: Row indices of sliced entries in ``state``, from the client's :class:`Request`, which counts the bytes.
-        unsent: Names of entries in ``state`` that the client already has. Set by the server.
+        unsent: Names of entries in ``state`` already on the client, and not sent. Set by the server.
     """
 
     round: int
@@ -149,7 +149,7 @@ class ClientUpdate:
             client cannot write to other rows.
         unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. Their tensors belong
             to the broadcast: replace a tensor instead of writing into its memory.
-        members: On the server: clients whose updates an update step has summed into this update.
+        members: On the server: the clients in an update created by an update step as a sum.
     """
 
     client: Client
@@ -163,7 +163,7 @@ class ClientUpdate:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """The clients behind the update."""
+        """The clients with training in this update: several for a sum, otherwise one."""
         return self.members or (self.client,)
 
     @property
@@ -178,7 +178,7 @@ class ClientUpdate:
 
 
 def find_bad_count(num_samples: object) -> str | None:
-    """Describes an invalid number of examples, or returns ``None``."""
+    """Describes the error in a number of examples; ``None`` for a valid number."""
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
     if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
         return None

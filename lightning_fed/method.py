@@ -144,7 +144,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
-    """Builds a method from a name with options, or from a rule; a method object is returned unchanged.
+    """Builds a method from a name and options, or from a rule; a method object is returned unchanged.
 
     The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments for the named method's class,
     or for callbacks in the method.
@@ -170,7 +170,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Returns the default by option of a method or callback; ``inspect.Parameter.empty`` for a required option."""
+    """Maps each option of a method or callback to the default, or ``inspect.Parameter.empty`` without a default."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}

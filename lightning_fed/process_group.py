@@ -1,4 +1,4 @@
-"""The processes that share the clients of a round, and their communication.
+"""The processes for the clients in a round, and communication between processes.
 
 Tensors are sent as raw memory; all other objects (numbers, names, containers) are pickled.
 """
@@ -22,7 +22,7 @@ _ALIGNED = 16
 
 
 class ProcessGroup:
-    """The processes that share a federation's clients; the base class is a single process.
+    """The processes for a federation's clients; the base class is a single process.
 
     Attributes:
         rank: Index of this process, from 0.
@@ -36,7 +36,7 @@ class ProcessGroup:
 
     @contextmanager
     def independent(self) -> Iterator[None]:
-        """Context without communication."""
+        """Context in which the processes run independently, without communication."""
         was_independent, self.is_independent = self.is_independent, True
         try:
             yield
@@ -50,7 +50,7 @@ class ProcessGroup:
         shares its tensors.
 
         Args:
-            value: Value of this process: any picklable object, which may contain tensors.
+            value: Value of this process: any picklable object, also with tensors inside.
             known: Tensors with equal values and order in all processes, which are not sent.
 
         Raises:
@@ -100,7 +100,7 @@ class TorchProcessGroup(ProcessGroup):
         return unpack(rest, self._broadcast_tensors(0, tensors if self.rank == 0 else None, forms))
 
     def _broadcast_tensors(self, source: int, tensors: Sequence[Tensor] | None, forms: Sequence[_Form]) -> list[Tensor]:
-        """Sends one process's tensors to all processes; small tensors share a message."""
+        """Sends the tensors of process ``source`` to all processes; small tensors share a message."""
         received: list[Tensor] = []
         for group in _groups(forms):
             sent = None if tensors is None else tensors[len(received) : len(received) + len(group)]
@@ -137,7 +137,7 @@ class _Form(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Size in bytes, rounded up to the alignment."""
+        """Size in bytes, rounded up to a multiple of the alignment."""
         return -(-self.nbytes // _ALIGNED) * _ALIGNED
 
 
@@ -170,7 +170,7 @@ def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ())
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as indices into the known tensors or into the collected ``tensors``."""
+    """Pickles each tensor as an index into ``known``, or into the list ``tensors`` with all other tensors."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -106,7 +106,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. Saved hyper-parameters replace the recipe's if the checkpoint names a class."""
+        """Parses the command line. Hyper-parameters from a checkpoint with a class name replace the recipe's."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")
@@ -119,7 +119,7 @@ class FederatedCLI(LightningCLI):
                 sys.stderr.write(f"note: {path} was saved from Python: the model and arguments come from the recipe.\n")
 
     def before_instantiate_classes(self) -> None:
-        """Restores a checkpoint path hidden from Lightning's parser."""
+        """Restores the option ``ckpt_path``, hidden during the parsing by Lightning."""
         if self._hidden_path is not None:
             self.config[self.config.subcommand].ckpt_path = self._hidden_path
 

@@ -36,12 +36,12 @@ class RoundInfo:
     refused: Mapping[Client, str] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Excludes the clients, possibly millions, because every process knows the clients."""
+        """Excludes ``clients`` from pickles: possibly millions, and known in every process."""
         return {**vars(self), "clients": (), "refused": {}}
 
 
 def trained_entries(info: RoundInfo, state: State) -> list[str]:
-    """Names of trained entries. Only these entries contribute to the update norm."""
+    """Names of the trained entries in ``state``. Only these entries contribute to an update's norm."""
     if info.trainable is not None:
         return [name for name in state if name in info.trainable]
     return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
@@ -49,7 +49,7 @@ def trained_entries(info: RoundInfo, state: State) -> list[str]:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """A rule's requests to the server before the server draws a round's cohort.
+    """A rule's wishes for a round's cohort, before the server draws the cohort.
 
     Args:
         drawn: Index of an earlier round whose cohort trains again; ``None`` for a new cohort.
@@ -75,9 +75,9 @@ class RuleCapabilities:
     accepts_rows = resizes = has_clusters = False
 
     def held_rows(self) -> Mapping[str, Tensor]:
-        """Returns the rows that clients held in the aggregated round, by entry: int64, shape ``(rows,)``.
+        """Maps each sliced entry to the rows aggregated in the last round: int64 indices, shape ``(rows,)``.
 
-        An entry is omitted if one client held the whole entry.
+        An entry is omitted if a client trained all its rows.
         """
         return {}
 
@@ -86,20 +86,20 @@ class RuleCapabilities:
         return RoundPlan()
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns names, shapes and dtypes of the expected answer to a message; values do not matter."""
+        """Returns a state with names, shapes and dtypes as expected in an update; values do not matter."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
         """Returns the shared entries of the client's model; ``None`` for the global model.
 
-        Clients with the same model get the same object. The server writes BatchNorm statistics into its tensors.
+        Clients with the same model get the same object. The server writes BatchNorm statistics into these tensors.
         """
         return None
 
     def tolerated(self, count: int) -> int:
-        """Returns how many of ``count`` clients may send arbitrary updates.
+        """Returns the tolerated number of malicious clients among ``count`` clients.
 
-        Pooled BatchNorm statistics exclude that many lowest and highest values.
+        Pooled BatchNorm statistics exclude this number of lowest and highest values.
         """
         return 0
 
@@ -130,7 +130,7 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def broadcast(self, request: Request) -> Broadcast:
-        """Prepares the message for a client's request. The server selects the rows.
+        """Returns the broadcast for a client's request, with whole entries: the server then selects the requested rows.
 
         The caller does not write into the tensors.
         """
@@ -149,7 +149,7 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """The new shared entries from all updates (at least one); ``None`` without a new model yet.
+        """Computes the new shared entries from all updates (at least one); ``None`` if the rule has no new model yet.
 
         If a comparison of all updates excludes clients, the rule removes the updates of these clients and raises
         :class:`BadUpdates`. The server calls the method again if enough updates remain.

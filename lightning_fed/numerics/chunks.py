@@ -7,7 +7,7 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
-    """Numbers of examples and pixels per chunk, for an input with shape ``(count, width, positions)``.
+    """Numbers of examples and pixels per chunk of an input with shape (examples, channels, pixels).
 
     Channels are never split. A chunk with several examples contains all their pixels. ``elements`` is the maximum size
     of a chunk, by default ``CHUNK_ELEMENTS``; one pixel with more channels exceeds the maximum.

@@ -13,9 +13,9 @@ from lightning_fed.numerics.precision import float64_device, to_float64
 
 
 class Float64States(Metric):
-    """Metric with float64 states (``float64_states``), stored on the CPU if the metric's device lacks float64.
+    """Base class of metrics with float64 states, stored on the CPU if the metric's device lacks float64.
 
-    ``set_dtype`` affects only the result.
+    ``float64_states`` lists the names of the states; ``set_dtype`` affects only the result.
     """
 
     float64_states: ClassVar[tuple[str, ...]] = ()
@@ -30,7 +30,7 @@ class Float64States(Metric):
 
 
 class Float64Mean(Float64States):
-    """Mean over all values and processes (abstract: subclasses implement ``update``)."""
+    """Metric for the mean over all values and processes (abstract: subclasses implement ``update``)."""
 
     is_differentiable = False
     full_state_update = False
@@ -49,5 +49,5 @@ class Float64Mean(Float64States):
         self.count = self.count + values.numel()
 
     def compute(self) -> Tensor:
-        """Returns the mean, or NaN without values."""
+        """Returns the mean over all added values, or NaN without values."""
         return (self.total / self.count).to(self.dtype).to(self.device)

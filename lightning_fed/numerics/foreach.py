@@ -1,7 +1,7 @@
-"""Operations on lists of tensors.
+"""Fast operations on lists of tensors.
 
-:func:`copies` are adjacent in memory. :func:`join` views adjacent tensors as one flat tensor: an operation on a whole
-model is one call.
+:func:`copies` places copies of tensors adjacently in memory, and :func:`join` views adjacent tensors as one flat
+tensor, so that an operation on a whole model is one call.
 
 PyTorch documents ``torch._foreach_*`` as beta ("Foreach Operations") and uses these functions in all optimizers.
 """
@@ -47,7 +47,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Applies an elementwise function to flat runs; also passes the position of the run's first tensor."""
+    """Applies an elementwise ``function(flat_run, index_of_first_tensor)`` to all runs (:func:`find_runs`)."""
     results = list(tensors)
     for run in find_runs(tensors):
         members = [tensors[at] for at in run]
@@ -57,7 +57,7 @@ def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor
 
 
 def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Groups positions: in every list, the tensors of a group are adjacent in memory, with one dtype and storage."""
+    """Groups list indices into runs: in every list a run's tensors are adjacent in memory, with one dtype."""
     runs: list[list[int]] = []
     open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
     for position, group in enumerate(zip(*lists, strict=True)):
@@ -77,7 +77,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Views runs (:func:`find_runs`) as flat tensors; a tensor without neighbours stays as is."""
+    """Views each run (:func:`find_runs`) as one flat tensor per list; a tensor without neighbours is unchanged."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 
@@ -96,7 +96,7 @@ def _split(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies each value into its target, like ``Tensor.copy_``."""
+    """Copies each value into the target at the same index, like ``Tensor.copy_``."""
     pairs = list(zip(targets, values, strict=True))
     for dtype in {target.dtype for target in targets}:  # a fused kernel serves one dtype
         group = [(target, value) for target, value in pairs if target.dtype == dtype]
@@ -105,14 +105,14 @@ def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
-    """Adds each value, times ``weight``, to its sum. Sums are float64 or complex128; values have any dtype."""
+    """Adds each value, times ``weight``, to the sum at the same index: float64 or complex128; values: any dtype."""
     for total, value in join(sums, values):
         for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):
             part.add_(to_float64(addend), alpha=weight)  # a separate cast makes the addition faster
 
 
 def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the differences ``new - old``; on the CPU in chunks.
+    """Yields the differences ``new - old`` of tensor pairs; on the CPU in chunks of each tensor.
 
     Chunks do not depend on the memory layout (:func:`find_runs`), so norms are equal in one process and over a network.
     """
@@ -122,7 +122,7 @@ def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Compares pairs of tensors with equal shapes, using one device synchronisation."""
+    """Returns for each pair of tensors whether all values are equal, with one device synchronisation."""
     if all(value.is_cpu for value in left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]

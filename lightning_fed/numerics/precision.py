@@ -9,12 +9,12 @@ _WITHOUT_FLOAT64 = ("mps",)  # Apple's
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Returns the device, or the CPU if the device lacks float64."""
+    """Returns a device for float64 values: ``device``, or the CPU if ``device`` lacks float64."""
     return torch.device("cpu") if device.type in _WITHOUT_FLOAT64 else device
 
 
 def to_float64(value: Tensor, copy: bool = False) -> Tensor:
-    """Casts values to float64 (complex128), on the CPU if the device lacks float64."""
+    """Casts a tensor to float64 (complex to complex128), on the CPU if the device lacks float64."""
     on_device = value.to(float64_device(value.device))
     return on_device.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
 
@@ -25,12 +25,12 @@ def cast_back(value: Tensor, like: Tensor) -> Tensor:
 
 
 def at_least_float32(value: Tensor) -> Tensor:
-    """Casts to float32, unless the values are float64."""
+    """Casts a tensor to float32, unless the tensor is float64."""
     return value if value.dtype == torch.float64 else value.float()
 
 
 def as_real(value: Tensor) -> Tensor:
-    """Views complex numbers as pairs of real numbers, shape ``(..., 2)``. Other tensors are unchanged.
+    """Views a complex tensor as pairs of real numbers, shape ``(..., 2)``; returns real tensors unchanged.
 
     Example:
         >>> as_real(torch.tensor([1 + 2j])), as_real(torch.tensor([3.0]))

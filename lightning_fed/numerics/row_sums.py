@@ -1,4 +1,4 @@
-"""Weighted mean of tables if each client holds only some rows.
+"""Weighted mean of a table (such as an embedding) over clients with only some rows.
 
 "Federated sampled softmax" (FedSS), Algorithm 1, line 12: a missing row is treated as unchanged.
 """
@@ -57,7 +57,7 @@ class RowSums:
         self.total += weight
 
     def add_sums(self, rows: Tensor, sums: Tensor, weights: Tensor) -> None:
-        """Adds weighted row sums: float64, shape ``(rows, *)``, with weights of shape ``(rows,)``."""
+        """Adds sums at the indices ``rows``: weighted values, shape ``(rows, *)``, and weights, shape ``(rows,)``."""
         self._parts.append((rows.to(sums.device), sums, weights))
         self.num_rows += len(rows)
         if self.num_rows > 2 * self._num_merged:  # bounds the memory by the number of distinct rows
@@ -71,9 +71,9 @@ class RowSums:
 
     @torch.no_grad()
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
-        """Returns the table with weighted means in the added rows.
+        """Returns a copy of the table ``base``, shape ``(n, *)``, with the weighted means in the added rows.
 
-        The base table has shape ``(n, *)``. Rows without a client get the value in ``base``. ``total`` is the sum of
+        Rows without a client are unchanged. ``total`` is the sum of
         all weights for ``"global"``, by default the sum of the added weights.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
@@ -103,7 +103,7 @@ class RowSums:
 
 
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
-    """Describes an invalid request for table rows, or returns ``None``."""
+    """Describes the error in requested row indices of a table; ``None`` for valid indices."""
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():

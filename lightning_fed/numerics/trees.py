@@ -17,18 +17,18 @@ _DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Lists the leaves in order."""
+    """Lists the leaves of a nested container, in order."""
     leaves: list[Any] = _pytree.tree_leaves(tree)
     return leaves
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies a function to each leaf."""
+    """Applies a function to each leaf of a nested container; returns a container with the same structure."""
     return _pytree.tree_map(function, tree)
 
 
 def move_tensors(tree: Any, device: torch.device | None) -> Any:
-    """Moves tensors to a device. With ``None`` tensors are not moved; other leaves are unchanged.
+    """Moves the tensors in a nested container to a device (``None``: nowhere); other leaves are unchanged.
 
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))

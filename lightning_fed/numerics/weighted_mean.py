@@ -16,7 +16,7 @@ from lightning_fed.numerics.row_sums import RowSums, RowWeighting
 
 
 class WeightedMean:
-    r"""Running weighted mean of flat states, with memory for one state.
+    r"""Running weighted mean of model states (tensors by entry name), with memory for one state.
 
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
@@ -48,7 +48,7 @@ class WeightedMean:
     def add(
         self, state: Mapping[str, Tensor], weight: float, size: int, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Adds one state with a weight and a number of examples (``size``). All states have equal names and shapes.
+        """Adds one state with a weight and the number of examples (``size``). All states have equal names and shapes.
 
         A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. ``rows`` has the row
         indices of each partial entry: int64, shape ``(rows,)``.
@@ -97,7 +97,7 @@ class WeightedMean:
     def mean(
         self, base: Mapping[str, Tensor] | None = None, row_weighting: RowWeighting = "global"
     ) -> dict[str, Tensor]:
-        """Returns the weighted mean of all added states, with each entry's dtype.
+        """Returns the weighted mean of all added states, in the dtype of each entry.
 
         ``base``, the state before the round, is required for partial entries. Missing entries get the value in
         ``base``, or 0 without ``base``. Without a positive weight the method raises ``ValueError``.
@@ -115,7 +115,7 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Returns the added rows of each partial entry: int64, shape ``(rows,)``."""
+        """Maps each partial entry to the indices of the added rows: int64, shape ``(rows,)``."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:

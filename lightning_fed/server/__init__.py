@@ -1,4 +1,4 @@
-"""The server half: schedule, averages, checks and counts for messages."""
+"""Server side: client schedule, averaging, message checks and byte counts."""
 
 from lightning_fed.server.averaging import AveragingAggregator as AveragingAggregator
 from lightning_fed.server.schedule import Cohort as Cohort

@@ -1,4 +1,4 @@
-"""Base class of averaging rules: one running weighted mean, with one weight per update."""
+"""Base class for aggregation rules that average client states, with one weight per update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AveragingAggregator(Aggregator):
 
     @abstractmethod
     def weight(self, update: ClientUpdate) -> float:
-        """Returns the weight of an update."""
+        """Returns the weight of a client's update in the mean."""
 
     def start(self, info: RoundInfo, state: State) -> None:
         self._info, self._state, self.running = info, state, WeightedMean()
@@ -41,7 +41,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a mean, except unsent entries, which are the majority in a model with adapters."""
+        """Adds an update to a running mean, except unsent entries (with adapters, most entries)."""
         moved = {
             name: value
             for name, value in update.state.items()

@@ -1,4 +1,4 @@
-"""The schedule (cohorts, stragglers, dropouts and seeds) is a pure function of (seed, round).
+"""Schedule for a fit (cohorts, stragglers, dropouts and seeds), a pure function of (seed, round).
 
 The schedule neither reads nor changes a global generator. A round costs O(cohort), not O(population).
 """
@@ -24,7 +24,7 @@ _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
 def default_seed() -> int:
-    """The seed from ``lightning.seed_everything``, or 0 without such a call."""
+    """Returns the seed set by ``lightning.seed_everything``, or 0 without such a call."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
@@ -51,7 +51,7 @@ class Visit:
     is_straggler: bool = False
 
     def num_batches(self, batches_per_epoch: int) -> int:
-        """Number of training batches in this visit."""
+        """Number of training batches in this visit, for a client with ``batches_per_epoch`` batches."""
         if batches_per_epoch == 0:
             return 0
         if self.steps is not None:
@@ -71,7 +71,7 @@ class Cohort:
 
 @dataclass(frozen=True)
 class SecretSampling:
-    """Draws the clients of a round; only the key can reproduce the draws.
+    """Secret sampling of a round's clients: only the key can reproduce the draws.
 
     Args:
         key: The key, a 128-bit integer.
@@ -159,7 +159,7 @@ class Schedule:
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
-        """Number of clients drawn per round; refuses a population smaller than the requested number."""
+        """Number of clients drawn per round from ``population`` clients; refuses a population below this number."""
         if population < 1:
             raise ValueError("Expected at least one client, but got none.")
         if isinstance(self.clients_per_round, float):
@@ -207,7 +207,7 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second, independent sample with the cohort's size, for FedDANE; excludes dropouts."""
+        """Draws a second, independent set of clients with the cohort's size, for FedDANE; excludes dropouts."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 

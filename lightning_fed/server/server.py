@@ -31,15 +31,15 @@ class RoundReport:
 
     Args:
         round: Index of the round, from 0.
-        received: Local examples by client, for good updates.
-        counted: Counted examples by client, for good updates.
-        failed: Reason by excluded client.
-        metrics: Clients' metrics.
+        received: Number of local examples by client, for valid updates.
+        counted: Number of examples by client for the weights (after update steps), for valid updates.
+        failed: Reason for the exclusion, by excluded client.
+        metrics: Values from :attr:`ClientUpdate.metrics`, by client.
         norms: Euclidean norm of (local - global) over the trained entries, by client, computed by the server. Clients
             with other shapes are missing.
-        up_bytes: Bytes in received updates, good or not.
+        up_bytes: Bytes in received updates, valid or not.
         down_bytes: Bytes in broadcasts.
-        refused: Reason by client, for the clients in ``failed`` that sent a bad answer.
+        refused: Reason by client, for clients in ``failed`` with an invalid answer.
     """
 
     round: int
@@ -56,7 +56,7 @@ class RoundReport:
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
         """Joins the reports of one round from several processes.
 
-        ``positions`` holds each client's position in the cohort: the joined report lists clients in this order.
+        ``positions`` maps each client to the index in the cohort: the joined report lists clients in this order.
         """
         report = cls(parts[0].round)
         for name in ("received", "counted", "failed", "refused", "metrics", "norms"):
@@ -69,10 +69,10 @@ class RoundReport:
 
 
 class HeldEntries:
-    """Record of untrained entries: the round of each entry's last change, and the last round of each client.
+    """Record of the untrained entries that each client already has, to avoid sending an entry twice.
 
-    All clients have the initial model. After a change by the server, or the end of an entry's training, the next
-    broadcast to each client contains the entry once. ``values`` are the untrained entries in the current or last round.
+    All clients have the initial model. After the server has changed an entry, or an entry is no longer trained, the
+    next broadcast to each client contains the entry. ``values`` are the untrained entries in the current or last round.
 
     State: ``since``, the round of each entry's last change, by name; ``clients`` and ``rounds``, the last round with a
     valid update, for clients after a change.
@@ -99,7 +99,7 @@ class HeldEntries:
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Completes the values after loading a checkpoint: takes missing values from ``entries``, the fit's model."""
+        """Completes :attr:`values` after loading a checkpoint, with missing entries from the model (``entries``)."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
@@ -121,7 +121,7 @@ class HeldEntries:
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Records that clients hold the round's model; does nothing while all entries have their initial values."""
+        """Records that ``clients`` have the round's model; does nothing while all entries have the initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
@@ -139,7 +139,7 @@ class HeldEntries:
         return {} if self._is_new else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint. An empty state is the initial state."""
+        """Restores a result of :meth:`state_dict`. An empty state is the initial state."""
         self._since, self.values = dict(state.get("since", {})), {}
         self._is_new = not state
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
@@ -152,14 +152,14 @@ class ServerInterface(ABC):
     :meth:`finish_round`. The caller may change messages in between.
 
     Args:
-        chain: The rule with the steps around it; a client's machine does not aggregate.
-        min_clients: Least number of good updates for a new global model.
+        chain: The aggregation rule with update steps; on a client's machine the rule does not aggregate.
+        min_clients: Minimum number of valid updates for a new global model.
 
     Attributes:
         report: Report for the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions from updates in this process, without tracebacks.
-        held: Record about untrained entries at the clients.
+        held: Record of the untrained entries that each client already has.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
@@ -180,23 +180,23 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Prepares the message for a client; the caller may change the message before :meth:`sent`."""
+        """Returns the broadcast for a client; the caller may change the broadcast before :meth:`sent`."""
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message to a client in its final form."""
+        """Counts the bytes of a broadcast to a client, after all changes by the caller."""
         self.report.down_bytes += broadcast.nbytes
 
     @abstractmethod
     def count(self, update: ClientUpdate) -> bool:
-        """Counts a received update; ``False`` excludes a client with an unrequested update."""
+        """Counts the bytes of a received update; returns ``False`` and excludes the client if none was requested."""
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks and aggregates an update after :meth:`count`; ``False`` excludes the client."""
+        """Checks and aggregates an update after :meth:`count`; returns ``False`` for an excluded client."""
 
     @abstractmethod
     def finish_round(self) -> State | None:
-        """Aggregates the round: the new global values of the shared entries, or ``None``."""
+        """Aggregates the round; returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
         """Starts the round in the chain; called again before the chain merges updates from several processes."""
@@ -208,7 +208,7 @@ class ServerInterface(ABC):
         """Restores the chain's state before the round."""
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client from the round, and logs the reason; always ``False``."""
+        """Excludes a client from the round, and logs the reason; always returns ``False``."""
         self.report.failed[client] = reason
         if error is not None:
             self.errors[client] = error
@@ -272,7 +272,7 @@ class Server(ServerInterface):
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Prepares the message for a client, and records names, shapes and dtypes of a valid answer.
+        """Returns the broadcast for a client, and records the names, shapes and dtypes of a valid update.
 
         Refuses a request that does not match the model, and a request for rows if the rule does not support rows.
         """
@@ -286,7 +286,7 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message to a client. In a whole model, entries that the client already has are not counted."""
+        """Counts the bytes of a broadcast, in a whole model without the entries already on the client."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         if client in self._expected:
@@ -294,14 +294,14 @@ class Server(ServerInterface):
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts a received update, and sets the update's rows to the rows in the broadcast."""
+        """Counts the bytes of a received update, and sets the update's rows to the rows in the broadcast."""
         self.report.up_bytes += update.nbytes
         expected = self._expected.get(update.client)
         update.rows = {} if expected is None else expected.rows
         return expected is not None or self.fail(update.client, "it sent an update that was not requested")
 
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks an update after :meth:`count`, and passes the update to the chain."""
+        """Checks an update after :meth:`count`, and passes the update to the steps and the aggregation rule."""
         client = update.client
         form, sent, _ = self._expected.pop(client)
         fault = find_bad_count(update.num_samples) or find_fault(update.state, form)
@@ -329,7 +329,7 @@ class Server(ServerInterface):
             self.fail(client, "it never answered")
 
     def finish_round(self) -> State | None:
-        """Aggregates the round; ``None`` without a valid aggregate.
+        """Aggregates the round's updates; returns the new shared entries, or ``None`` without a valid aggregate.
 
         If the rule has no new model yet, the result is the state passed to :meth:`start_round`.
         """
@@ -390,7 +390,7 @@ class Server(ServerInterface):
         return self.refuse(client, reason, error)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
-        """Replaces entries of a message by the requested rows."""
+        """Replaces the sliced entries of a broadcast by the rows that the client requested."""
         if not self.rule.accepts_rows:
             raise ValueError(
                 f"Expected a rule that supports partial rows of {sorted(request.rows)}, but "

@@ -47,7 +47,7 @@ class MaxNorm(UpdateStep):
         return _shortened(update, sent, trained_entries(self.info, sent), self.bound)
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Counts clipped updates, if the server is allowed to see the norms."""
+        """Returns the number of clipped updates; empty if the server may not see the norms of single updates."""
         return {"fed/shortened": sum(length > self.bound for length in norms.values())} if norms else {}
 
 
@@ -103,7 +103,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses entries of which clients hold only some rows, because the step compares whole entries."""
+    """Refuses sliced entries (a client holds only some rows), because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "
@@ -112,7 +112,7 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
 
 
 def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
-    """Refuses a rule with one of ``capabilities``, because the step needs the difference from one global model."""
+    """Refuses a rule with any attribute in ``capabilities``, because the step subtracts a single global model."""
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
             f"Expected no `{type(step).__name__}` with {type(rule).__name__}, because not all clients start from one "

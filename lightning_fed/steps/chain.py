@@ -33,7 +33,7 @@ class Chain:
     Attributes:
         rule: Aggregation rule.
         steps: Update steps.
-        held: Updates collected by each step in this round, or ``None`` for streaming steps.
+        held: One item per step: the updates collected in this round, or ``None`` for streaming steps.
 
     Raises:
         ValueError: If steps are incompatible with each other or with the rule.
@@ -76,12 +76,12 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Describes steps and options, innermost step first."""
+        """Maps each step's name to a text with the options, innermost step first."""
         return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """The information visible to the server in a round, after all steps."""
+        """The information visible to the server in a round, after all steps; see :attr:`UpdateStep.reveals`."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -98,20 +98,20 @@ class Chain:
         self.rule.start(info, state)
 
     def form(self, broadcast: Broadcast) -> State:
-        """Names, shapes and dtypes of the payload in response to a broadcast."""
+        """Names, shapes and dtypes in a client's answer to a broadcast, after all steps."""
         form = self.rule.expected(broadcast) if self.rule.resizes else broadcast.state
         for step in self.steps:
             form = step.form(form)
         return form
 
     def counted(self, num_samples: int) -> int:
-        """Returns the number of examples that count towards the client's weight."""
+        """Returns the number of examples for a client's weight, after all steps; ``num_samples`` before the steps."""
         return counted_samples(self.steps, num_samples)
 
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Transforms a trained update into the payload. ``memory`` is the client's state, changed in place."""
+        """Applies all steps to a trained update. ``memory`` is the steps' state for the client, changed in place."""
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
             step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
@@ -143,7 +143,7 @@ class Chain:
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Merges the :attr:`part` of another process; refuses another rule or another collecting step."""
+        """Merges ``other``, the :attr:`part` of another process; refuses a part of another rule or step."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -191,12 +191,12 @@ class Chain:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Rule state, and step states by name."""
+        """State for checkpoints: the rule's state, and each step's state by name."""
         steps = {name: step.state_dict() for name, step in self._named_steps().items()}
         return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the states. Steps without a saved state start anew; unused states are logged."""
+        """Restores a result of :meth:`state_dict`. Steps without a saved state start anew; unused states are logged."""
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
@@ -235,14 +235,14 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Number of examples to count after all weight steps in a chain."""
+    """Number of examples for a client's weight after all weight steps; ``num_samples`` before the steps."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples
 
 
 def _describe_step(step: UpdateStep) -> str:
-    """Describes the arguments of a step, which are read from attributes with the same names."""
+    """Describes a step's class and constructor arguments; each argument is read from the attribute of this name."""
     attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: attributes[name] for name in arguments if name in attributes}

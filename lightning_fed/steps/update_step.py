@@ -1,4 +1,4 @@
-"""Interface of update steps, which form layers between local training and the new global model.
+"""Interface of update steps, which transform client updates between local training and aggregation.
 
 An update passes the steps from inner to outer on the client, and from outer to inner on the server.
 """
@@ -19,7 +19,7 @@ Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates of a round, stored in an update step until the round is complete. Parts can be merged in any order."""
+    """Updates of a round, stored until the round is complete; containers of several processes can be merged."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -34,23 +34,23 @@ class Held(ABC):
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates of another process."""
+        """Adds the updates stored in ``other``, the container of another process."""
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """Returns the updates for the next inner step.
+        """Returns the stored updates for the next inner step, after the round.
 
-        Drops invalid updates, and raises ``BadUpdates`` for them: repeat the call if enough clients remain.
+        Removes invalid updates and raises ``BadUpdates``: repeat the call if enough clients remain.
         """
 
 
 class UpdateStep:
-    """Layer between local training and the new global model. All methods are optional; by default nothing changes.
+    """Transform between local training and the new global model. Methods are optional; by default nothing changes.
 
     Steps depend only on messages, not on Lightning. Steps may store the arguments of :meth:`start` for the round.
 
     Attributes:
-        reveals: Information visible to the server inside this layer: single updates (``"update"``), only the sum
+        reveals: Information visible to the server after this step: single updates (``"update"``), only the sum
             (``"sum"``), or a model without information on single clients (``"model"``). Also limits the log.
 
     Example:
@@ -74,11 +74,11 @@ class UpdateStep:
         self.info, self.state = info, state
 
     def form(self, state: State) -> State:
-        """Returns names, shapes and dtypes of the encoded form of an update like ``state``; values do not matter."""
+        """Returns tensors with the names, shapes and dtypes of an encoded update; ``state`` is the unencoded update."""
         return state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, inner to outer, after all callbacks: adds extras to the broadcast to a client.
+        """Server side, inner to outer, after all callbacks: adds extras to the broadcast for a client.
 
         The step may mark entries already held by the client as ``unsent``.
         """
@@ -121,7 +121,7 @@ class UpdateStep:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state. An empty state is the state of a new fit."""
+        """Restores a result of :meth:`state_dict`. An empty state is the state of a new fit."""
 
 
 class CollectingStep(UpdateStep, ABC):
@@ -139,7 +139,7 @@ class CollectingStep(UpdateStep, ABC):
 
 
 class HeldUpdates(Held):
-    """All updates of a round."""
+    """All updates of a round, stored for a :class:`CollectingStep`."""
 
     def __init__(self, step: CollectingStep) -> None:
         super().__init__(step)

@@ -1,4 +1,4 @@
-"""Update steps for client weights."""
+"""Update steps for client weights in the aggregation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class for update steps on client weights."""
+    """Base class for steps that change a client's number of examples, the weight in an average."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Returns the number of examples to count: an integer from 1 that never decreases as ``num_samples`` grows."""
+        """Returns the example count for the weight: an integer of at least 1, not decreasing in ``num_samples``."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)
