@@ -1,4 +1,4 @@
-"""Client side: local model, optimizers, and stores for client state."""
+"""Client side of a federation: the local model, optimizers, and stores for client state between visits."""
 
 from lightning_fed.client.client_store import ClientStore as ClientStore
 from lightning_fed.client.client_store import FolderStore as FolderStore

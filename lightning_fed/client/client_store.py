@@ -30,11 +30,11 @@ _DIGEST = "sha256"
 
 
 class ClientStore(ABC):
-    """Store for tensors by client. Only the tensors of the cohort need to be in memory."""
+    """Store for the tensors of each client between visits. Only tensors of the round's clients need memory."""
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
-        """Returns the client's latest tensors, which must not be changed, or ``None``."""
+        """Returns a client's latest tensors, which the caller must not change; ``None`` without stored tensors."""
 
     def clients(self) -> Collection[Client]:
         """The clients with stored tensors. At the end of a fit, these clients measure BatchNorm statistics again."""
@@ -42,29 +42,29 @@ class ClientStore(ABC):
 
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
-        """Replaces the client's tensors in ``round``; an empty state deletes the client."""
+        """Stores a client's tensors after a visit in ``round``; an empty state deletes the client."""
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Commits the tensors of ``round`` for clients with a valid update, and removes tensors of other clients."""
+        """Ends ``round``: keeps the new tensors of ``clients`` (valid update), and removes all other new tensors."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the state at the end of round ``round - 1`` for a checkpoint: tensors and primitives."""
+        """Returns the store's state before round ``round`` for a checkpoint: tensors and primitives."""
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the store to a :meth:`checkpoint`; ``restore(0, {})`` empties the store."""
+        """Restores a result of :meth:`checkpoint`; ``restore(0, {})`` empties the store."""
 
     def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
         """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Returns the picklable changes of ``round`` for other processes; required for several processes."""
+        """Returns the store's changes in ``round`` in picklable form, for :meth:`join` in other processes."""
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Adds the changes from :meth:`share` in another process."""
+        """Adds the changes in ``share``, a result of :meth:`share` in another process."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
@@ -75,7 +75,7 @@ def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientSto
 
 
 class MemoryStore(ClientStore):
-    """Store in memory and in every checkpoint, for up to hundreds of clients with small entries."""
+    """Client store in memory and in every checkpoint, for up to hundreds of clients with small entries."""
 
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}
@@ -127,7 +127,7 @@ class MemoryStore(ClientStore):
 
 
 class FolderStore(ClientStore):
-    """Store with safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
+    """Client store with safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
 
     A new fit starts the folder's next run, and leaves earlier runs unchanged; a resumed fit continues the checkpoint's
     run. A client whose file is missing, unreadable or changed is excluded from the round, because a silent restart from
@@ -223,7 +223,7 @@ class FolderStore(ClientStore):
                 self._kept.discard(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the state for a checkpoint. Deletes versions that the previous checkpoint does not need."""
+        """Returns the state for a checkpoint. Deletes files that this and the previous checkpoint do not need."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):
@@ -241,7 +241,7 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the store. Versions from ``round`` or later are hidden until this run overwrites them.
+        """Restores a :meth:`checkpoint`. Files from ``round`` or later are hidden until overwritten in this run.
 
         Refuses a checkpoint whose versions were deleted, and a checkpoint with tensors.
         """
@@ -263,16 +263,16 @@ class FolderStore(ClientStore):
         self._prunable.clear()
 
     def newest(self, client: Client) -> int:
-        """Round of the version returned by :meth:`get`; -1 without a version."""
+        """Round of the tensors returned by :meth:`get`; -1 without stored tensors."""
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes the client's versions before ``round``, except the latest of these."""
+        """Deletes a client's files from rounds before ``round``, except the latest of these files."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 
     def start(self, process_group: ProcessGroup) -> None:
-        """Sets the run number of the first process in all processes; only the first process deletes files."""
+        """Starts all processes with the run number of the first process; only the first process deletes files."""
         if process_group.size > 1:
             last = self._last_run()
             self._run = process_group.broadcast((0 if last is None else last + 1) if self._run is None else self._run)

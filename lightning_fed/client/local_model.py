@@ -1,4 +1,4 @@
-"""The client's model: loads the broadcast, stores client state, builds the update."""
+"""The user's module as a client's model: loads broadcasts, stores client state, builds updates."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class LocalModel:
         self._unsaved.return_additions()
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Returns the names of unsent entries that differ from the server's values. NaN equals NaN."""
+        """Selects the entries in ``names`` that differ from :attr:`server_entries`. NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [
@@ -133,7 +133,7 @@ class LocalModel:
         ]
 
     def update_server_entries(self) -> None:
-        """Sets the server's values to copies of the module's unsent entries."""
+        """Sets :attr:`server_entries` to copies of the module's current entries."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
     def load_client(
@@ -144,7 +144,7 @@ class LocalModel:
         statistics: Mapping[str, Tensor] | None = None,
         stored: State | None = None,
     ) -> None:
-        """Loads a client's model: shared entries from ``state``, personal entries from the client's store (``stored``).
+        """Loads a client's model: shared entries from ``state``, personal entries from the store (or ``stored``).
 
         With ``trains`` the model is for training or measurement, with copies of sliced entries. Otherwise the model is
         for evaluation: the stored BatchNorm statistics (or ``statistics``), and entries of a separate model in the
@@ -169,16 +169,16 @@ class LocalModel:
         self._load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
 
     def client_entries(self) -> State:
-        """Copies all entries of a client's model, shared and personal."""
+        """Copies all shared and personal entries of the current client's model."""
         self._find_entries()
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def load_client_entries(self, state: Mapping[str, Tensor]) -> None:
-        """Loads entries from :meth:`client_entries` during a visit."""
+        """Loads a result of :meth:`client_entries` into the module, during a visit."""
         self._load(state)
 
     def recall(self, client: Client) -> State:
-        """Reads a client's stored state: personal entries, optimizer state, memory. Empty before the first visit."""
+        """Reads a client's stored personal entries, optimizer state and memory; empty before the first visit."""
         return self.store.get(client) or {}
 
     def store_client(
@@ -196,7 +196,7 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def model_key(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Fingerprint of a model's weights, stored with BatchNorm statistics to identify the measured model.
+        """Returns a fingerprint of model weights, stored with BatchNorm statistics to identify the measured model.
 
         Running statistics and sliced entries, which can be large, are excluded. Equal states give equal numbers.
         """
@@ -220,7 +220,7 @@ class LocalModel:
         self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry with a new shape or dtype, or with implausible values, after the visit.
+        """Describes the first personal entry with a new shape or dtype, or implausible values, after a visit.
 
         Entries with implausible values before the visit are accepted.
         """
@@ -236,12 +236,12 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update; refuses writes into tensors outside ``state_dict``."""
+        """Builds the update of ``client``; refuses changes to tensors outside ``state_dict`` since the visit began."""
         self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Copies entries into the module; replaces sliced entries' data."""
+        """Copies entries into the module; for a sliced entry, replaces the parameter's data instead."""
         for name, owner in self.sliced.items():
             rows = state.get(name, owner)
             if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:
@@ -277,19 +277,19 @@ class LocalModel:
 
 
 def memory_of(stored: State) -> State:
-    """The memory for callbacks and steps in a client's stored state."""
+    """Selects the memory of callbacks and update steps from a client's stored state (:meth:`LocalModel.recall`)."""
     return without_prefix(stored, _MEMORY)
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's callback memory under names with ``prefix``, in ``round``."""
+    """Deletes a client's callback memory under names with ``prefix``, as a change in ``round``."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)
 
 
 class UnsavedTensors:
-    """Tensors without an entry, reset for every client: no information passes from one visit to the next.
+    """Tensors of a module outside ``state_dict``, reset for every client: visits pass on no information.
 
     Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
     only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
@@ -323,7 +323,7 @@ class UnsavedTensors:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Removes entries added by the last visit, and restores buffers; refuses different entries under one name."""
+        """Removes tensors and layers added by the last visit, and restores buffers; refuses unequal additions."""
         differing = []
         for layer, before in self._members.items():
             for name, value in _members(layer).items():

@@ -1,4 +1,4 @@
-"""Optimizers in a visit, reset or restored from the client's last visit, with schedulers and loss scale."""
+"""Optimizers, schedulers and loss scale at a visit's start: reset, or restored from the last visit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalOptimizers:
             optimizer with ``step_schedulers`` resumes from the median visit's final state.
 
     Attributes:
-        finals: Final scheduler states by position in the round; empty if no state outlives the visits.
+        finals: Final scheduler states by visit index in the round; empty if no state outlives the visits.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class LocalOptimizers:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Hyper-parameters, per-step schedulers and loss scale at every visit's start."""
+        """Hyper-parameters, per-step scheduler states and loss scale at every visit's start."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Step count of every per-step scheduler in a visit; ``None`` if a scheduler does not count steps."""
+        """Step count of every per-step scheduler in a state in :attr:`finals`; ``None`` without step counts."""
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -71,13 +71,13 @@ class LocalOptimizers:
 
     @property
     def has_lasting_state(self) -> bool:
-        """True if schedulers or the loss scale resume from a client's visit."""
+        """True if schedulers or the loss scale resume from a visit's final state after the round."""
         return bool(self.step_schedulers) or self.scaler is not None
 
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets all state to the start of the round, and restores the client's stored buffers (``packed``), if any.
+        """Resets all state to the start of the round, and restores the client's stored buffers ``packed``, if any.
 
         ``rows`` are pairs of a parameter with only some rows on the client, and the indices of these rows.
         """
@@ -93,16 +93,16 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Records the state of schedulers, and returns the packed optimizer state in ``"keep"`` mode."""
+        """Records the schedulers' state; returns packed optimizers in ``"keep"`` mode. ``position``: visit index."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self, counting: Collection[int]) -> None:
-        """Resets the buffers, but retains learning rates set by epoch schedulers.
+        """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
 
-        The schedulers resume from the visit with the (lower) median step count among visits with a valid update
-        (``counting``).
+        The schedulers resume from the visit with the (lower) median step count among visits with a valid update.
+        ``counting`` contains the indices of these visits in the round.
         """
         if self.mode == "continue" and counting:
             return
@@ -114,9 +114,9 @@ class LocalOptimizers:
         self._step_again(middle["epoch_schedulers"])
 
     def _rates(self, groups: Sequence[Any], visited: Sequence[Any]) -> list[Any]:
-        """Parameter groups with hyper-parameters of a visit if schedulers step in visits, else the current ones.
+        """Returns ``groups`` with the hyper-parameters in ``visited`` if schedulers step in visits, else current.
 
-        All other values in an optimizer's groups are optimizer state, and stay as in ``groups``.
+        The arguments have one list of parameter groups per optimizer. All other values stay as in ``groups``.
         """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         sources = [
@@ -158,7 +158,7 @@ class LocalOptimizers:
         ]
 
     def capture(self, buffers: bool = True) -> dict[str, Any]:
-        """Copies the current state of all parts; ``buffers``: with the optimizers' buffers."""
+        """Copies the current optimizer state (``buffers``: with buffers), scheduler states and loss scale."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.step_schedulers],
@@ -172,7 +172,7 @@ class LocalOptimizers:
     def _sliced(
         self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
     ) -> list[dict[Any, Any]]:
-        """Selects the client's rows in initial buffers, such as Adagrad's sums."""
+        """Selects a client's ``rows`` (as in :meth:`start_visit`) in initial buffers, such as Adagrad's sums."""
         sliced = []
         for optimizer, states in zip(self.optimizers, buffers, strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -210,7 +210,7 @@ def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """Packs the optimizers' buffers (tensors or numbers), and counters in the groups, into a flat dictionary."""
+    """Packs optimizer buffers (tensors or numbers), and counters in parameter groups, into a flat dictionary."""
     packed: State = {}
     for number, optimizer in enumerate(optimizers):
         counted = {f"{_GROUP}{place}": numbers for place, numbers in enumerate(_counted(optimizer))}
@@ -230,7 +230,7 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
 
 
 def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Restores a result of :func:`pack_optimizers`. Hyper-parameters do not change."""
+    """Restores buffers and counters from a result of :func:`pack_optimizers`, except hyper-parameters."""
     states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")

@@ -1,4 +1,4 @@
-"""A fit's rounds: opening, visits, aggregation and log."""
+"""Federated rounds: start, client visits, aggregation and log."""
 
 from lightning_fed.rounds.batch_norm import adapt as adapt
 from lightning_fed.rounds.batch_norm import batch_norm_layers as batch_norm_layers

@@ -1,4 +1,4 @@
-"""Lightning's loop over batches, without unused parts.
+"""Faster replacement for Lightning's loop over training batches (fused visits).
 
 The file depends on private parts of Lightning's loop: order of calls in ``advance``, counters, fetcher and logger
 connector. ``tests/rounds/test_fused_visits.py`` compares both loops call by call.
@@ -41,10 +41,10 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 class BatchLoop:
-    """Trains further batches like Lightning's loop, but faster. Runs at the end of a batch in Lightning's loop.
+    """Trains a round's remaining batches faster than Lightning's loop, inside its ``on_train_batch_end`` hook.
 
     All implemented hooks run with the same arguments and in the same order as in Lightning's loop; counters, logged
-    values and log steps are equal too. Lightning's code runs manual optimization, gradient accumulation, loss scaling
+    values and log steps are also equal. Lightning's code runs manual optimization, gradient accumulation, loss scaling
     and a module's own ``optimizer_step``.
     """
 
@@ -60,7 +60,7 @@ class BatchLoop:
         return trainer.should_stop or trainer.received_sigterm or self._loop._is_training_done  # noqa: SLF001
 
     def prepare(self) -> None:
-        """Collects the implemented hooks, before the second batch of a round."""
+        """Collects the implemented hooks of module and callbacks, before the second batch of a round."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if implements(callback, hook, L.Callback)]
@@ -88,7 +88,7 @@ class BatchLoop:
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
-        """Counts a batch and logs its values, after the last hook."""
+        """Counts the current batch and logs values, after the last hook of this batch."""
         results = self._loop._results  # noqa: SLF001
         # Not in `on_batch_end`, because `trainer.callback_metrics` computes the same values on request.
         results.batch = None  # frees memory before the next batch
@@ -101,7 +101,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Fetches the next batch and trains, including ``on_train_batch_end``; returns outputs, batch and index."""
+        """Fetches and trains the next batch, with all hooks; returns the step's outputs, the batch and its index."""
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         assert fetcher is not None
@@ -166,7 +166,7 @@ class BatchLoop:
         return output
 
     def _optimize(self, arguments: tuple[Any, ...], batch_idx: int) -> dict[str, Any]:
-        """Runs a step of automatic optimization: loss, gradients, optimizer step."""
+        """Runs automatic optimization on one batch (loss, gradients, optimizer step); returns the step's outputs."""
         optimizer, outputs = self._trainer.optimizers[0], dict[str, Any]()
         progress = self._loop.automatic_optimization.optim_progress.optimizer.step
 
@@ -182,7 +182,7 @@ class BatchLoop:
         return outputs
 
     def _compute_gradients(self, arguments: tuple[Any, ...], batch_idx: int, optimizer: Optimizer) -> dict[str, Any]:
-        """Runs a step without the optimizer; returns the outputs for ``on_train_batch_end``."""
+        """Runs training step and backward pass, without an optimizer step; returns the training step's outputs."""
         trainer = self._trainer
         progress = self._loop.automatic_optimization.optim_progress.optimizer.zero_grad
         loss, outputs = self._loss(arguments)
@@ -209,7 +209,7 @@ class BatchLoop:
         return outputs
 
     def _loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
-        """Runs the training step; returns loss and outputs."""
+        """Runs ``training_step``; returns the loss (``None`` to skip the batch), and the outputs with the loss."""
         attributes, before = self._attributes, self._attributes["_current_fx_name"]
         attributes["_current_fx_name"] = "training_step"
         if self._context is None:
@@ -230,7 +230,7 @@ class BatchLoop:
 
 
 def implements(owner: Any, hook: str, base: type) -> bool:
-    """True if an object overrides a hook, also for a wrapper around Lightning's empty hook on the instance."""
+    """True if a module or callback overrides a hook of Lightning's class ``base``, in the class or the object."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 

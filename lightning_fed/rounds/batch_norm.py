@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics in a federation, measured by clients and pooled by the server.
+"""Measurement of BatchNorm's running statistics on clients, and pooling on the server.
 
 Averaged running statistics match no model, because each client measures with different weights over few batches.
 """
@@ -75,7 +75,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Warns once per fit about limits of the treatment of BatchNorm."""
+    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit this module or the visits."""
     if "batch_norm" in fit.warned:
         return
     option, rounds = fit.batch_norm, fit.trainer.max_epochs
@@ -104,7 +104,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
 
 
 def warn_of_monitors(fit: FederatedFit) -> None:
-    """Warns once per fit if callbacks monitor a value of the global model while clients have separate statistics."""
+    """Warns once if callbacks monitor a value of the global model, but clients have separate BatchNorm statistics."""
     if not fit.has_own_statistics:
         return
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
@@ -119,13 +119,13 @@ def warn_of_monitors(fit: FederatedFit) -> None:
 
 
 def monitored_names(fit: FederatedFit) -> list[str]:
-    """Returns the names of values that callbacks of the Trainer monitor."""
+    """Returns the names of logged values that the Trainer's callbacks monitor, such as ``val_loss``."""
     monitors = (getattr(callback, "monitor", None) for callback in callbacks_of(fit.trainer))
     return list(dict.fromkeys(name for name in monitors if isinstance(name, str)))
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """BatchNorm statistics by monitored value: ``"own"``, ``"batch"``, ``"data"``, ``"pooled"`` or ``"model"``."""
+    """Kind of BatchNorm statistics by monitored value: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
     of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
     return {
         name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
@@ -147,8 +147,8 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 
     Returns:
         ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
-        empty with fewer than two reports. And a fault in the pooled statistics, or ``None``: after a fault the round
-        does not count, and neither a decision nor statistics are stored.
+        empty with fewer than two reports. And a description of a fault in the pooled statistics, or ``None``: after a
+        fault the round does not count, and neither a decision nor statistics are stored.
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)
@@ -193,7 +193,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> tuple[dict[str, float], str | None]:
-    """Pools the clients' reports for the global model and for clusters' models; returns as :func:`measure_round`."""
+    """Pools reports of BatchNorm statistics for the global and clusters' models; returns as :func:`measure_round`."""
     server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
@@ -237,7 +237,7 @@ def _find_shifts(rule: Aggregator, measured: Sequence[tuple[Client, State]], lay
 def _record_shift(
     fit: FederatedFit, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> dict[str, float]:
-    """Computes the shift between the clients' reports; with ``"auto"``, also decides. Returns the values to log."""
+    """Computes the shift between clients' BatchNorm statistics; with ``"auto"`` also decides. Returns log values."""
     rule = fit.server.rule
     shifts = _find_shifts(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
@@ -308,7 +308,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
-    """Running statistics from one client's report, in float64: mean and unbiased variance by entry name."""
+    """Computes running statistics from a client's report, in float64: mean and unbiased variance by entry name."""
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
         pooled = pool_statistics([report], name)
@@ -323,7 +323,7 @@ def load_own_model(
 ) -> State | None:
     """Loads a client's model for evaluation; returns new BatchNorm statistics that are not stored yet.
 
-    ``measure_round`` is the model's round. If not ``None``, a client whose statistics were measured with other weights
+    ``measure_round`` is the round of the model in ``state``. If not ``None``, a client with statistics of another model
     measures again. The result is ``None`` without a new measurement. The result is empty if the training data are in
     another process; the client then has no statistics, and the log contains one warning.
     """
@@ -403,7 +403,7 @@ def _run_validation(module: L.LightningModule, numbers: Iterator[int], batch: An
 
 
 def _check_size(inputs: BatchKey, batch: Any) -> Any:
-    """Refuses a batch with a single example."""
+    """Returns the batch; refuses a batch with a single example, because BatchNorm needs at least two."""
     size = 0  # unknown
     with suppress(ValueError, TypeError):
         size = len(find_inputs(batch, inputs))
@@ -416,7 +416,7 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
 
 
 def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:
-    """Measures a client's statistics outside a round; empty if the client cannot measure."""
+    """Measures a client's BatchNorm statistics outside a round; empty if the client cannot measure."""
     module, step = fit.module, forward_step(fit.module)
     layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in (fit.norm_layers or ())}
     if step is None or not layers:
@@ -437,7 +437,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
 
 
 def warn_of_report(client: Client, fault: object) -> None:
-    """Warns about a client without BatchNorm statistics."""
+    """Warns that the BatchNorm statistics of a client are excluded because of ``fault``."""
     _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
 
 
@@ -446,12 +446,12 @@ def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:
 
 
 def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """The BatchNorm layers by name, without layers in evaluation mode."""
+    """Returns the BatchNorm layers in training mode, by name."""
     return {name: layer for name, layer in batch_norm_layers(module).items() if layer.training}
 
 
 def measured_layers(fit: FederatedFit) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers in training mode by name, without layers with frozen or personal statistics."""
+    """Returns the BatchNorm layers in training mode by name, except layers with frozen or personal statistics."""
     excluded, policies = {"frozen", "personal"}, fit.policies
     if isinstance(fit.batch_norm, LocalStatistics):  # the option itself makes statistics frozen or personal
         excluded = {"frozen"} if fit.batch_norm.measured == "visit" else excluded
@@ -469,9 +469,9 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Measures BatchNorm inputs in one pass over a client's data; returns :meth:`InputStatistics.as_extras`.
+    """Measures the inputs of BatchNorm layers in one pass over a client's data, as tensors for a message.
 
-    The layers normalise with batch statistics. The caller reloads parameters and buffers afterwards.
+    The layers use batch statistics. The caller reloads the module. See :meth:`InputStatistics.as_extras`.
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():
@@ -543,7 +543,7 @@ def _write_statistics(
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:
-    """Warns if the shortest visit (``batches``) is too short for averaged statistics to follow the weights."""
+    """Warns if the shortest visit, with ``batches`` batches, is too short for averaged BatchNorm statistics."""
     remaining = max(
         (
             (1 - layer.momentum) ** batches  # weight of the old statistics after the visit

@@ -1,4 +1,4 @@
-"""Errors in a visit: faults of one client, and errors that end the fit."""
+"""Classification of errors in a visit: faults of one client, or errors that end the fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: u
 
 
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
-    """Returns the reason to exclude a client after an error in the step; ``None`` if the program cannot continue.
+    """Returns the reason to exclude a client after an error in a training step; ``None`` if the fit must end.
 
     A client may have invalid labels, images of another size, or batches too large for the device. An error on all
     clients ends the fit (:class:`FailedRounds`). After some errors the process can no longer use the GPU.
@@ -34,7 +34,7 @@ _ODD_BATCH = (
 
 
 def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
-    """Text for :meth:`BaseException.add_note`: the interrupted visit, and a remedy."""
+    """Returns a note for an exception (:meth:`BaseException.add_note`): the interrupted visit, and a remedy."""
     note = f"Raised in round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (

@@ -1,4 +1,4 @@
-"""Client models outside visits: copies for the user, and answers to questions."""
+"""Client models outside visits: copies for the user, and clients' answers to questions from callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Answers to questions outside a round: updates by client, reasons for missing answers, and bytes sent."""
+    """Clients' answers to a question (:meth:`Federation.ask`), reasons for missing answers, and bytes sent."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
-        """Joins the answers of several processes, in the order of ``clients``."""
+        """Joins the answers collected in several processes, in the order of ``clients``."""
         updates = {client: update for part in parts for client, update in part.updates.items()}
         failed = {client: reason for part in parts for client, reason in part.failed.items()}
         return cls(
@@ -51,13 +51,13 @@ class Answers:
 
 
 def local_model(fit: FederatedFit, module: L.LightningModule) -> LocalModel:
-    """The module as each client's model in turn; only valid while the module is the global model."""
+    """Creates a :class:`LocalModel`, which loads clients' models. ``module`` must hold the global model."""
     return LocalModel(module, fit.policies, fit.store, fit.server.rule.resizes)
 
 
 @contextmanager
 def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
-    """See :meth:`Federation.own_models`."""
+    """Implements :meth:`Federation.own_models`, a context that yields a function to load a client's model."""
     local = local_model(fit, module)
     state = local.global_state()
 
@@ -75,7 +75,7 @@ def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callabl
 def client_state(
     fit: FederatedFit, module: L.LightningModule | None, client: Client, is_in_round: bool
 ) -> dict[str, Any]:
-    """See :meth:`Federation.client_state`. If ``module`` is ``None``, the clients are unknown too."""
+    """Implements :meth:`Federation.client_state`: returns a client's model state. ``module`` is the global model."""
     # Validation without a fit does not load the clients.
     if module is not None and not fit.is_population_known and fit.policies:
         is_known = not local_model(fit, module).personal or fit.store.get(client) is not None
@@ -104,7 +104,7 @@ def ask(
     question: Mapping[str, Any],
     own: bool,
 ) -> Answers:
-    """See :meth:`Federation.ask`."""
+    """Implements :meth:`Federation.ask`: sends a question to clients outside a round, and collects the answers."""
     trainer, clients = fit.trainer, list(clients)
     round = trainer.current_epoch
     with torch.inference_mode(False):  # tensors made in that mode cannot be trained
@@ -201,7 +201,7 @@ def _store_measurements(fit: FederatedFit, local: LocalModel, measured: Mapping[
 def _ask_here(
     fit: FederatedFit, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers
 ) -> None:
-    """Collects answers from the clients assigned to this process. Client faults and timeouts count as failures."""
+    """Adds to ``answers`` the answers of clients assigned to this process; faults and timeouts are failures."""
     ranks = process_group_of(fit.trainer)
     with ranks.independent():
         for visit in itertools.islice(visits, ranks.rank, None, ranks.size):
@@ -235,7 +235,7 @@ def _shared(fit: FederatedFit, client: Client, state: State) -> State:
 
 
 def _log_strangers(fit: FederatedFit, clients: Sequence[Client], has_personal: bool) -> None:
-    """Logs, once, the clients outside the training population: new clients, or misspelt names."""
+    """Logs once per fit the evaluated ``clients`` without training data: new clients, or misspelt names."""
     if not fit.is_population_known or not fit.record_warning("strangers"):
         return
     known = fit.population.clients

@@ -1,4 +1,4 @@
-"""The rounds of a fit in Lightning's loop: planned, opened with the first batch, and closed after the last batch."""
+"""Runs the rounds of a fit inside Lightning's fit loop: each round is one epoch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RoundLoop:
 
     @property
     def trains_at_once(self) -> bool:
-        """True if several visits train at once."""
+        """True if several clients' visits train at once."""
         return self._plan.groups is not None
 
     # The fit
@@ -139,9 +139,9 @@ class RoundLoop:
         self.is_attached = True
 
     def prepare(self) -> None:
-        """Decides whether the fit is plain; otherwise refuses settings with an effect inside rounds.
+        """Determines :attr:`FederatedFit.is_plain`; with several clients refuses Trainer settings invalid in rounds.
 
-        Refuses a checkpoint of the other kind: only a plain fit stores the only client's optimizers like Lightning.
+        Refuses to resume a plain fit as a federated fit or vice versa: only a plain fit stores optimizers as Lightning.
         """
         fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
         has_one = is_one_client(self._partition)
@@ -201,7 +201,7 @@ class RoundLoop:
         check_entries(self.fit.module, () if is_plain else self.fit.trainer.optimizers)
 
     def _plan_visits(self) -> None:
-        """Chooses the driver of the visits; plans simultaneous visits."""
+        """Chooses the class that trains the visits (:class:`VisitDriver`), and plans simultaneous visits."""
         fit = self.fit
         self._plan = VisitPlan(fit.synchronisation.driver or VisitDriver)
         visits = fit.options.visits_at_once
@@ -227,7 +227,7 @@ class RoundLoop:
             self.fit.changes.callback(parameter.requires_grad_, True)
 
     def _fuse(self) -> BatchLoop | None:
-        """Returns the loop for fused visits; ``None`` if visits cannot be fused, with the reason in the log."""
+        """Creates the loop for fused visits; returns ``None``, with the reason in the log, if impossible."""
         trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
         obstacle = None if visits == "lightning" else find_obstacle(trainer, module)
         if obstacle is not None and visits == "fused":
@@ -240,7 +240,7 @@ class RoundLoop:
         return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
-        """Checks that the Trainer has the loader of the round, and stores the states of the global generators.
+        """Checks that the Trainer uses the round's loader; saves the global random generators until the end of the fit.
 
         Refuses to train on loaders passed directly to ``fit``.
         """
@@ -267,13 +267,13 @@ class RoundLoop:
         self._averages, self.is_attached = None, False
 
     def find_population(self) -> Population:
-        """All clients; loads the data if the clients are unknown."""
+        """Returns all clients with data; first loads the data if the clients are unknown."""
         if not self.fit.is_population_known and self.is_attached:
             self._look_at_data()
         return self.fit.population
 
     def _look_at_data(self) -> None:
-        """Requests the clients' data in the way Lightning requests a training loader."""
+        """Requests the training data, as Lightning requests a loader, and sets the fit's population of clients."""
         fit = self.fit
         if fit.remote is not None:
             fit.set_population(fit.remote.population)
@@ -302,11 +302,11 @@ class RoundLoop:
             forget_length(trainer)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context with the average of global models in the module, as in validation, if the fit averages weights."""
+        """Context in which the module holds the average of global models, if the fit has ``WeightAveraging``."""
         return nullcontext() if self._averages is None else self._averages.in_place()
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a checkpoint callback's ``on_train_batch_end`` for a round's last batch until after the round."""
+        """Delays a checkpoint callback's ``on_train_batch_end`` after a round's last batch to the end of the round."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -357,7 +357,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round if Lightning trains on the loader, because other code may also iterate over a loader."""
+        """Opens the round when Lightning requests the loader's first batch; ignores requests by other code."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
@@ -387,7 +387,7 @@ class RoundLoop:
             self.open_round.open()
 
     def _close_round(self, round: Round) -> bool:
-        """Ends the round; returns whether the server has a new model."""
+        """Closes the round after the last visit; returns ``True`` for a new global model."""
         fit, server, loader = self.fit, self.fit.server, round.loader
         round.join()
         if fit.remote is not None:
@@ -422,7 +422,7 @@ class RoundLoop:
         return -(-(real + loader.padding) // window) + real // -window
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
-        """Measures each client's BatchNorm statistics with the model used for validation."""
+        """Measures the BatchNorm statistics of ``clients`` with the model used for validation, if required."""
         if self.fit.statistics_round is not None:
             with self.averages_in_place():
                 measure_own_statistics(self.fit, clients)
@@ -435,7 +435,7 @@ class RoundLoop:
         self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
 
     def cut_short(self) -> None:
-        """Abandons an open round, with a warning; ends the round in a plain fit."""
+        """Abandons an open round with a warning when the fit ends; in a plain fit, aggregates the round instead."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

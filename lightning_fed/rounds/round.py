@@ -1,4 +1,4 @@
-"""One round, from top to bottom.
+"""One round of a fit: start, client visits, aggregation and log.
 
 1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
 2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
@@ -48,16 +48,16 @@ _log = logging.getLogger(__name__)
 
 
 class Round:
-    """An open round: the visits between the server's start and aggregate.
+    """One open round, from the start on the server until the aggregation.
 
     Attributes:
         fit: The fit; the module holds the global model.
-        loader: Loader with all batches.
+        loader: Loader with the batches of all visits.
         cohort: The round's clients.
         local: The module as each client's model in turn.
         state: The global model's shared entries at the round's start.
         optimizers: Optimizers and schedulers, reset for every visit.
-        driver: Drives the visits.
+        driver: Object that advances the visits in Lightning's loop (:class:`VisitDriver`).
     """
 
     # 1. Open
@@ -101,7 +101,7 @@ class Round:
         self._server.start_round(info, self.state)
 
     def open(self) -> None:
-        """Calls the hooks for the start of the round, before the first batch."""
+        """Starts the round before the first batch, and calls the callbacks' hooks for a round's start."""
         self.fit.synchronisation.start_round()
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self.loader.failed.items():
@@ -154,7 +154,7 @@ class Round:
         self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
 
     def close(self) -> bool:
-        """Closes the round after the last update; returns whether the server has an aggregate."""
+        """Aggregates, loads the global model, and logs, after the last update; returns ``True`` for a new model."""
         self.driver.detach()
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
@@ -178,7 +178,7 @@ class Round:
         return state is not None
 
     def aggregate(self) -> State | None:
-        """Returns the new global values of shared entries, including changes by callbacks; ``None`` after a failure."""
+        """Returns the new shared entries, including changes by callbacks; ``None`` without a valid aggregate."""
         state = self._server.finish_round()
         self._check_writes()
         if state is None:
@@ -200,7 +200,7 @@ class Round:
         return state if state is start else new  # the initial state if the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads shared entries, and resets the optimizers; ``counting`` are positions of visits with valid updates."""
+        """Loads shared entries, and resets the optimizers; ``counting``: indices of visits with valid updates."""
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 
@@ -214,13 +214,13 @@ class Round:
             self.fit.store.commit(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
-        """Pools BatchNorm statistics for the new global model; returns a fault in the statistics, if any."""
+        """Pools BatchNorm statistics for the new global model; returns a description of a fault, or ``None``."""
         with seeded_generators():  # processes measure different clients
             self._measured, fault = measure_round(self.fit, self.local)
         return fault
 
     def log(self, has_aggregate: bool) -> None:
-        """Logs the round."""
+        """Writes the round's values to the log, on the server."""
         if not self.fit.has_server:
             return
         chain, report = self._server.chain, self._server.report
@@ -237,7 +237,7 @@ class Round:
         )
 
     def end(self) -> None:
-        """Calls the hooks for the end of the round."""
+        """Calls the callbacks' ``on_server_round_end``."""
         for callback in self._server_callbacks:
             callback.on_server_round_end(self._trainer, self._module, self._is_new)
 
@@ -255,7 +255,7 @@ class Round:
         self._commit(())
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces a client's state in a checkpoint by the global model at the start of the round."""
+        """Replaces the client's model in a checkpoint saved inside the round by the initial global model."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

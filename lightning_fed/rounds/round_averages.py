@@ -60,7 +60,7 @@ class RoundAverages:
         return method
 
     def check_entries(self) -> None:
-        """Refuses a module with entries or shapes changed since the callback copied the module for the average."""
+        """Refuses a module with entries or shapes that differ from the copy in a ``WeightAveraging`` callback."""
         for callback in self._callbacks:
             checkpoint = {"state_dict": self._fit.module.state_dict()}
             callback.on_save_checkpoint(self._fit.trainer, self._fit.module, checkpoint)
@@ -75,7 +75,7 @@ class RoundAverages:
                 )
 
     def end_round(self) -> None:
-        """Updates the averages with the module, which is the new global model."""
+        """Updates the averages with the new global model (the module), after a round."""
         if self._fit.is_plain:
             return
         self._is_round_over = True

@@ -1,4 +1,4 @@
-"""Number of steps in a fit for per-step learning-rate schedulers, which start every visit from the round's state."""
+"""Number of steps that a per-step learning-rate scheduler makes in a federated fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts the steps of a per-step scheduler in a fit. ``window`` is the number of batches per optimizer step."""
+    """Counts the steps of a per-step scheduler in ``rounds`` rounds; ``window``: batches per optimizer step."""
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
@@ -31,7 +31,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns about a per-step scheduler created with ``trainer.estimated_stepping_batches``.
+    """Warns about a per-step scheduler created with a wrong ``trainer.estimated_stepping_batches``.
 
     Lightning loads the training data before the start of the fit only for this attribute.
     """

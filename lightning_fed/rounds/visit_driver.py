@@ -1,4 +1,4 @@
-"""Driver for visits one by one: training steps in Lightning's loop or the fused loop advance each visit."""
+"""Runs the visits of a round one by one, from batch hooks of the module in Lightning's training loop."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 class VisitDriver:
-    """Drives the visits during one round, from overrides of the module's batch hooks.
+    """Runs the visits of one round, using overrides of the module's batch hooks.
 
     Attributes:
         current: The current visit; ``None`` between visits, and while several visits train at once.
-        group: The current visits.
-        open_visit: Builds the client's half.
+        group: The current visits: one, or several if visits train at once.
+        open_visit: Function from a planned visit to a :class:`ClientVisit`, the client side of a visit.
         may_end_early: Whether the round may end before the last batch.
     """
 
@@ -50,7 +50,7 @@ class VisitDriver:
     def attach(self, close_round: Callable[[], bool], batch_loop: BatchLoop | None) -> None:
         """Overrides the module's batch hooks until :meth:`detach`.
 
-        ``close_round`` closes the round; returns whether there is a new model. ``batch_loop`` trains fused visits.
+        ``close_round`` closes the round, and returns ``True`` for a new model. ``batch_loop`` trains fused visits.
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
         self._has_batch_end = implements(module, "on_train_batch_end", L.LightningModule)
@@ -75,19 +75,19 @@ class VisitDriver:
         return self.may_end_early and is_inside and ends_after_batch(self.fit.trainer)
 
     def start_batch(self) -> None:
-        """Starts the next visits before the first batch."""
+        """Starts the visits of the loader's current group, unless already started, before a batch."""
         if self._loader.group and self.group is not self._loader.group:
             self.start(self._loader.group)
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts the visits of a group, before the first batch."""
+        """Starts the visits in ``group`` (simultaneous visits, or one visit), before the first batch."""
         self.group = group
         self.current = self.open_visit(group[0])
         self.current.advance()
         self._has_loss = False  # a pass over the data before the first batch is not counted
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the module's training step on a batch.
+        """Calls ``training_step(*args, **kwargs)``, the module's training step, on a client's batch.
 
         An error excludes the client. The method then returns ``None``, so that Lightning skips the batch.
         """
@@ -118,7 +118,7 @@ class VisitDriver:
         return output
 
     def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Runs the module's backward pass; an error excludes the client."""
+        """Calls ``backward(*args, **kwargs)``, the module's backward pass; an error excludes the client."""
         if not self._module.automatic_optimization:  # inside the training step
             backward(*args, **kwargs)
             return
@@ -132,7 +132,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def end(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends the visits of a group after the last batch, even without a first batch."""
+        """Ends the visits in ``group`` after the last batch, also for a group without batches."""
         planned = group[0]
         if planned.fault is None and self._loader.clock.is_up:
             planned.fault = str(self._loader.clock.timeout())
@@ -185,7 +185,7 @@ class VisitDriver:
             self._backward.original(*args, **kwargs)
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch, and trains the round's other batches in fused visits. Lightning calls this hook last."""
+        """Ends a batch; in fused visits, trains the round's remaining batches. Lightning calls this hook last."""
         self._end_batch(outputs, batch, batch_idx)
         batch_loop = self._batch_loop
         if batch_loop is None or batch_loop.is_over:
@@ -199,7 +199,7 @@ class VisitDriver:
             self._end_batch(*batch_loop.train())
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch, the visit after its last batch, and the round after its last visit."""
+        """Ends a batch; after a visit's last batch also the visit, and after the last visit also the round."""
         loader, planned = self._loader, self._loader.current
         is_skipped = batch is None or self._is_skipped or (planned is not None and planned.fault is not None)
         self._is_skipped = False
@@ -240,10 +240,10 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Context in which the module counts batches like in a separate fit, also in ``trainer.is_last_batch``.
+        """Context with ``trainer.is_last_batch`` relative to the client's local epoch, as in a separate fit.
 
-        Yields the index in the local epoch (the first client's, if several train at once), or between visits
-        ``batch_idx``.
+        Yields the batch index in the local epoch of the client (the first client, if several train at once), and
+        between visits ``batch_idx``.
         """
         position = self._loader.epoch_position
         if position is None:
@@ -285,7 +285,7 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for all visits in a fit: a function that creates a round's driver, and the visit groups (or ``None``)."""
+    """Plan for all visits in a fit: class of the driver, and rule for simultaneous visits (``None``: one by one)."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     groups: VisitGroups | None = None

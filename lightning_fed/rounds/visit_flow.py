@@ -1,4 +1,4 @@
-"""One visit, from start to end: request, broadcast, load, train, answer, store.
+"""Client side and server side of one visit: request, broadcast, load, train, answer, store.
 
 :meth:`ClientVisit.run` is a generator that yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits for a
 reply. :func:`ask_server` and :func:`answer_server` reply to messages, and a driver replies to steps
@@ -29,17 +29,17 @@ _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer 
 
 
 class Ask(NamedTuple):
-    """Event in a visit: the client requests a model. The reply is the server's broadcast."""
+    """Event yielded by a visit: the client requests a model. The reply is the server's broadcast."""
 
     request: Request
 
 
 class Step(NamedTuple):
-    """Event in a visit: a training step on one batch. The reply states whether the step returned a loss."""
+    """Event yielded by a visit: a training step on one batch. The reply is ``True`` if the step has a loss."""
 
 
 class Answer(NamedTuple):
-    """Event in a visit: the client sends an update. The reply states whether the server accepted the update."""
+    """Event yielded by a visit: the client sends an update. The reply is ``True`` for an accepted update."""
 
     update: ClientUpdate
 
@@ -54,7 +54,7 @@ class ClientVisit:
     Attributes:
         planned: The visit.
         memory: Tensors for callbacks and steps, stored on the client if the server accepts the update.
-        main_batches: Number of batches that train the received model; ``None`` for all. A callback that sets this
+        main_batches: Number of batches for the received model; ``None`` for all. A callback that sets this
             number trains a second model on the remaining batches (:meth:`second_model`).
         trains_second_model: Whether the module currently is the second model.
         step: The next batch; ``None`` before the first and after the last batch.
@@ -79,7 +79,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Runs the visit. A :class:`ClientFault` excludes the client from the round."""
+        """Generator of the visit's events, which runs the visit. A :class:`ClientFault` excludes the client."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
@@ -134,9 +134,9 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Advances to the next batch, including messages on the way; excludes the client after a fault.
+        """Advances the visit to the next batch, including messages to the server; excludes the client after a fault.
 
-        ``has_loss`` states whether the training step returned a loss; ``None`` before the first batch.
+        ``has_loss`` is ``True`` if the last training step returned a loss; ``None`` before the first batch.
         """
         fit, planned, self.step = self._fit, self.planned, None
         try:
@@ -154,14 +154,14 @@ class ClientVisit:
         self._flow.close()
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Prepares a batch for the training step."""
+        """Returns the batch after the callbacks' ``on_client_batch``, for the training step."""
         for callback in self._callbacks:
             batch = callback.on_client_batch(self._trainer, self._module, self.planned.visit.client, batch)
         return batch
 
     @contextmanager
     def second_model(self, state: State) -> Iterator[Callable[[], State]]:
-        """Context in which the module is another model with new optimizers; yields a function to copy all entries."""
+        """Context with the model ``state`` in the module, and new optimizers; yields a function to copy all entries."""
         entries, snapshot = self._local.client_entries(), self._optimizers.capture()
         self._local.load_client_entries(state)
         self._optimizers.start_visit()
@@ -238,9 +238,9 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Runs a visit to the next training step, with the server's replies to messages; ``None`` at the end of the visit.
+    """Runs a visit (``flow``) to the next training step, with the server's replies; ``None`` at the visit's end.
 
-    ``reply`` is the reply to the last step; ``None`` before the first step.
+    ``reply`` is the reply to the last :class:`Step`; ``None`` before the first step.
     """
     try:
         event = flow.send(reply)
@@ -253,7 +253,7 @@ def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None
 
 
 def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
-    """Returns the callbacks with server hooks in this process."""
+    """Returns the callbacks whose server hooks run in this process; empty on a client's machine."""
     return federated_callbacks(fit.trainer) if fit.has_server else []
 
 
