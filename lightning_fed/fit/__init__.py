@@ -1,4 +1,4 @@
-"""A fit's parts: options, policies, log, and checks for Trainer and checkpoint."""
+"""State of a federated fit: options, entry policies, round log, and checks for Trainer and checkpoint."""
 
 from lightning_fed.fit.entry_policies import freeze_parameters as freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit as FederatedFit

@@ -23,7 +23,7 @@ _LOAD_WEIGHTS = '`model.load_state_dict(torch.load(path, weights_only=True)["sta
 
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
-    """Compares a checkpoint's bytes with the checksums in the file, which ``torch.load`` ignores.
+    """Verifies a checkpoint file with the checksums in the file, which ``torch.load`` ignores.
 
     Remote files and files without checksums are accepted. A damaged file raises ``ValueError``.
     """
@@ -57,7 +57,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Refuses an option that differs from the checkpoint's option, both as text (empty in older checkpoints)."""
+    """Refuses option ``name`` with text ``now`` unless equal to the checkpoint's text ``then`` (empty: unknown)."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "
@@ -78,9 +78,9 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses update steps or privacy callbacks with other order or options than in the checkpoint.
+    """Refuses update steps or privacy callbacks with another order or other options than in the checkpoint.
 
-    ``then`` is ``None`` for a checkpoint without this record.
+    Both arguments map names to texts with options, for checkpoint and fit. ``None``: the checkpoint has no record.
     """
     old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"
@@ -93,7 +93,7 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
 
 
 def describe_clients(clients: Sequence[Client]) -> str:
-    """Returns the number and hash of a federation's clients, for comparison with a checkpoint."""
+    """Returns a text with the number and a hash of a federation's clients, for comparison with a checkpoint."""
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"
     if not isinstance(clients, list | tuple):  # a lazy sequence may be too long to read
@@ -105,5 +105,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """Returns the number of clients in a result of :func:`describe_clients`."""
+    """Returns the number of clients in ``description``, a result of :func:`describe_clients`."""
     return str(description).partition(" ")[0]

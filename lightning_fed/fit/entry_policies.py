@@ -1,4 +1,4 @@
-"""Policies of a model's entries: shared, personal or frozen."""
+"""Policy of each entry (parameter or buffer) in a model: shared, personal or frozen."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Freezes the buffers found by :func:`unset_buffers`, and logs their names; returns the new policies."""
+    """Freezes the buffers ``unset``, found by :func:`unset_buffers`; logs the names, returns the new policies."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns about unset buffers that visits write to: the values are not sent to the server, and are lost."""
+    """Warns about buffers from :func:`unset_buffers` set in a visit: values are not sent, and are lost."""
     _log.warning(
         "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite "
         "values at the start (%s). The written values are lost: the global model keeps its initial values, or values "
@@ -135,7 +135,7 @@ def warn_of_filled(names: Collection[str]) -> None:
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Warns about buffers with ``persistent=False`` that visits change: the changes are lost."""
+    """Warns about buffers with ``persistent=False``, by name, that visits change: the changes are lost."""
     _log.warning(
         "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at "
         "the start of the fit, and the changes are lost: to average the buffers, register them with "
@@ -187,7 +187,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Disables ``requires_grad`` of frozen parameters; returns the changed parameters, to restore them at the end."""
+    """Disables ``requires_grad`` for frozen parameters; returns the changed parameters, for a later restore."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

@@ -1,4 +1,4 @@
-"""Ends a fit after too many failed rounds."""
+"""Count of failed rounds, and the end of a fit after too many."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class FailedRounds:
         self._cause: Exception | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints."""
+        """Counts of failed and successful rounds, for checkpoints."""
         return {"in_a_row": self.in_a_row, "has_trained": self.has_trained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint."""
+        """Restores the counts from a result of :meth:`state_dict`."""
         self.in_a_row, self.has_trained = state["in_a_row"], state["has_trained"]
 
     def end_round(
@@ -46,7 +46,7 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round. ``errors`` are the exceptions of failed clients in this process.
+        """Counts a round as failed or successful. ``errors``: exceptions of failed clients in this process.
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions

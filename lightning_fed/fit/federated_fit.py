@@ -1,4 +1,4 @@
-"""A fit: options, parts and state for all rounds, and the interface to another machine's half of the federation."""
+"""State of a federated fit over all rounds, and the interface to clients or server on other machines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RoundProgress:
         self._is_cut = False
 
     def start_round(self, trainer: L.Trainer) -> None:
-        """Records Lightning's progress before the round's first batch."""
+        """Records Lightning's counts of epochs, batches and steps, before the round's first batch."""
         self._first_step = trainer.global_step
         self._correct = partial(
             restart_epoch,
@@ -80,26 +80,26 @@ class RoundProgress:
         self._correct = correct
 
     def validate(self) -> None:
-        """Marks the start of validation."""
+        """Marks the start of the validation after a round, for checkpoints saved during the validation."""
         if self._first_step is None:
             self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
 
     def end_epoch(self) -> None:
-        """Marks the epoch as complete, also after a failed round."""
+        """Marks the epoch of the round as complete, also after a failed round."""
         self._first_step, self._correct, self._is_cut = None, complete_epoch, False
 
     def patch(self, checkpoint: dict[str, Any], is_plain: bool | None = False) -> None:
-        """Corrects a checkpoint."""
+        """Corrects Lightning's progress in a checkpoint; in a plain fit only removes the loaders' states."""
         if self._correct is not None and not is_plain:
             self._correct(checkpoint)
         forget_loaders(checkpoint)  # a resumed round starts again
 
 
 class RemoteSide(ABC):
-    """The other half of a federation: a server's clients, or a client's server.
+    """Connection to the other side of a federation on other machines: the clients, or the server.
 
     Attributes:
-        has_server: Whether the server half is in this process, with the callbacks' server hooks.
+        has_server: Whether this process is the server (the callbacks' server hooks run here).
         population: The clients known to this process.
     """
 
@@ -107,29 +107,29 @@ class RemoteSide(ABC):
     population: Population
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the server for the round's messages: ``server``, or a connection to a remote one."""
+        """Returns the receiver of the round's messages: ``server``, or a connection to a server on another machine."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """The round's clients in this process; ``drawn`` draws all clients from the schedule."""
+        """Returns the round's clients for this process; ``drawn`` draws the whole cohort from the schedule."""
         return drawn()
 
     @abstractmethod
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """The visits with training in this process."""
+        """Selects the cohort's visits with training in this process."""
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
-        """Called before the round opens, with the Trainer's optimizers."""
+        """Called before a round starts, after the Trainer has created the optimizers."""
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
-        """Called in the open :class:`~lightning_fed.rounds.round.Round`, after the last visit in this process."""
+        """Exchanges messages with the other machines after the last visit in this process; ``round`` is a ``Round``."""
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Measures BatchNorm inputs on the clients; ``send`` prepares and counts the message with the model.
+        """Measures BatchNorm inputs on the clients; returns one report per client. ``send`` prepares the broadcast.
 
         Clients that cannot measure are excluded. On a client's machine the result is empty.
         """
@@ -142,7 +142,7 @@ class RemoteSide(ABC):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Asks clients outside a round, and yields answers, or reasons for missing answers.
+        """Sends a question to remote clients outside a round; yields each answer, or the reason for no answer.
 
         The fit's module holds the entries that are not transmitted. ``question`` consists of primitives and plain
         containers. A client's machine yields nothing.
@@ -151,11 +151,11 @@ class RemoteSide(ABC):
 
 
 class FederatedFit:
-    """A fit: options, parts and state for all rounds.
+    """One federated fit: options, components and state for all rounds.
 
     Attributes:
-        remote: The other half of the federation on other machines; ``None`` for both halves in this process.
-        has_server: Whether the server half is in this process.
+        remote: Connection to clients or server on other machines; ``None`` if all are in this process.
+        has_server: Whether the server is in this process.
         trainer: The Trainer; set by ``setup``.
         policies: Policy by entry name; empty before :meth:`decide_policies`.
         unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
@@ -226,7 +226,7 @@ class FederatedFit:
 
     @property
     def is_remote(self) -> bool:
-        """True if the other side of the federation is on other machines."""
+        """True if clients or server of the federation are on other machines."""
         return self.remote is not None
 
     @property
@@ -242,7 +242,7 @@ class FederatedFit:
 
     @property
     def own_statistics(self) -> LocalStatistics | None:
-        """The clients' separate BatchNorm statistics, by option or decision; ``None`` for shared statistics."""
+        """Options for clients' separate BatchNorm statistics (set, or decided); ``None`` for shared statistics."""
         if isinstance(self.batch_norm, LocalStatistics):
             return self.batch_norm
         return LocalStatistics() if self.decision == "own" else None
@@ -259,12 +259,12 @@ class FederatedFit:
 
     @property
     def unseen(self) -> str:
-        """BatchNorm statistics for data without a client, as in ``LocalStatistics.unseen``; else empty."""
+        """Kind of BatchNorm statistics for data without a client, as in ``LocalStatistics.unseen``; or empty."""
         return "" if self.own_statistics is None else self.own_statistics.unseen
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model with which clients measure BatchNorm statistics; ``None`` without measurements."""
+        """Round of the global model for clients' BatchNorm measurements; ``None`` without measurements."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property
@@ -316,7 +316,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies of new entries in a module; returns whether there are new entries."""
+        """Determines the policies of new entries in a module; returns ``True`` for new entries."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
@@ -345,7 +345,7 @@ class FederatedFit:
             self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
 
     def record_warning(self, subject: str) -> bool:
-        """Records a warning about a subject; returns whether the warning is the first one on the subject in the fit."""
+        """Records a warning about ``subject``; returns ``True`` for the first warning on this subject in the fit."""
         is_first = subject not in self.warned
         self.warned.add(subject)
         return is_first
@@ -355,7 +355,7 @@ class FederatedFit:
         self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        """Reverts :attr:`changes`, and stops clock and worker processes, at the end of the fit."""
+        """Reverts :attr:`changes`, and stops the visit clock and the loaders' worker processes, after the fit."""
         self.clock.stop()
         self.synchronisation.release()
         self.changes.close()
@@ -363,7 +363,7 @@ class FederatedFit:
             self._population.close()  # a run of the garbage collector takes seconds
 
     def save_generators(self) -> None:
-        """Saves the generators' states in a plain fit's visit."""
+        """Saves the states of the global random generators in a plain fit, for checkpoints."""
         if self.is_plain:
             self.generators = generator_states()
 
@@ -379,7 +379,7 @@ class FederatedFit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint's state."""
+        """Restores a result of :meth:`state_dict`."""
         for name in _SAVED:
             setattr(self, name, state[name])
         if self.options.batch_norm != "auto":  # an evaluation may use another option than the checkpoint
@@ -390,7 +390,7 @@ class FederatedFit:
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
-        """Takes over the state of the Trainer's previous fit."""
+        """Takes over the state of ``fit``, the Trainer's previous fit."""
         self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
         self.load_state_dict(fit.state_dict())
         self.number += 1
@@ -407,7 +407,7 @@ class FederatedFit:
         return Cohort(visits, (*cohort.dropped, *absent))
 
     def served(self, cohort: Cohort) -> Cohort:
-        """Returns the cohort, without stragglers if ``partial_work="drop"``."""
+        """Returns the visits of a cohort that train: all, or with ``partial_work="drop"`` all except stragglers."""
         if self.options.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)

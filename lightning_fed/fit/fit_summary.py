@@ -78,7 +78,7 @@ def describe_end(
     files: Mapping[str, str] | None = None,
     recalibrates: bool = False,
 ) -> str:
-    """Formats a fit's results as a table: :attr:`RoundLog.totals`, duration, and last values logged by the user's code.
+    """Formats a fit's results as a table: ``totals`` (:attr:`RoundLog.totals`), duration, and last logged values.
 
     With ``recalibrates``, clients receive each new model twice, to measure BatchNorm's statistics.
 
@@ -110,7 +110,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Paths of a fit's logs and checkpoints by title; for the best checkpoints with score and round."""
+    """Paths of a fit's logs and checkpoints by title; the best checkpoints have score and round in the title."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

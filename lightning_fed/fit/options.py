@@ -69,9 +69,9 @@ class VisitsAtOnce(ABC):
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Decides before the first round whether visits can train at once; otherwise logs the reason.
+        """Plans simultaneous visits before the first round; returns ``None``, with a log line, if impossible.
 
-        Returns a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``. ``fit.module`` is the global
+        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`. ``fit.module`` is the global
         model.
         """
 
@@ -142,13 +142,13 @@ class FitOptions:
 
     @property
     def visits_at_once(self) -> VisitsAtOnce | None:
-        """Option for visits that train at once; ``None`` for one client after another."""
+        """The option ``visits`` for simultaneous visits; ``None`` if clients train one after another."""
         visits = load_feature(_FASTEST).Fastest() if self.visits == "fastest" else self.visits
         return visits if isinstance(visits, VisitsAtOnce) and visits.clients > 1 else None
 
     @property
     def visits_one_by_one(self) -> VisitsName:
-        """Kind of loop for visits that train alone."""
+        """Kind of loop for visits one by one: Lightning's loop, the fused loop, or automatic choice."""
         return "auto" if isinstance(self.visits, VisitsAtOnce) or self.visits == "fastest" else self.visits
 
     @property
@@ -158,7 +158,7 @@ class FitOptions:
 
     @property
     def fixes_batch_norm_after(self) -> int | None:
-        """Number of rounds after which BatchNorm also uses running statistics in training; ``None`` for never."""
+        """Number of rounds before BatchNorm also uses running statistics in training; ``None`` for never."""
         if isinstance(self.batch_norm, FixedStatistics):
             return self.batch_norm.after
         return 0 if self.batch_norm == "frozen" else None

@@ -1,4 +1,4 @@
-"""Round log: clients, bytes and distances between models."""
+"""Log of each round: clients, bytes and distances between models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RoundLog:
         self._passing: dict[str, list[str]] = {}  # names by kind, removed when the kind gets new names
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints."""
+        """State for checkpoints: totals and latest values."""
         return {
             "up_bytes": self.total_up_bytes,
             "down_bytes": self.total_down_bytes,
@@ -65,12 +65,12 @@ class RoundLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a checkpoint's state."""
+        """Restores a result of :meth:`state_dict`."""
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
 
     def show(self, trainer: L.Trainer) -> None:
-        """Writes the latest values to ``callback_metrics``, as in an uninterrupted fit."""
+        """Writes the latest logged values to ``callback_metrics``, after a round and after loading a checkpoint."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(
@@ -129,9 +129,9 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs values of a round under their names.
+        """Logs ``values`` of a round by name.
 
-        ``passing`` contains names by kind: the names of a kind replace the previous names of this kind.
+        ``passing`` maps a kind (such as ``"aggregator"``) to names, which replace the last names of this kind.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -151,7 +151,7 @@ class RoundLog:
             self._passing[kind] = new
 
     def _mean_metrics(self, report: RoundReport) -> dict[str, float]:
-        """Means of the clients' metrics by logged name."""
+        """Means over clients of the numbers in :attr:`ClientUpdate.metrics`, by logged name."""
         kept, sent = {}, dict[str, list[float]]()
         for client, metrics in report.metrics.items():
             good = [name for name, value in metrics.items() if _NAME.fullmatch(name) and math.isfinite(value)]

@@ -1,4 +1,4 @@
-"""Interface for strategies with several processes for a round's clients."""
+"""Interface of strategies for several processes, each with a share of a round's clients."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_fed.server.schedule import Cohort
 
 
 class RoundSynchronisation:
-    """Synchronises several processes in a round. The base class, for one process, does nothing.
+    """Synchronises the processes for a round's clients. The base class, for one process, does nothing.
 
-    ``visit_costs``: costs of earlier visits, to balance the shares; ``None`` for one process. ``driver``: class of the
-    drivers for visits; ``None`` for :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
+    ``visit_costs``: durations of earlier visits, to balance the work; ``None`` for one process. ``driver``: class to
+    run the visits; ``None`` for :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
     visit_costs: VisitCosts | None = None
     driver: Any = None
 
     def start_round(self) -> None:
-        """Called before the first batch of the round; from here on the processes run independently."""
+        """Called before the first batch of a round; the processes then run independently until :meth:`join`."""
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after the last visit.
@@ -36,7 +36,7 @@ class RoundSynchronisation:
         """
 
     def check_state(self, local: LocalModel) -> None:
-        """Refuses global models that differ between processes by more than rounding errors."""
+        """Refuses a global model that differs between processes by more than rounding errors."""
 
     def end_round(self) -> None:
         """Called at the end of a round, when the processes synchronise again."""
@@ -54,11 +54,11 @@ class ClientSharing(ABC):
     @property
     @abstractmethod
     def process_group(self) -> ProcessGroup:
-        """The processes; before the launch, only this process."""
+        """The processes for the clients; before the Trainer launches processes, only this process."""
 
     @abstractmethod
     def callbacks(self) -> Sequence[L.Callback]:
-        """Returns the callbacks that a Trainer with several processes needs."""
+        """Returns the callbacks to add to a Trainer with this strategy."""
 
     @abstractmethod
     def synchronise(self, fit: Any) -> RoundSynchronisation:
@@ -66,7 +66,7 @@ class ClientSharing(ABC):
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """Returns the processes with the federation's clients."""
+    """Returns the processes that share the federation's clients."""
     strategy = trainer.strategy
     return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 

@@ -1,4 +1,4 @@
-"""Checks of a Trainer's settings for rounds; each error states a remedy."""
+"""Checks of Trainer settings in a federated fit; each error states a remedy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds callbacks directly behind ``callback``, except classes already in the Trainer."""
+    """Adds the callbacks ``needed`` directly after ``callback``, except classes already in the Trainer."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):
@@ -64,7 +64,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 
 
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
-    """Moves a callback to the front, so that a visit begins before other callbacks receive the first batch.
+    """Moves ``callback`` to the front of the Trainer's callbacks, so that its hooks run first.
 
     Safe while the Trainer iterates over the callbacks. Refuses a second callback of the class ``kind``.
     """
@@ -86,9 +86,9 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings without meaning in a round's visits.
+    """Refuses Trainer settings unsuitable for the lengths of a round's visits, such as gradient accumulation.
 
-    The only client of a federation trains as in a plain fit, with any setting.
+    The only client of a federation trains as in a plain fit, with nearly any setting.
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
@@ -144,7 +144,7 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
-    """Refuses settings invalid in rounds; in a plain fit, settings invalid with one client."""
+    """Refuses Trainer settings and callbacks that do not work in a federated fit (or a plain fit, if ``is_plain``)."""
     check_processes(trainer, is_plain)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
@@ -162,7 +162,7 @@ def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) ->
 
 
 def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
-    """Refuses optimizers without a storable state (LBFGS), and per-step schedulers across clients."""
+    """Refuses LBFGS with kept optimizer state, and per-step schedulers that would count batches across clients."""
     if keeps_optimizers and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "The state of LBFGS contains lists of past steps, which cannot be stored for a client: use "

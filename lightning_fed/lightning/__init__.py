@@ -1,4 +1,4 @@
-"""Adapters to Lightning, also usable without federated training."""
+"""Adapters to Lightning's internals, also usable without federated training."""
 
 from lightning_fed.lightning.internals import BATCH_HOOKS as BATCH_HOOKS
 from lightning_fed.lightning.internals import TRANSFER_HOOKS as TRANSFER_HOOKS

@@ -55,7 +55,7 @@ _METRIC = "reset metrics that are used in training in `on_client_start` of a `Fe
 
 @dataclass
 class _Known:
-    """Findings about a module from earlier rounds: changed attributes, logged attributes, and number of searches."""
+    """Attributes of a module found in earlier rounds (changed, logged), and the number of searched rounds."""
 
     suspects: dict[str, ref[Any]] = field(default_factory=dict)  # owners; a second fit has other optimizers
     named: set[str] = field(default_factory=set)
@@ -111,7 +111,7 @@ class CarriedAttributes:
         self._read_metrics: set[str] = set()
 
     def start_round(self) -> None:
-        """Reads the attributes before the first visit."""
+        """Reads all attribute values before a round's first visit."""
         if self._is_reset:
             self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
         self._before = self._fingerprints()
@@ -157,7 +157,7 @@ class CarriedAttributes:
         return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
-        """Logs the reported attributes; refuses optimizers, schedulers and callbacks with state across clients."""
+        """Logs attributes with values across visits; refuses optimizers, schedulers and callbacks with such values."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -266,7 +266,7 @@ class CarriedAttributes:
                 self._override(metric, attribute, partial(self._call_metric, name))
 
     def _call_metric(self, name: str, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
-        """Calls a metric's method, and records a read or reset. Calls inside ``forward`` are not recorded."""
+        """Calls a method of the metric ``name``, and records a read or reset, except for calls inside ``forward``."""
         is_forward = method.name == "forward"
         if not self._num_forwards and id(method.owner) in self._updated:
             if method.name == "compute" and self._num_visits:
@@ -327,7 +327,7 @@ class CarriedAttributes:
         return [each for each in callbacks if type(each).__module__.partition(".")[0] not in LIBRARIES]
 
     def _owners(self) -> dict[str, Any]:
-        """Returns modules, callbacks, optimizers and schedulers by name prefix."""
+        """Returns the searched objects (modules, callbacks, optimizers, schedulers) by prefix of attribute names."""
         layers = {f"{path}." if path else "": layer for path, layer in _layers(self._module)}
         owners: dict[str, Any] = {
             prefix: layer
@@ -396,7 +396,7 @@ class _Watched:
         )
 
     def remove(self) -> None:
-        """Restores the class."""
+        """Removes the descriptor from the class."""
         if self._own is _MISSING:
             delattr(self._type, self._attribute)
         else:
@@ -426,7 +426,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _class_values(owner_type: type) -> dict[str, Any]:
-    """Returns class attributes, variables in closures of methods, and global numbers used in methods."""
+    """Returns a class's attributes, variables in closures of methods, and global numbers used in methods."""
     values: dict[str, Any] = {}
     for base in reversed(owner_type.__mro__):
         if base.__module__.partition(".")[0] in (*LIBRARIES, "torch", "builtins", "abc"):

@@ -28,9 +28,9 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns equal fingerprints for equal values, down to ``depth`` nested levels.
+    """Returns a value's fingerprint, down to ``depth`` nested levels; equal values have equal fingerprints.
 
-    A part that cannot be read counts as unchanged, an iterator as changed. ``memory`` contains the addresses of
+    An unreadable attribute counts as unchanged, an iterator as changed. ``memory`` contains the addresses of
     parameters and buffers, ``skipped`` the ids of excluded objects.
     """
     try:
@@ -65,7 +65,7 @@ def fingerprint(
 
 
 def parts(value: Any) -> Any:
-    """Returns the parts of a container, object or optimizer, else ``None``."""
+    """Returns a container's elements or an object's attributes; ``None`` for other values."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):

@@ -113,7 +113,7 @@ def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
 
 
 class HandedDataModule:
-    """Replaces the data found by :func:`handed_data` with a datamodule that returns them, until :meth:`restore`."""
+    """Replaces data passed to ``fit`` (:func:`handed_data`) by a datamodule, until :meth:`restore`."""
 
     def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
         loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
@@ -129,7 +129,7 @@ class HandedDataModule:
         datamodule.trainer = trainer
 
     def restore(self) -> None:
-        """Restores the original data."""
+        """Restores the data passed to ``fit``."""
         for source, data in self._sources:
             source.instance = data
         self._trainer.datamodule = self._before  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
 def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
     """Sets the number of epochs between reloads of the training loader; returns the previous number.
 
-    The Trainer reads the attribute, which is named like the argument, at the start of every epoch.
+    The Trainer reads ``reload_dataloaders_every_n_epochs`` at the start of every epoch.
     """
     before: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     trainer.reload_dataloaders_every_n_epochs = epochs  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 
 
 def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
-    """Sets the time of the last validation, unless ``None``; returns the previous time.
+    """Sets the time of the last validation to ``seconds``, unless ``None``; returns the previous time.
 
     If ``val_check_interval`` is a duration, Lightning restarts the count whenever a loader is requested.
     """
@@ -178,7 +178,7 @@ def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float
 
 
 def loader_to_overfit(loader: Any) -> Any:
-    """Replaces training loaders by loaders without shuffling, like Lightning with ``overfit_batches``."""
+    """Returns training loaders without shuffling, as used by Lightning with ``overfit_batches``."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     _resolve_overfit_batches(combined, RunningStage.TRAINING)
@@ -186,7 +186,7 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
-    """Replaces samplers by distributed samplers, like Lightning for a plain fit in several processes."""
+    """Returns loaders with distributed samplers, as used by Lightning for a plain fit in several processes."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     stage = TrainerFn.FITTING, RunningStage.TRAINING
@@ -195,7 +195,7 @@ def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Runs Lightning's check for loaders with few workers, as for the training loaders of a plain fit."""
+    """Runs Lightning's warning about loaders with few workers, as for the training loaders of a plain fit."""
     for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
         _worker_check(trainer, part, "train_dataloader")
 
@@ -203,7 +203,7 @@ def advise_workers(trainer: L.Trainer, loader: Any) -> None:
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
     """Sets ``trainer.is_last_batch``; returns the previous value.
 
-    The value is stored in the epoch loop's batch progress. Lightning does not use it to end the epoch loop.
+    The value is stored in the epoch loop's batch progress. Lightning ends the epoch loop without this value.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch
@@ -239,7 +239,7 @@ def end_with_batch(trainer: L.Trainer) -> None:
 
 
 def batches_in_epoch(trainer: L.Trainer) -> int:
-    """Counts the epoch's started batches; when a fit resumes, the trained batches."""
+    """Counts the batches started in the epoch; directly after a resume, the batches trained before."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
@@ -249,7 +249,7 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Changes a checkpoint to the start of an epoch, with the step and the :func:`fit_progress` at this start.
+    """Resets a checkpoint to an epoch's start, with ``global_step`` and :func:`fit_progress` at this start.
 
     Lightning resumes after the batches counted in ``epoch_loop.batch_progress``. Without a ready batch, Lightning
     assumes a checkpoint at the end of an epoch. ``window`` is the number of batches per optimizer step.
@@ -303,7 +303,7 @@ def _advance(progress: dict[str, Any], stage: str) -> None:
 
 
 def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
-    """Starts a fit at an epoch other than 0.
+    """Makes a fit start at ``epoch`` instead of 0.
 
     The epoch progress of the fit loop loads a state, as from checkpoints.
     """
@@ -313,7 +313,7 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 
 
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
-    """Adds steps made elsewhere to ``trainer.global_step`` (for callbacks) and to the x-axis of the log.
+    """Adds ``count`` steps of other processes to ``trainer.global_step`` (for callbacks) and the log's x-axis.
 
     Lightning adds the completed steps of automatic and manual optimization; only one of the two is in use.
     """
@@ -328,7 +328,7 @@ def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
 
 
 def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
-    """Adds values to Lightning's dictionaries, for callbacks that monitor values.
+    """Adds values by name to the Trainer's metrics, for callbacks that monitor values.
 
     ``LightningModule.log`` would add every value to a collection that Lightning reads at each batch.
     """
@@ -352,12 +352,12 @@ def log_position(trainer: L.Trainer) -> int:
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Changes :func:`log_position` by ``count``. Lightning still adds 1 for every batch, also for ``None``."""
+    """Changes :func:`log_position` by ``count``. Lightning also adds 1 for every batch, even a ``None`` batch."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Limits Lightning's schedulers to ``configs``. Lightning reads the strategy's list at every step."""
+    """Sets the schedulers that Lightning steps to ``configs``. Lightning reads the strategy's list at every step."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 
@@ -408,7 +408,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Returns Lightning's weight for a value logged without a batch size."""
+    """Returns Lightning's estimate of a batch's size, the weight for values logged without a batch size."""
     return extract_batch_size(batch)
 
 

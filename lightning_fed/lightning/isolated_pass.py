@@ -1,4 +1,4 @@
-"""Runs steps of a user's module outside the Trainer's loop, without changes to logs, metrics and modes."""
+"""Runs steps of a user's module outside the Trainer's loop, without effect on logs, metrics and modes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def isolated_pass(
 
     Args:
         module: The user's module.
-        log: Replaces ``module.log``; by default nothing happens.
+        log: Function to call instead of ``module.log``; by default values are ignored.
         gradients: Whether to enable gradients.
         is_reloaded: Whether the caller reloads parameters and buffers afterwards, so that copies are not needed.
         is_alone: Whether metrics are computed only in this process, because other processes may run other code.
@@ -85,7 +85,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which metrics compute values only for this process, without a cache. Collections are skipped."""
+    """Context in which metrics compute values from this process only, uncached. Skips ``MetricCollection``."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):
@@ -121,7 +121,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies the attributes that are restored after an isolated pass (module, submodules and metrics), by name."""
+    """Copies the attributes that :func:`isolated_pass` restores (module, submodules, metrics), by name."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -154,7 +154,7 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 
 
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
-    """Calls ``module.<name>`` with a result of :func:`prepare_batch`, in the Trainer's precision.
+    """Calls ``module.<name>`` with ``batch``, a result of :func:`prepare_batch`, in the Trainer's precision.
 
     ``indices`` are the batch index, which is optional for a step, and with several loaders the loader index.
     """
@@ -177,7 +177,7 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Returns the name of the step with a forward pass and no optimizer step; ``None`` for no such step."""
+    """Returns the name of a module's step method without an optimizer step; ``None`` without such a method."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None

@@ -1,4 +1,4 @@
-"""Values that a module logs outside the Trainer's log, reduced like Lightning's values."""
+"""Values that a module logs outside the Trainer's loop, with Lightning's reductions over batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
 
 @dataclass
 class LoggedValue:
-    """Values logged under one name.
+    """Running reduction of the values logged under one name.
 
     Args:
         reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
@@ -74,12 +74,12 @@ class LoggedValue:
     weight: float = 0.0
 
     def add(self, value: Tensor, weight: float) -> None:
-        """Adds a batch's value."""
+        """Adds a value logged for one batch, with the weight in a mean."""
         value = at_least_float32(value)
         self.join(LoggedValue(self.reduce_fx, value * weight if self.reduce_fx == "mean" else value, weight))
 
     def join(self, added: LoggedValue) -> None:
-        """Adds the values of another part of the data."""
+        """Adds the values in ``added``, from other batches."""
         if self.total is None or added.total is None:
             self.total = added.total if self.total is None else self.total
         elif self.reduce_fx in ("max", "min"):
@@ -89,13 +89,13 @@ class LoggedValue:
         self.weight += added.weight
 
     def limited(self, weight: float) -> LoggedValue:
-        """Returns the same value with at most the given weight in a mean."""
+        """Returns the mean with a weight of at most ``weight``; other reductions are unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
 
     def on_cpu(self) -> LoggedValue:
-        """Copies the value to float64 on the CPU, because all processes have a CPU."""
+        """Copies the value to the CPU in float64, for sending to other processes."""
         return replace(self, total=None if self.total is None else self.total.cpu().double())
 
     @property
@@ -105,7 +105,7 @@ class LoggedValue:
 
     @property
     def value(self) -> float:
-        """Mean, sum, maximum or minimum; NaN without values."""
+        """Result of the reduction (mean, sum, maximum or minimum); NaN without values."""
         total = math.nan if self.total is None else float(self.total)
         return total / self.weight if self.reduce_fx == "mean" else total
 
@@ -116,7 +116,7 @@ class LoggedValues:
 
     Attributes:
         batch: The current batch; ``None`` between batches.
-        suffix: Suffix for names of logged values with several loaders.
+        suffix: Suffix for names of logged values with several loaders, as in Lightning.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
         directions: Whether higher is better, by name, for metrics that declare a direction.
@@ -129,7 +129,7 @@ class LoggedValues:
     directions: dict[str, bool] = field(default_factory=dict)
 
     def take(self, call: LogCall) -> None:
-        """Adds a value, unless the value is only logged per step."""
+        """Adds the value of a ``log`` call, unless only logged per step."""
         if call.on_epoch is False:
             return
         name = self.full_name(call)
@@ -147,18 +147,18 @@ class LoggedValues:
         logged.add(torch.as_tensor(call.value).detach().reshape(()), call.weight(self.batch))
 
     def full_name(self, call: LogCall) -> str:
-        """The name, with the suffix unless the call excludes the loader's index."""
+        """Name of a logged value, with :attr:`suffix` unless ``add_dataloader_idx=False``."""
         return f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
 
     def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:
-        """Replaces the sums by the sums over several processes."""
+        """Replaces :attr:`sums` by the joint values in ``parts``, the sums of all processes."""
         self.sums = {}
         for part in parts:
             for name, logged in part.items():
                 self.sums.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
 
     def results(self) -> dict[str, float]:
-        """Returns all values since the last call, and clears them."""
+        """Returns the reduced values since the last call, by name, and starts anew."""
         values = {name: logged.value for name, logged in self.sums.items()}
         values |= {name: float(metric.compute()) for name, metric in self.metrics.items()}
         self.sums, self.metrics = {}, {}
