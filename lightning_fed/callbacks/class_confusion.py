@@ -33,7 +33,7 @@ _MAX_LABELS = 50
 
 
 class Confusion(NamedTuple):
-    """Confusion matrix over a client's classes, which are sorted, shape ``(k,)``.
+    """Confusion matrix over a client's classes; ``classes`` are sorted class indices, shape ``(k,)``.
 
     Counts, shape ``(k, k)``, int64, have true classes as rows and the classes with the largest logit as columns.
     """

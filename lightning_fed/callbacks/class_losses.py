@@ -1,4 +1,4 @@
-"""Traces tensors from layers and batches to losses between class scores and labels."""
+"""Records the operations between a layer's class scores, the labels in a batch, and the loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Class scores: a layer's outputs, or a result computed only from these outputs.
+    """Record for a tensor with class scores: a layer's outputs, or a result computed only from these outputs.
 
     ``inputs`` are the batch tensors from which the outputs are computed. ``voids`` are the labels of masked positions.
     """
@@ -50,7 +50,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Labels, or a tensor computed only from labels, in the form ``kind``; comparisons are with ``number``.
+    """Record for a tensor computed from labels: class indices, one-hot vectors, or ``labels == number``.
 
     ``fills`` are pairs of a replaced label (``None`` for several labels) and the new label.
     """
@@ -68,7 +68,7 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Sources of a tensor: batch tensors, class losses, and whether a layer's output is a source.
+    """Sources for a tensor in a traced step: batch tensors, class losses, and possibly layer outputs.
 
     ``product`` is the class loss equal to the sum over the tensor.
     """
@@ -83,7 +83,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """A loss between class scores from ``layer`` and labels.
+    """Loss between labels and the class scores computed by the layer with path ``layer``.
 
     ``kind`` is ``"binary"`` for one output, ``"multilabel"`` for several classes per example, else ``"multiclass"``.
     ``labels`` are the positions of the labels in the batch; empty if ``training_step`` computes the labels. ``voids``
@@ -159,7 +159,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses within a loss. Class losses that feed a layer are excluded."""
+        """Returns the class losses from which a loss is computed, except class losses used as a layer's input."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 
@@ -382,7 +382,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _widths(layer: nn.Module) -> set[int]:
-    """Returns possible output sizes of a layer: the declared size, else the sizes of the layer's matrices."""
+    """Returns a layer's possible output sizes: the declared size, or else the axis lengths of the weights."""
     for name in ("num_classes", "out_features", "out_channels"):
         width = getattr(layer, name, None)
         if isinstance(width, int) and isinstance(getattr(layer, "weight", None), Tensor):

@@ -23,7 +23,7 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """One client's traffic in one round for one model part, in elements of parameters and buffers.
+    """Traffic of one client in one round for one model part, in elements of parameters and buffers.
 
     In early rounds, the client ``"(all)"`` stands for the sum over all clients. In addition to model parts,
     ``"(extras)"`` is a method's extras and ``"(request)"`` a client's request for rows.
@@ -102,7 +102,7 @@ class CommunicationReport(FederatedCallback):
             find_federation(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the parts, and moves this callback before callbacks that unpack messages."""
+        """Finds the model parts, and moves this callback before callbacks that change received messages."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.remove(self)  # Lightning's loop is already past this position, so no callback is skipped
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
@@ -179,7 +179,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Average traffic by part (model parts, requests, extras), then in total; empty before the first visit."""
+        """Mean traffic by part (model parts, requests, extras), then in total; empty before the first visit."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
@@ -261,7 +261,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Finds the prefixes down to the first level with different names: the model's parts."""
+    """Finds the prefixes of entry names that divide a model into parts: the first level with several names."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

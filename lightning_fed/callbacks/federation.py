@@ -197,7 +197,7 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Moves the server or the clients to another machine, behind ``remote``. A backend calls this before a fit."""
+        """Replaces the server or the clients by ``remote``, the connection to other machines; called by a backend."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
@@ -253,23 +253,23 @@ class Federation(TrainerCallback):
 
     @property
     def open_visit(self) -> ClientVisit | None:
-        """Client side of the current visit; ``None`` between visits."""
+        """Current visit with the client's model, messages and state; ``None`` between visits."""
         return None if self._loop.open_round is None else self._loop.open_round.driver.current
 
     @property
     def current_visit(self) -> PlannedVisit | None:
-        """The current visit; ``None`` between visits."""
+        """Description of the current visit (client, round, seed, length); ``None`` between visits."""
         return None if self.open_visit is None else self.open_visit.planned
 
     @property
     def visit(self) -> PlannedVisit:
-        """The current visit, for use in hooks during a visit."""
+        """Description of the current visit (client, round, seed, length); only available during a visit."""
         assert self.current_visit is not None
         return self.current_visit
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """The visits that train now, in stack order; empty while a client trains a second model without corrections."""
+        """Current visits, several for vectorised clients (by row); empty while a client trains a second model."""
         if self._loop.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
         return self._loop.open_round.driver.group
@@ -303,7 +303,7 @@ class Federation(TrainerCallback):
 
     @property
     def policies(self) -> dict[str, Policy]:
-        """Policy of each of the module's entries; empty before a fit or evaluation starts."""
+        """Policy by entry name (such as ``"shared"`` or ``"personal"``); empty before a fit or evaluation starts."""
         return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class Federation(TrainerCallback):
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module holds the validated model: the averaged model, if the fit averages weights."""
+        """Context in which the module holds the validated model: with weight averaging, the averaged model."""
         return self._loop.averages_in_place()
 
     @property
@@ -365,7 +365,7 @@ class Federation(TrainerCallback):
         return self._fit.is_remote
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
-        """Gives access to each client's model; valid only while the module is the global model."""
+        """Returns an object to load any client's model into the module; valid while the module is the global model."""
         if self._trainer is not None:
             self._fit.decide_policies(self._trainer, pl_module)  # `on_fit_start` runs before the decision
         return local_model(self._fit, pl_module)
@@ -376,7 +376,7 @@ class Federation(TrainerCallback):
 
     @property
     def state_key(self) -> str:
-        """The same key for all federations, so that checkpoints load into federations with other options."""
+        """Key of the callback state in checkpoints, independent of options, so other options can load a checkpoint."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -441,7 +441,7 @@ class Federation(TrainerCallback):
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restores the user's intervals for reloading and validation."""
+        """Restores the user's Trainer intervals for reloading loaders and for validation."""
         self._loop.start_epoch()
 
     def on_train_batch_start(
@@ -451,7 +451,7 @@ class Federation(TrainerCallback):
             self._loop.open_round.driver.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an interrupted round, because a Trainer validates right after a stop request."""
+        """Drops the results of an interrupted round, because a Trainer validates right after a stop request."""
         if is_validating(trainer):
             self._decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
@@ -467,7 +467,7 @@ class Federation(TrainerCallback):
         self._fit.decide_policies(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an interrupted round, and prepares Lightning for the next round."""
+        """Drops the results of an interrupted round, and prepares the Trainer's loops for the next round."""
         warn_of_monitors(self._fit)
         self._loop.end_epoch()
 
@@ -520,7 +520,7 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes the batches of an incomplete round, unless the fit is plain: a resumed fit trains the round again."""
+        """Removes an incomplete round's batch counts from the checkpoint, because a resumed fit repeats the round."""
         self._fit.progress.patch(checkpoint, self._fit.is_plain)
 
     def state_dict(self) -> dict[str, Any]:
@@ -633,7 +633,7 @@ def federation_of(trainer: L.Trainer) -> Federation | None:
 
 
 def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
-    """Moves a callback directly behind the federation, before all other callbacks."""
+    """Moves a callback in the Trainer's list directly behind the federation, before all other callbacks."""
     callbacks = callbacks_of(trainer)
     callbacks.remove(callback)
     callbacks.insert(callbacks.index(find_federation(trainer)) + 1, callback)

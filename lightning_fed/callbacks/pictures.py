@@ -1,4 +1,4 @@
-"""Helpers for callbacks with pictures: loggers, and conversion of numbers and figures to pixels."""
+"""Helpers for callbacks that log pictures: loggers, and conversion of numbers and figures to pixels."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, step: int | None 
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
-    """Logs which of the Trainer's loggers receive no pictures from the callback ``name``."""
+    """Logs the names of the Trainer's loggers without pictures from the callback with class name ``name``."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
         rank_zero_info(f"{name} sends images only to TensorBoard, so these loggers receive none: {', '.join(skipped)}.")
@@ -89,7 +89,7 @@ def paint_numbers(values: Tensor) -> Tensor:
 
 
 def has_matplotlib() -> bool:
-    """True if matplotlib is installed, which draws figures with axes."""
+    """True if matplotlib is installed; without matplotlib, pictures have no axes."""
     return find_spec("matplotlib") is not None
 
 
@@ -118,7 +118,7 @@ def draw_matrix(
 def label_grid(
     grid: Tensor, title: str, columns: Sequence[str], rows: Sequence[str], legend: Mapping[str, Color]
 ) -> Tensor:
-    """Adds names and a legend around tiles of equal size, shape ``(3, H, W)``, uint8; unchanged without matplotlib."""
+    """Adds names and a legend to a grid of equal tiles, uint8, shape ``(3, H, W)``, if matplotlib is installed."""
     if not has_matplotlib():
         return grid
     from matplotlib.figure import Figure  # requires the extra `demo`

@@ -63,7 +63,7 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """
 
     def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Resets the bar with the name of the round, because Lightning's method would show the epoch number."""
+        """Resets the bar with the round number, because Lightning's method would show the epoch number."""
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
         bar, total = self.train_progress_bar, self.total_train_batches

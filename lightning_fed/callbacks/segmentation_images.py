@@ -206,7 +206,7 @@ class SegmentationImages(PeriodicPictures):
 
 
 class _Predictions(NamedTuple):
-    """Class indices, shape ``(H, W)``, and number of classes for each image, and one column per map."""
+    """Predicted class indices, shape ``(H, W)``, and number of classes by image; maps by column and image."""
 
     predictions: list[Tensor]
     num_classes: list[int]

@@ -1,4 +1,4 @@
-"""Trial run of a module's ``training_step``: finds called layers, trained layers, and classes."""
+"""Trial run of a module's ``training_step``: finds called layers, trained layers, and learned classes."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Labels in a batch, the void label (``"auto"`` if the loss has none), and the class names."""
+    """Function from a batch to labels, the ignored label (``"auto"`` if unknown), and the class names."""
 
     target: BatchKey
     void: VoidLabel
     class_names: tuple[str, ...]
 
     def is_known(self, callback: str) -> bool:
-        """True if labels are known; logs a line without a trial step and ``target``, as in ``trainer.validate``."""
+        """True if labels can be read from a batch; otherwise logs why the callback draws nothing."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
@@ -134,7 +134,7 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Describes the labels for pictures. The user's options have priority over the trial step.
+    """Describes the labels for a callback's pictures. Options ``target`` and ``void`` replace the trial step.
 
     The class names come from ``class_names`` or ``classes`` of the module, its hyper-parameters or the datamodule, if
     their number fits. If labels are neither given nor found, an error names ``callback``.
@@ -174,7 +174,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised if a trial step cannot show the classes, with the reason."""
+    """Raised if a trial training step does not reveal the module's classes, with the reason."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
@@ -259,7 +259,7 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
 
 
 def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
-    """Returns a function from a batch to labels; the function refuses batches with another structure."""
+    """Returns a function from a batch to the labels at ``path``; refuses batches unlike the ``traced`` batch."""
     expected = _structure(traced, path)
 
     def read(batch: Any) -> Tensor:
@@ -276,7 +276,7 @@ def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
 
 
 def _structure(batch: Any, path: BatchPath) -> tuple[Tensor, int, bool, list[int]] | None:
-    """Returns the tensor at a path, its number of axes, whether it is floating point, and the lengths of sequences."""
+    """Returns the tensor at a path, the number of axes, a floating-point flag, and the lengths of sequences."""
     lengths: list[int] = []
     try:
         for key in path:

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises with statistics measured on the data; before the measurement, with batch statistics.
+    """Normalises BatchNorm inputs with statistics from ``report``; with batch statistics while ``report`` is empty.
 
     ``report`` contains mean and variance by layer, from :meth:`InputStatistics.as_extras`.
     """
@@ -41,7 +41,7 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(FederatedCallback):
-    """Normalises data that belong to no client, with batch statistics or statistics measured on the data.
+    """Runs BatchNorm on data outside the federation, with batch statistics or statistics measured on the data.
 
     The callback is active from the start of a validation, test or prediction until the next round, while the module is
     the global model or the model of a client without statistics. Untrained layers (as in a frozen encoder) still use
@@ -80,7 +80,7 @@ class UnseenData(FederatedCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Pauses the replacement while the module is the model of a client with separate statistics."""
+        """Uses a client's own BatchNorm statistics while the module holds the model of a client with statistics."""
         if self._adapter is None:  # clients on other machines evaluate outside a Trainer's validation
             self._start(module)
         self._switch(is_active=client is None or self._find_fit().served_client != client)

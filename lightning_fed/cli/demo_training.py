@@ -57,7 +57,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Logged values of every round, the TensorBoard folder (with checkpoint and picture), and the PNG file."""
+    """Results of the demo: logged values by round, TensorBoard folder (with checkpoint and picture), and PNG file."""
 
     rounds: list[dict[str, float]]
     log_dir: Path
@@ -145,7 +145,7 @@ def run_demo(
 
 
 def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: Sequence[tuple[str, Tensor]]) -> None:
-    """Draws the clients' classes, the curves, and for each client one held-out image with its prediction."""
+    """Draws the clients' class shares, the curves of logged values, and one held-out prediction per client."""
     from matplotlib.figure import Figure  # requires the extra `demo`
 
     colors = default_colors(data.num_classes)

@@ -29,7 +29,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """A required package with its installed version; ``None`` if the package is missing."""
+    """Requirement for a package, and the installed version; ``None`` if the package is missing."""
 
     requirement: Requirement
     installed: str | None
@@ -85,7 +85,7 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of a report for requirements from the metadata."""
+    """Yields the lines of a report about installed packages, for this package's ``requirements``."""
     yield f"{PACKAGE} {__version__}"
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield from ("", "Always needed", *(f"  {state}" for state in states_of(_needed(requirements))), "", "Devices")
@@ -107,7 +107,7 @@ def _needed(requirements: Sequence[str]) -> list[Requirement]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """True if only the extra needs the requirement."""
+    """True if a requirement is needed only with the package's optional extra ``extra``."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 

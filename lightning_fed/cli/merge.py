@@ -93,7 +93,7 @@ def _options() -> list[str]:
 
 
 def take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Sets the parser's model defaults to the hyper-parameters in the first checkpoint."""
+    """Sets the parser's defaults for the model to the hyper-parameters saved in the first checkpoint of ``args``."""
     first = next((index for index, _ in enumerate(args) if not _is_option_or_value(args, index)), None)
     if first is None:
         return  # the parser reports missing checkpoints or prints the help

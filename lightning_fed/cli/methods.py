@@ -60,7 +60,7 @@ def read_methods() -> dict[str, str]:
 
 
 def table_of_methods() -> str:
-    """Table of all methods with each purpose."""
+    """Table with the name and the purpose of every registered method."""
     methods = read_methods()
     width = max(map(len, methods))
     lines = [f"{'METHOD':{width}}  FOR"]

@@ -1,4 +1,4 @@
-"""Server side and client side of a recipe: the objects on both sides, and the files of an app."""
+"""Splits a recipe into a server program and a client program, and writes the files of a network app."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOT_ON_SERVER = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Contents of a recipe for both sides; clients get only the Trainer arguments and callbacks for visits."""
+    """Objects from a recipe for the server program and the client program, with separate Trainer arguments."""
 
     federation: Federation
     model: L.LightningModule
@@ -54,7 +54,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds a recipe's objects. Options in ``args`` take precedence over the recipe."""
+    """Builds federation, model, data and callbacks from a recipe file. Options in ``args`` replace the file's."""
     from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():

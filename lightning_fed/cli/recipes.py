@@ -42,7 +42,7 @@ def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """Returns a hint if a command line names a missing file that is a packaged recipe, or ``None``."""
+    """Returns a hint for a missing recipe file with the name of a packaged recipe, or ``None``."""
     # Guides use paths of recipes in the repository, but an installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])

@@ -1,4 +1,4 @@
-"""``lightning-fed study``: is the federation worth the effort for each site?"""
+"""``lightning-fed study``: compares federated with local training at each site, with confidence intervals."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """Loader with one epoch per round: consecutive parts of passes over the wrapped loader.
+    """Loader with one epoch per round, made from consecutive batches of passes over the wrapped loader.
 
     Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
     """
@@ -164,7 +164,7 @@ class _PooledRounds(Callback):
 
 
 class _ClientMeans(Callback):
-    """Evaluates the model on each client's data, and logs the means under the names of federated training."""
+    """Evaluates the central model on each client's data, and logs means over clients like ``ClientEvaluation``."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:

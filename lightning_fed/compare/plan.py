@@ -39,7 +39,7 @@ class Plan:
         recipe: The recipe's path.
         methods: The methods.
         seeds: The seeds.
-        stragglers: Fractions of stragglers; ``None`` for the recipe's.
+        stragglers: Fractions of stragglers; ``None`` for the fraction in the recipe.
         out: Folder for the results.
         monitor: Name of the compared metric; ``None`` for the metric in the recipe's ``ModelCheckpoint``.
         mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else by the name.
@@ -85,7 +85,7 @@ class Plan:
 
 
 class Progress:
-    """Prints one line per run: the name of the run, the progress (on a terminal), and the result."""
+    """Prints one line per training run: the run's name, the progress (on a terminal), and the result."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream

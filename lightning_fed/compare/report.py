@@ -224,7 +224,7 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
 
 
 def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
-    """Formats each method's difference from the first method as sentences."""
+    """Formats, as sentences, the difference in score between each method and the first method."""
     methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
     if len(methods) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Base classes of the ready data modules: loaders, selection of samples, and files."""
+"""Base classes of the package's data modules: loaders, selection of samples, and files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the selected samples of one split (see `subset` and `held_out`)."""
+        """Reads one split's data set, limited to the samples selected by `subset` and `held_out`."""
 
     @property
     def num_classes(self) -> int:
@@ -164,7 +164,7 @@ class FileDataModule(ArrayDataModule):
     def make_dataset(
         self, split: Split, inputs: Tensor, targets: Tensor, groups: np.ndarray | None = None
     ) -> ArrayDataset:
-        """Builds a data set with the requested normalisation and, for training, augmentation.
+        """Builds a split's data set with the requested normalisation and, for training, augmentation.
 
         Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups are natural clients (N,).
         """

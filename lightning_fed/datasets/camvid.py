@@ -125,7 +125,7 @@ class CamVid(FileDataModule):
         )
 
     def _groups(self, names: np.ndarray) -> np.ndarray:
-        """Returns the client of each frame; names such as `0006R0_f00930` begin with the drive."""
+        """Returns the client name of each frame from the frame names; `0006R0_f00930` begins with the drive."""
         drives = np.array([str(name).split("_")[0] for name in names])
         if self.group_by == "sequence":
             return drives

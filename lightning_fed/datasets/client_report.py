@@ -98,7 +98,7 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws one row per client with its first images and class shares, in any file format of matplotlib."""
+        """Draws one row per client, with the first images and the class shares, in any file format of matplotlib."""
         try:
             from matplotlib.figure import Figure  # requires the extra `demo`
         except ModuleNotFoundError as error:
@@ -232,7 +232,7 @@ def _summarize(population: Population, client: Client, ignore_index: int | None)
 
 
 def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
-    """Counts pixels or examples per class, and without a class; empty if the targets are not classes."""
+    """Counts a batch's pixels or examples per class, and without a class; empty if targets are not classes."""
     try:
         labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1

@@ -1,4 +1,4 @@
-"""Functions that find and read files of the ready data sets."""
+"""Functions that find and read the files of the package's data sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Returns ``data_dir`` if it is a file, else the first existing candidate path, or raises with ``instructions``."""
+    """Returns the file ``data_dir``, or the first candidate path in the folder; errors show ``instructions``."""
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root
@@ -61,6 +61,6 @@ def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tenso
 
 
 def split_bytes(content: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> Iterable[bytes]:
-    """Yields some of the files concatenated in an array: file i is `content[offsets[i]:offsets[i + 1]]`."""
+    """Yields the files ``indices`` from a byte array: file i is `content[offsets[i]:offsets[i + 1]]`."""
     for index in indices:
         yield content[offsets[index] : offsets[index + 1]].tobytes()

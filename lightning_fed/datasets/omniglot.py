@@ -119,7 +119,7 @@ class Omniglot(FileDataModule):
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split of the background set; groups have names such as `"Greek/07"` or `"Greek"`."""
+        """Reads one split of the background set; `groups` has client names such as `"Greek/07"` or `"Greek"`."""
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)
         splits = np.digitize(drawings.drawers, [first_val, first_test])
@@ -171,7 +171,7 @@ class Omniglot(FileDataModule):
 
 
 class _Drawings(NamedTuple):
-    """Classes and drawers by image, shape (N,), and a function that reads images, shape (n, 1, 28, 28), uint8."""
+    """Class and drawer of each image, shape (N,), and a function from n indices to images (n, 1, 28, 28), uint8."""
 
     labels: np.ndarray
     drawers: np.ndarray

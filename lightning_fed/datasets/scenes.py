@@ -58,13 +58,13 @@ def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> 
 
 
 def _rotated(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates along and across a direction, both in shape (H, W)."""
+    """Rotates pixel coordinates: returns coordinates along and across the direction `angle`, both (H, W)."""
     cosine, sine = np.cos(angle), np.sin(angle)
     return cosine * x + sine * y, cosine * y - sine * x
 
 
 def _colour(rng: np.random.Generator, ground: np.ndarray) -> np.ndarray:
-    """A vivid colour (3,), with one high and one low channel, that contrasts with the background's colour."""
+    """Draws a random vivid colour (3,), with one high and one low channel, in contrast to the background colour."""
     colour = rng.permutation([rng.uniform(0.7, 1), rng.random(), rng.uniform(0, 0.3)])
     if np.abs(colour - ground).mean() < 0.2:
         colour = 1 - colour
@@ -74,7 +74,7 @@ def _colour(rng: np.random.Generator, ground: np.ndarray) -> np.ndarray:
 def _texture(
     rng: np.random.Generator, kind: int, colour: np.ndarray, contrast: float, x: np.ndarray, y: np.ndarray
 ) -> np.ndarray:
-    """A field (3, H, W) around a colour: plain, rows, columns, checkers or slanted stripes."""
+    """Draws a texture (3, H, W) around a colour; `kind`: 0 plain, 1 rows, 2 columns, 3 checkers, 4 stripes."""
     phases, frequency = rng.uniform(0, 2 * np.pi, 2), 2 * np.pi * rng.uniform(7, 10)
     rows = np.sin(frequency * y + phases[0])
     columns = np.sin(frequency * x + phases[1])
@@ -86,7 +86,7 @@ def _texture(
 
 
 def _paint(image: np.ndarray, colour: np.ndarray, distance: np.ndarray) -> None:
-    """Paints a colour (3, 1, 1) or (3, H, W) over the pixels inside an outline, with an edge one pixel wide."""
+    """Paints a colour (3, 1, 1) or (3, H, W) in an image where the distance to an outline (H, W) is negative."""
     cover = (0.5 - distance * image.shape[-1]).clip(0, 1)
     image += cover * (colour - image)
 

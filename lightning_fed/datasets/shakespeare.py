@@ -1,4 +1,4 @@
-"""Shakespeare: next-character prediction, with speaking roles as clients."""
+"""Data module for next-character prediction on Shakespeare's plays, with speaking roles as clients."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Shakespeare(FederatedDataModule):
         max_clients: Maximum number of clients: the first roles in the file. None for all roles.
         seq_length: Characters per window.
         stride: Number of characters between window starts; a larger stride gives fewer samples with less overlap.
-        every_step: Whether the targets are the next characters for every character in the window, or for the last one.
-        vocabulary: `"leaf"`, LEAF's 80 characters, with spaces for other characters; or `"text"`, all in the file.
+        every_step: Whether targets are the next characters for every character in a window, or only for the last.
+        vocabulary: `"leaf"`, LEAF's 80 characters, others become spaces; or `"text"`, all characters in the file.
         val_fraction: Fraction of a role's samples for validation, taken from the end of the text; in (0, 1).
         batch_size: Windows per training batch.
         eval_batch_size: Windows per validation batch; None means `batch_size`.
@@ -138,7 +138,7 @@ class Shakespeare(FederatedDataModule):
 
     @property
     def vocabulary(self) -> str:
-        """All characters, in the order of their codes; with `vocabulary="text"` this reads the file."""
+        """String with all characters, in the order of the integer codes; with `vocabulary="text"` reads the file."""
         if not self._vocabulary:
             self.setup()
         return self._vocabulary
@@ -148,7 +148,7 @@ class Shakespeare(FederatedDataModule):
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """Encodes a text, int64, shape ``(length,)``; characters outside the vocabulary become spaces."""
+        """Encodes a text as codes, int64, shape ``(length,)``; characters outside the vocabulary become spaces."""
         return encode_text(text, self.vocabulary)
 
     def decode(self, codes: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta): generated clients with a controlled difference between models and inputs."""
+"""Synthetic(alpha, beta): data module with generated clients, whose models and inputs differ as requested."""
 
 from __future__ import annotations
 

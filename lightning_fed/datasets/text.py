@@ -33,7 +33,7 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
 
 
 def decode_text(codes: Tensor, vocabulary: str) -> str:
-    """Decodes codes with shape ``(length,)`` to text."""
+    """Decodes codes (positions in the vocabulary), shape ``(length,)``, to text."""
     return "".join(vocabulary[code] for code in codes.tolist())
 
 
@@ -49,7 +49,7 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
 
 
 def read_roles(path: Path) -> dict[str, str]:
-    """Reads the text of every speaking role: its speeches, joined by line breaks.
+    """Reads the text of every speaking role from a file: the role's speeches, joined by line breaks.
 
     The file is either gzipped JSON with ``roles`` (a list of names) and ``speeches`` (a list of pairs: a role's index
     and a text); or a text file with blocks separated by empty lines, each with ``ROLE:`` as first line.
@@ -74,7 +74,7 @@ def read_roles(path: Path) -> dict[str, str]:
 
 
 def make_roles(count: int, seed: int) -> dict[str, str]:
-    """Generates text for several roles, with 1,500 to 4,500 characters each.
+    """Generates random text for ``count`` speaking roles, with 1,500 to 4,500 characters each.
 
     All roles share transition probabilities between words. A role's text depends on the seed and the role's number.
     """

@@ -46,7 +46,7 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """Finds the files of a split, or their folder."""
+        """Finds the files of a split, or the folder with the files."""
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:

@@ -99,9 +99,9 @@ def calibrate(
 
     Args:
         epsilon: Bound after all rounds.
-        delta: See :class:`Budget`.
+        delta: Probability of exceeding the bound.
         population: Total number of clients.
-        cohort: Clients per round.
+        cohort: Number of clients per round; the expected number with ``"poisson"``.
         rounds: Total rounds.
         sampling: Sampling scheme.
         accountant: Accountant, see :class:`Budget`.
@@ -149,7 +149,7 @@ def plan_budget(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """Creates a budget from a noise multiplier, or from an epsilon after all rounds. See :func:`calibrate`."""
+    """Creates a :class:`Budget` from a noise multiplier or an epsilon after all rounds (:func:`calibrate`)."""
     if noise_multiplier is not None:
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
     if epsilon is None or rounds is None or rounds < 1:

@@ -28,10 +28,10 @@ class Audit:
 
     Args:
         num_canaries: Number of canary clients, each included at random.
-        num_guesses: Number of guesses about canaries.
+        num_guesses: Number of canaries guessed as included or excluded.
         num_correct: Number of correct guesses.
         lower_bound: Lower bound of epsilon at the requested confidence.
-        claimed: Epsilon according to the accountant.
+        claimed: Upper bound of epsilon computed by the accountant.
     """
 
     num_canaries: int

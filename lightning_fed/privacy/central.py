@@ -183,7 +183,7 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Starts or resumes a fit; raises ``ValueError`` if a resumed fit has another budget."""
+        """Sets budget and noise key before a fit; raises ``ValueError`` if a resumed fit has another budget."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
@@ -191,7 +191,7 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change in a sum of unit updates by one client: 2 if clients are replaced."""
+        """Largest change by one client in a sum over updates with norm 1: 2 with ``"fixed"`` sampling, else 1."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
@@ -249,7 +249,7 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips the update, and removes the number of examples, metrics, and changes to untrained parameters."""
+        """Clips a client's update, and removes the number of examples, metrics, and changes to untrained parameters."""
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"its federation has clip={self.clip:g}, but the server has clip={clip:g}")
@@ -319,7 +319,7 @@ class CentralDP(UpdateStep):
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
 
     def measure(self, new: State, old: State) -> float:
-        """Writes an update (new minus old) into ``vector``, float64, over all clipped entries; returns the norm."""
+        """Writes an update (new minus old) into ``vector``, float64, over all clipped entries; returns its norm."""
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()
@@ -327,14 +327,14 @@ class CentralDP(UpdateStep):
         return math.sqrt(sum(float(square) for square in squares))
 
     def by_entry(self, vector: Tensor) -> State:
-        """Returns views of a vector for all clipped entries."""
+        """Splits a vector over all clipped entries into views by entry name, with the entries' shapes."""
         shapes = [self.state[name].shape for name in self.names]
         parts = torch.split(vector, [shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}
 
 
 class PrivateSum(Held):
-    """Sum of the clipped updates in a round, with memory for one model."""
+    """Running sum over a round's clipped updates, in the memory for one model."""
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)
@@ -362,7 +362,7 @@ class PrivateSum(Held):
 
     @property
     def total(self) -> State:
-        """Returns the sum by entry; empty without updates."""
+        """Returns the summed clipped updates by entry name; empty without updates."""
         return {} if self.vector is None else self._step.by_entry(self.vector)
 
     def merge(self, other: PrivateSum) -> None:
@@ -372,7 +372,7 @@ class PrivateSum(Held):
         self.members += other.members
 
     def release(self) -> Sequence[Arrived]:
-        """Returns the noised mean as one update, even without clients."""
+        """Returns the noised mean of the round as one update, even without clients."""
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 
@@ -394,7 +394,7 @@ class PrivacyBudget(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses messages without noise, sets the noise and draws the key."""
+        """Refuses callbacks and settings that send values without noise, sets the noise and draws the noise key."""
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
         _refuse_other_releases(trainer, pl_module, federation)
@@ -460,7 +460,7 @@ def _names(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def refuse_other_messages(trainer: L.Trainer) -> None:
-    """Refuses callbacks that may send more than the update."""
+    """Refuses callbacks that may send client values other than the update."""
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
@@ -491,7 +491,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses shared BatchNorm statistics. ``how`` is inserted into the error message."""
+    """Refuses BatchNorm statistics shared with the server; ``how`` (``"without noise"``) completes the error."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:
@@ -502,17 +502,17 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
 
 def step_length(steps: State) -> float:
-    """Euclidean norm over all entries."""
+    """Euclidean norm over all entries in an update (difference by entry name)."""
     return math.sqrt(sum(float(to_float64(step).square().sum()) for step in steps.values()))
 
 
 def clip_factor(length: float, clip: float) -> float:
-    """Factor that scales a norm to ``clip`` if larger; 1 for norm 0."""
+    """Factor to reduce an update's norm ``length`` to ``clip``; 1 for norms up to ``clip``."""
     return clip / length if length > clip else 1.0
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Largest increase in the update norm by rounding the new model to entry dtypes."""
+    """Largest increase in an update's norm ``length`` by rounding the new model to the entries' dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

@@ -76,7 +76,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Adds another visit. The larger sampling probability is assumed for all steps."""
+        """Returns the account after a further visit ``other``; all steps get the larger sampling probability."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -282,7 +282,7 @@ class DPSGD(FederatedCallback):
             self._visit.check_untrained()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Removes the hooks and records the steps, even of a failed visit."""
+        """Removes the gradient hooks and records the visit's steps, even after a failed visit."""
         visit = self._visit
         if visit is not None and visit.number >= 0:
             self._round_accounts[client] = visit.planned.with_steps(visit.number + 1)
@@ -313,7 +313,7 @@ class DPSGD(FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch. Checks the loss on the first batch with several examples."""
+        """Counts the batch as a noised step. Checks the loss on the first batch with several examples."""
         visit = self._visit
         if visit is None:
             return
@@ -369,7 +369,7 @@ class DPSGD(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks that a step was made. Without a federation, stops the fit if the budget is exhausted."""
+        """Checks for an optimizer step. Without a federation, stops the fit if the budget is exhausted."""
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
@@ -416,7 +416,7 @@ class DPSGD(FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Computes the noise for an epsilon before the first step, from the number and lengths of all visits."""
+        """Computes the noise for an epsilon before the first step: ``times`` visits by each account in ``visits``."""
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
             return
@@ -582,7 +582,7 @@ class DPSGD(FederatedCallback):
 
 
 class _Visit:
-    """Steps in a client visit, or in a fit without a federation; ``planned`` is the account after the visit."""
+    """Noised steps in a client visit, or in a fit without a federation; ``planned`` is the account afterwards."""
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
         self.client, self.round, self.planned = client, round, planned
@@ -590,7 +590,7 @@ class _Visit:
         self.was_checked = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
-        """Starts recording gradients, and copies all entries that must not change."""
+        """Starts recording per-example gradients, and copies all entries that training must not change."""
         self.trained = {
             path: value
             for path, value in tensors_by_path(module).items()
@@ -652,7 +652,7 @@ def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
 
 
 def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
-    """Account file on the client's machine, for all fits; ``None`` with a server in this process."""
+    """Path of a client's privacy account, shared by all fits; ``None`` with a server in this process."""
     federation = federation_of(trainer)
     if federation is None or federation.has_server:
         return None

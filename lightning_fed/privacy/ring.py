@@ -68,18 +68,18 @@ class Ring:
 
     @property
     def scale(self) -> float:
-        """Integer units for the value 1.0."""
+        """Integer that represents the value 1.0: inverse of the resolution."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Broadcast extras from which the client builds and checks the ring."""
+        """Tensors sent with the broadcast, from which a client computes the same scale: client number and scale."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
         }
 
     def longest(self, size: int) -> float:
-        """Largest update norm that stays within ``clip`` after rounding, which moves entries by less than one unit."""
+        """Largest norm of an update with ``size`` entries that stays within ``clip`` after rounding to integers."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(
@@ -106,7 +106,7 @@ class Ring:
 
 
 def ring_form(state: State) -> State:
-    """Form of the payload: int32 in place of floating-point entries, without values."""
+    """Shapes and dtypes of an encoded update: int32 meta tensors in place of floating-point entries."""
     return {
         name: torch.empty(value.shape, dtype=torch.int32, device="meta") if value.is_floating_point() else value
         for name, value in state.items()
@@ -114,6 +114,6 @@ def ring_form(state: State) -> State:
 
 
 def in_ring(value: Tensor) -> Tensor:
-    """Reduces integers modulo 2^32 to int32."""
+    """Reduces int64 values modulo 2^32 to the int32 range."""
     half = _SIZE // 2
     return ((value + half) % _SIZE - half).to(torch.int32)

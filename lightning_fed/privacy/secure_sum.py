@@ -169,7 +169,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns the summed values of an update, including the weight; raises ``BadUpdate`` for other extras."""
+        """Returns an update's tensors to be summed, including the weight; raises ``BadUpdate`` for other extras."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -201,7 +201,7 @@ class SecureSum(UpdateStep):
 
 
 class RingSum(Held):
-    """Sum of encoded updates, int32, with the list of clients."""
+    """Running sum of clients' encoded updates, int32, with the list of clients."""
 
     def __init__(self, step: SecureSum) -> None:
         super().__init__(step)
@@ -211,7 +211,7 @@ class RingSum(Held):
 
     @property
     def least(self) -> int:
-        """Minimum number of clients to reveal the sum."""
+        """Minimum number of clients in the sum; with fewer clients the round fails."""
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
@@ -231,7 +231,7 @@ class RingSum(Held):
             self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
 
     def discard(self, reason: str) -> None:
-        """Marks the sum as failed. The first reason is reported."""
+        """Marks the round's sum as failed. Only the first reason is reported."""
         self._fault = reason if self._fault is None else self._fault
 
     def release(self) -> Sequence[Arrived]:
@@ -253,7 +253,7 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Sizes the integer ring before a fit, and refuses per-client messages."""
+    """Chooses the integer scale of the secure sum before a fit, and refuses callbacks with per-client messages."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -1,4 +1,4 @@
-"""Is a federation worth the effort for a site? Paired statistics from sums, with intervals."""
+"""Compares federated with local training at each site: paired statistics from sums, with intervals."""
 
 from lightning_fed.study.answers import answer_site as answer_site
 from lightning_fed.study.report import load_study as load_study

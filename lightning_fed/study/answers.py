@@ -32,7 +32,7 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Computes a site's sums; without sums, the site has too few cases.
+    """Computes a site's sums over cases for each pair of models; empty if the site has too few cases.
 
     Args:
         runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. The cases must be equal.
@@ -63,7 +63,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Estimates a difference from a site's sums; also returns the number of cases and both models' values."""
+    """Estimates two models' difference from a site's sums; also returns the number of cases and both values."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":

@@ -97,7 +97,7 @@ def gather_study(
 
 
 def keep_primary(path: Path, method: str) -> None:
-    """Writes the primary method into a file before the first training; later refuses another method."""
+    """Stores the primary method's name in a file before training; refuses another name in later calls."""
     known = json.loads(path.read_text()) if path.exists() else method
     if known != method:
         raise MisconfigurationException(
@@ -108,7 +108,7 @@ def keep_primary(path: Path, method: str) -> None:
 
 
 def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
-    """Gains by site with Holm's correction over the sites; losing sites come first."""
+    """Gains of ``method`` over ``baseline`` by site, with Holm's correction over the sites; losses come first."""
     sign = 1 if study.higher_is_better else -1
     rows = []
     for site, answer in study.answers.items():
@@ -130,7 +130,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
 
 
 def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
-    """Mean gain over all sites with a variance, by random effects; for a single site, the site's gain."""
+    """Mean gain over all sites with a known variance, by random effects; for a single site, the site's gain."""
     used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
     gains = [row.gain for row in used if row.gain is not None]
     if not gains:
@@ -164,7 +164,7 @@ def load_study(path: Path) -> Study:
 
 
 def describe(study: Study) -> str:
-    """Tables by site in Markdown, the primary comparison first, with notes."""
+    """Formats a study in Markdown: tables with gains by site, the primary comparison first, and notes."""
     baseline = study.models[-1]
     methods = [model for model in study.models[:-1] if model != "central"]
     tables = [compare_sites(study, method, baseline) for method in methods]
@@ -208,7 +208,7 @@ def align_tables(text: str) -> str:
 
 
 def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
-    """Draws gains with intervals: a line per site, the mean at the bottom."""
+    """Draws a forest plot: one gain with interval per site, and the mean gain at the bottom."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Scores for single cases at every site; the scores stay at the site."""
+"""Scores of each site's model on the site's single cases; the scores stay at the site."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class SiteScores(AskableCallback):
         check_sites(trainer, federation_of(trainer))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks the data before the training, unless a user's ``setup`` loads test data later."""
+        """Checks before training that sites have evaluation data, unless a user's ``setup`` loads test data later."""
         datamodule = datamodule_of(trainer)
         loads_later = isinstance(datamodule, EvaluationData) and is_overridden("setup", datamodule)
         if self.stage == "validation" or isinstance(datamodule, PartitionedData) or not loads_later:
@@ -271,7 +271,7 @@ def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _identity(cases: Iterable[Any], patient: str | None) -> dict[str, Any]:
-    """Returns fingerprints of the cases, to match cases between runs, and the patients."""
+    """Returns fingerprints of the cases, to match cases between runs, and each case's patient."""
     fingerprints, patients = [], []
     for case in cases:
         tensors = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in batch_tensors(case)]

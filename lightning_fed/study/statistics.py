@@ -1,4 +1,4 @@
-"""Statistics for paired models from sums over cases, in float64. Arrays may have leading axes."""
+"""Statistics for two models on equal cases, from sums over cases, in float64. Arrays may have leading axes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RandomEffects(Estimate):
-    """Mean difference over sites, with Cochran's Q, the variance between sites, and the share of this variance."""
+    """Mean difference over sites, with Cochran's Q, the variance between sites, and this variance's share (I^2)."""
 
     fixed: Floats
     q: Floats
@@ -112,7 +112,7 @@ def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
 
 
 def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floats]:
-    """Shares of lower negatives for each positive, and of higher positives for each negative; equal scores count half.
+    """Shares of lower negatives by positive score, and of higher positives by negative; equal scores count half.
 
     Both means equal the area under the ROC curve (DeLong, DeLong and Clarke-Pearson, Biometrics 1988).
 
@@ -130,7 +130,7 @@ def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floa
 
 
 def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
-    """DeLong's sums for two models from :func:`placements`: m, n, two areas, three covariances over each class.
+    """DeLong's sums for two models' :func:`placements`: m, n, two areas, three covariances over each class.
 
     A covariance over fewer than two cases is NaN.
 
@@ -158,13 +158,13 @@ def difference_of_areas(sums: ArrayLike) -> Estimate:
 
 
 def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray[np.int64]:
-    """Draws a bootstrap replicate from a site's cases: equal for all models, independent between sites."""
+    """Draws ``count`` case indices with replacement: equal for all models, independent between sites."""
     generator = np.random.default_rng(np.random.SeedSequence([seed, replicate, client_key(client)]))
     return generator.integers(count, size=count)
 
 
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
-    """Difference between two statistics, from both values, then :func:`paired_sums` over bootstrap replicates."""
+    """Difference between two models' metrics; ``sums`` has both values, then :func:`paired_sums` of replicates."""
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
     return Estimate(values[0] - values[1], spread.variance * values[2], np.full_like(values[0], np.inf))

@@ -1,4 +1,4 @@
-"""Ready tasks as ordinary LightningModules."""
+"""Tasks for classification, segmentation and character prediction, as ordinary LightningModules."""
 
 from lightning_fed.tasks.base import Task as Task
 from lightning_fed.tasks.char_language import CharLanguageTask as CharLanguageTask

@@ -1,4 +1,4 @@
-"""Base class of the ready tasks: one network, one loss, torchmetrics, and an optimizer and schedule by name."""
+"""Base class of the tasks: one network, one loss, torchmetrics, and an optimizer and schedule by name."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_network(self, name: str) -> nn.Module:
-        """Creates the named network."""
+        """Creates the network with this name, for a task built with a name instead of a module."""
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:

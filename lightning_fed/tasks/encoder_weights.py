@@ -18,7 +18,7 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def is_weight_file(weights: str) -> bool:
-    """True if a value is a file path instead of the name of published weights."""
+    """True if the argument ``encoder_weights`` is a file path instead of the name of published weights."""
     return weights.endswith(_ENDINGS) or os.sep in weights
 
 
@@ -67,7 +67,7 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
 
 
 def _renamed(state: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the file's entries to the encoder's names by replacing prefixes."""
+    """Renames a weight file's entries to the encoder's names, by the prefix replacement with most matches."""
     best, best_count = dict(state), 0
     for anchor in expected:  # the file's first entry with any prefix
         starts = [0, *(match.end() for match in re.finditer(r"\.", anchor))]

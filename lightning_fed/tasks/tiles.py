@@ -1,4 +1,4 @@
-"""Logits for large images, tile by tile, without seams."""
+"""Prediction of logits for large images, computed on overlapping tiles."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ _IRRELEVANT_WARNINGS = (
 
 @dataclass
 class _Entry:
-    """Options and last value for one logged name.
+    """Options and last value of one name logged with ``LightningModule.log``.
 
-    ``metric`` is the path of a logged metric; ``position`` is the index of the last step's visit in the round.
+    ``metric`` is the attribute path of a logged metric; ``position`` is the index in the round of the last visit.
     """
 
     options: dict[str, Any]
@@ -115,16 +115,16 @@ class DistributedLog(L.Callback):
     # A round
 
     def start_round(self) -> None:
-        """Starts to accumulate values; :meth:`take_entries` ends the accumulation."""
+        """Starts to accumulate the logged values of a round; :meth:`take_entries` ends the accumulation."""
         self._is_on, self._is_training = True, True
         self._values.batch, self._values.suffix = None, ""
 
     def start_visit(self, position: int) -> None:
-        """Assigns all values logged from now on to this visit."""
+        """Assigns all values logged from now on to the visit with this index in the round."""
         self._position, self._values.batch = position, None
 
     def take_entries(self) -> LogPart:
-        """Returns the accumulated values on the CPU. Later values go directly to Lightning."""
+        """Returns the logged values since :meth:`start_round` on the CPU. Later values go directly to Lightning."""
         entries, values = self._entries, self._values
         self._entries, self._values, self._is_on = {}, LoggedValues(), False
         for entry in entries.values():
@@ -132,7 +132,7 @@ class DistributedLog(L.Callback):
         return entries, {name: logged.on_cpu() for name, logged in values.sums.items()}
 
     def log_all(self, parts: Sequence[LogPart]) -> None:
-        """Logs values aggregated over all processes; ``parts`` are in rank order."""
+        """Logs values aggregated over all processes; ``parts`` has each rank's result of :meth:`take_entries`."""
         joint, values = dict[str, _Entry](), LoggedValues()
         values.pool(sums for _, sums in parts)
         for name, entry in (item for entries, _ in parts for item in entries.items()):

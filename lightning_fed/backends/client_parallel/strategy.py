@@ -87,7 +87,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @property
     def world_size(self) -> int:
-        """Number of processes; 1 during visits."""
+        """Number of processes in the fit; 1 while clients train, so modules do not synchronise values."""
         return 1 if self._processes.is_independent else super().world_size
 
     def setup_environment(self) -> None:
@@ -108,11 +108,11 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             self._broadcast_module(module)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over all processes; returns the input during visits."""
+        """Reduces a tensor over all processes; during visits, returns the tensor unchanged."""
         return tensor if self._processes.is_independent else super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers from all processes; during visits, returns the tensor unchanged."""
+        """Gathers a tensor from all processes; during visits, returns the tensor unchanged."""
         return tensor if self._processes.is_independent else super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -37,9 +37,9 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 
 @dataclass
 class _Share:
-    """Results of one process for a round.
+    """Results of one process for a round, sent to all other processes.
 
-    ``visit_costs`` are seconds per batch by client, ``finals`` the scheduler states (see ``LocalOptimizers``),
+    ``visit_costs`` are seconds per batch by client, ``finals`` the schedulers' final states (``LocalOptimizers``),
     ``stored`` the client states (see ``ClientStore.share``), and ``noted`` the values that callbacks yield in
     ``share_round``.
     """
@@ -56,7 +56,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends the values of all processes to a ``share_round`` generator; a second yield is an error."""
+    """Sends a list with each process's value into a callback's ``share_round`` generator; refuses a second yield."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
@@ -65,7 +65,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises the processes of a fit; ``balance`` is the quantity to balance: batches or time."""
+    """Synchronises processes once per round; ``balance`` is the balanced quantity, ``"batches"`` or ``"time"``."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -103,7 +103,7 @@ class ProcessSynchronisation(RoundSynchronisation):
             self._seconds[planned.visit.client] = (time.perf_counter() - self._visit_start) / planned.num_batches
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
-        """Shares the results of all visits with all processes, and merges the aggregators."""
+        """Exchanges the visits' results of a round between all processes, and merges the partial aggregates."""
         server, trainer, module = self._server, self._trainer, self._trainer.lightning_module
         number = server.report.round
         self.postpone_stop()
@@ -183,7 +183,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 class ParallelVisits(VisitDriver):
-    """Drives the visits in one of several processes, which do not know each other's batches."""
+    """Drives the visits in one of several processes, without knowledge of other processes' batches."""
 
     may_end_early = False
 
@@ -207,7 +207,7 @@ class ParallelVisits(VisitDriver):
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
-    """Refuses ``max_steps``, a store in one process, checkpoints within a round, and callbacks without ``share_round``.
+    """Refuses settings and callbacks that do not work if several processes share a round's clients.
 
     Raises:
         MisconfigurationException: For ``max_steps``, a client store in one process, checkpoints within a round, or a

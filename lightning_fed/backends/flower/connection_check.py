@@ -23,7 +23,7 @@ _MOST_SKEW = 300.0
 
 
 class Broken(Exception):
-    """Connection fault, with the remedy."""
+    """Raised for a fault in a node's connection to the server, with the remedy."""
 
 
 def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:

@@ -4,7 +4,7 @@ Flower's SuperLink serves all interfaces on one port. SuperNodes sign all calls 
 ``/v1/control/`` to start and stop runs, read logs, and register nodes, because Flower's free edition has no login.
 Therefore the SuperLink listens on the loopback address, behind the gateway.
 
-Strangers must not exhaust the gateway. A new connection has ten seconds to make a call with a registered key and a
+Other callers must not exhaust the gateway. A new connection has ten seconds to make a call with a registered key and a
 valid signature in the headers; until then, the gateway reads no body. The number of such connections is limited for
 each network (an IPv4 address or an IPv6 /64), and a new connection replaces the oldest one. Bodies stream to the
 SuperLink.
@@ -106,20 +106,20 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection to a peer. A peer is a stranger until its first call with a valid signature."""
+    """Connection from a machine. The machine is a stranger until the first call with a registered node's signature."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
 
     def close(self) -> None:
-        """Closes the connection, so that another stranger can connect."""
+        """Closes the connection, and frees the place in the limited number of connections without a valid signature."""
         if Listener.strangers.get(self.peer) is self:
             del Listener.strangers[self.peer]
         super().close()
 
 
 class Listener(socket.socket):
-    """Listening socket with a limit for connections from strangers.
+    """Listening socket with a limit for strangers: connections without a validly signed call so far.
 
     ``strangers`` has the connections of all listeners in the process, by address and port, the oldest first.
     """
@@ -159,7 +159,7 @@ class Listener(socket.socket):
 
 
 def watch(connection: Connection) -> None:
-    """Closes a stranger's connection after the time limit, unless the connection is removed from the strangers."""
+    """Closes a connection after ten seconds, unless a validly signed call has removed it from the strangers."""
     Listener.strangers[connection.peer] = connection
     asyncio.get_running_loop().call_later(_STRANGER_SECONDS, _end, connection)
 
@@ -254,7 +254,7 @@ class Gateway:
 
 
 class _TooLargeError(Exception):
-    """A body above the size limit, or with an early end."""
+    """Raised for a request body above the size limit, or with an early end."""
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:

@@ -159,9 +159,9 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts the processes in order, and ends all of them together.
+    """Starts a process per command, each after the previous address in ``listening`` accepts connections.
 
-    After an exit or a signal, ends all processes and raises ``SystemExit`` with the exit status.
+    Logs ``ready``. After one exit or a signal, ends all processes; an exit raises ``SystemExit`` with the status.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

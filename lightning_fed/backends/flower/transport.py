@@ -45,7 +45,7 @@ def split_bytes(data: bytes) -> list[memoryview]:
 
 
 def to_records(packet: Packet) -> RecordDict:
-    """Converts a packet to Flower's records."""
+    """Converts a packet (JSON text and tensor bytes) to Flower's records."""
     arrays = {
         str(i): Array(dtype="uint8", shape=(len(part),), stype=_STYPE, data=bytes(part))
         for i, part in enumerate(split_bytes(packet.data))

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
-    """Answers messages from a Unix socket, one at a time.
+    """Answers messages to the client app from a Unix socket at path ``socket``, one at a time.
 
     Raises ``PermissionError`` if other users can access the socket's folder. Replaces a socket without a running
     worker. Messages are never unpickled.

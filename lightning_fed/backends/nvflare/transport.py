@@ -65,7 +65,7 @@ class FlareTransport(Transport):
         return wanted
 
     def discover(self) -> None:
-        """Does nothing, because NVFLARE lists the sites."""
+        """Does nothing, because NVFLARE itself knows the connected sites."""
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
         """Sends a task to a client's site, and cancels older tasks for the client."""
@@ -90,7 +90,7 @@ class FlareTransport(Transport):
         return None if is_lost else site
 
     def forget(self, client: Client) -> None:
-        """Does nothing, because ``sites`` is fixed."""
+        """Does nothing, because each client always has the same site."""
 
     def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         """Stores an answer. NVFLARE's threads call this method."""

@@ -63,7 +63,7 @@ class SiteGate:
             _log.info("No policy at %s: every answer is sent.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        """Answers a packet. The packet's text may be signed; ``answer`` receives the packet without the signature."""
+        """Checks a packet, calls ``answer`` with the packet without its signature, and returns the checked answer."""
         bare, order = Packet(split_signature(packet.text)[0], packet.data), read_order(kind, packet.text, packet.data)
         # The order names a line of a record: the site had a policy.
         if not self.is_in_force() and (order is None or order.head is None):
@@ -147,7 +147,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns the matching pattern for each rule and the names in the answer; refuses a forbidden answer."""
+        """Returns the matching pattern by rule name and the entry names in the answer; refuses a forbidden answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

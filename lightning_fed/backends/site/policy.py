@@ -55,11 +55,11 @@ _LARGEST = 2**20  # bytes; limit for the policy file
 
 
 class PolicyError(Exception):
-    """Raised for an unreadable policy. The site then sends no answer."""
+    """Raised for an unreadable site policy. The site then answers no message from the server."""
 
 
 class Refusal(ClientFault):
-    """Raised to refuse an order, with the violated rule and a reason for the site's log."""
+    """Raised to refuse a server's message, with the violated policy rule and a reason for the site's log."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """The client side to check: method name, update steps (innermost first) and callbacks."""
+    """Client's settings under a site policy: method name, update steps (innermost first) and callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -77,7 +77,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """A server's message to check; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
+    """Server's message to a site; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
 
     ``text`` is without the signature, ``client`` is ``None`` for the query for all names, ``stage`` belongs to a secure
     sum, ``sum_size`` is ``None`` for an unknown number of clients, and ``head`` is the record's last line known to the
@@ -137,7 +137,7 @@ class SitePolicy:
     """A site's rules. A list contains patterns (see :mod:`fnmatch`); an empty list allows nothing.
 
     Args:
-        digest: The file's hash.
+        digest: Hash of the policy file.
         servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also unsigned.
         runs: Allowed run names.
         methods: Allowed method names, case-insensitive.
@@ -182,7 +182,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks an order before training. Returns the matching pattern for each rule; raises ``Refusal``."""
+        """Checks a server's message before training. Returns the matching pattern by rule name; raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -215,7 +215,7 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an outgoing answer. Returns the matching pattern for each rule, and all names in the answer."""
+        """Checks an outgoing answer. Returns the matching pattern by rule name, and all entry names in the answer."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
@@ -351,7 +351,7 @@ def _simple_name(name: str) -> str:
 
 
 def change_update(reply: Packet, **header: Any) -> Packet:
-    """Replaces fields in an update's header; other answers are unchanged."""
+    """Replaces fields in the JSON header of an update; returns other kinds of answers unchanged."""
     packet = json.loads(reply.text)
     if packet["kind"] == "update":
         packet["header"] |= header
@@ -359,7 +359,7 @@ def change_update(reply: Packet, **header: Any) -> Packet:
 
 
 def find_kind(text: str) -> str:
-    """Returns the packet kind of an answer's text."""
+    """Returns the packet kind (such as ``"update"``) in the JSON text of an answer."""
     return str(json.loads(text)["kind"])
 
 

@@ -55,7 +55,7 @@ class Line:
 
 
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
-    """Reads and verifies lines.
+    """Reads and verifies the lines that follow the line with this number and digest (``head``).
 
     A crash can leave a truncated line in the file. The next line stores the digest of the truncated line as ``"torn"``.
 
@@ -167,7 +167,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True if the line is in the record, or belongs to an archived record."""
+        """True for a line with this number and digest, or a number from an archived record."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

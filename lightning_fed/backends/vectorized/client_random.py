@@ -62,7 +62,7 @@ class PerClientRandom(TorchFunctionMode):
 
 
 class _Draw(torch.autograd.Function):
-    """Calls a function separately for each example under ``vmap``."""
+    """Autograd function to call a random function separately for each example under ``vmap``."""
 
     @staticmethod
     def forward(draw: Callable[..., Tensor], index: Tensor, *args: Any) -> Tensor:

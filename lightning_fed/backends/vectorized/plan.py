@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Largest number of clients at once with a gain over single visits, in a row of the measurements."""
+    """Measured limits: clients trained at once, and gain over sequential visits, for models up to a size."""
 
     most_parameters: int
     has_convolutions: bool

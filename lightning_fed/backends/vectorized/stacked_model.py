@@ -68,7 +68,7 @@ class StackedModel:
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
 
     def use_copies(self) -> None:
-        """Switches to copies of the stack, to detect steps that use the module's tensors directly."""
+        """Passes copies of the stack to training steps, to detect steps that use the module's tensors directly."""
         copies = copy_state(self._rows)
         self._rows = copies
         self._step_inputs = {
@@ -94,7 +94,7 @@ class StackedModel:
 
     @torch.no_grad()
     def save_row(self, row: int) -> None:
-        """Saves a row after the client's last batch, while other clients continue."""
+        """Saves a client's stacked values after the client's last batch, while other clients continue."""
         self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:
@@ -112,7 +112,7 @@ class StackedModel:
         return {name: value[row] for name, value in self._rows.items()}
 
     def clear(self) -> None:
-        """Removes all clients. Call :meth:`leave` first."""
+        """Removes all clients from the stack. Call :meth:`leave` first."""
         self._count, self._saved_rows, self._rows, self._used_names = 0, {}, {}, {}
 
     def step(
@@ -232,7 +232,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Caller(nn.Module):
-    """Calls a function as a module, because ``functional_call`` needs a module."""
+    """Module whose forward pass calls a function, because ``functional_call`` needs a module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -255,14 +255,14 @@ def _add_name(names: set[str], name: str, gradient: Tensor) -> None:
 
 
 def empty_stack(value: Tensor, size: int) -> Tensor:
-    """Allocates memory for several tensors of the same shape."""
+    """Allocates memory for ``size`` tensors with the shape and dtype of ``value``, stacked along the first axis."""
     if value.ndim == 2:  # batched matrix products return transposed gradients
         return value.new_empty(size, *value.shape[::-1]).mT
     return value.new_empty(size, *value.shape)
 
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Replaces parameters by stacked values, and copies the optimizer state for each client."""
+    """Replaces each parameter's data by stacked values, and stacks one copy of the optimizer state per client."""
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})

@@ -140,7 +140,7 @@ class _TwoClients:
         return self._results(loss, lambda value: [value])
 
     def _run_at_once(self, batch: Any, draws: bool, is_isolated: bool = False) -> tuple[Tensor, ...]:
-        """Results of both clients trained at once. With ``is_isolated`` the module's tensors are NaN."""
+        """Returns the results of both clients trained at once; with ``is_isolated``, the module contains only NaN."""
         stack = StackedModel(self._module, self._names, len(_SEEDS), draws)
         self._logged = []
         for client in range(len(_SEEDS)):

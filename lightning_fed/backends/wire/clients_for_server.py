@@ -76,7 +76,7 @@ class RemotePopulation(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Not available on the server."""
+        """Raises an error, because a server with remote clients has no client data."""
         raise self._error(visits[0].visit.client)
 
     @staticmethod
@@ -162,7 +162,7 @@ class RemoteClientSide(RemoteSide):
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: _RemoteVisit, request: _Reply | None) -> Flow:
-        """The server's half of a visit, with the events of :meth:`ClientVisit.run`: request, training, answer."""
+        """Runs the server side of a visit, with the events of :meth:`ClientVisit.run`: request, training, answer."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
             if not isinstance(request, Request):
@@ -228,7 +228,7 @@ class RemoteClientSide(RemoteSide):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Sends a query with the model, and receives answers in client order."""
+        """Sends a callback's query with the model, and yields the clients' answers in the order of ``visits``."""
         entries = live_entries(fit.module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
@@ -288,7 +288,7 @@ class RemoteClientSide(RemoteSide):
     def _ask(
         self, server: ServerInterface, kind: str, messages: Iterable[tuple[Visit, Broadcast, str]]
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends messages, each with the hash of the client's request, and yields the answers in order.
+        """Sends (visit, broadcast, hash of the client's request) per client, and yields the answers in order.
 
         A client that does not store the omitted entries receives all entries in a second message.
         """
@@ -340,7 +340,7 @@ class RemoteClientSide(RemoteSide):
             yield client, answers.get(client, reply)
 
     def _requests(self, fit: FederatedFit, visits: Sequence[Visit], model: State) -> dict[Client, _Reply]:
-        """The clients' replies with a request, if a callback has requests."""
+        """Asks the clients for requests (such as the needed rows), and returns the replies; empty without requests."""
         callbacks = federated_callbacks(fit.trainer)
         if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):
             return {}
@@ -372,7 +372,7 @@ def _is_lacking(reply: Packet | str) -> bool:
 
 
 def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
-    """Adds unsent entries from the broadcast; raises ``BadUpdate`` if their number differs."""
+    """Adds the entries missing in an update from the broadcast ``sent``; refuses an unexpected ``count``."""
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())
@@ -429,7 +429,7 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
 
 def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str, Any]:
-    """The final state after a visit: the per-step schedulers repeat the visit's steps, in turn, as in the visit."""
+    """Returns the optimizer state after a visit: repeats the visit's number of steps for each per-step scheduler."""
     optimizers.start_visit()
     for number in range(max(steps, default=0)):
         for scheduler, count in zip(optimizers.step_schedulers, steps, strict=True):
@@ -452,7 +452,7 @@ class _RemoteVisit:
 
 
 class _Unreadable(Fault):
-    """Fault in place of an unreadable reply."""
+    """Fault with the reason why a client's reply is unreadable."""
 
 
 def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise: str) -> None:
@@ -464,7 +464,7 @@ def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise:
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> _Reply:
-    """Reads any reply. An unreadable reply is the client's fault."""
+    """Reads a client's reply: a request, an update or a fault. An unreadable reply gives a fault."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:

@@ -1,4 +1,4 @@
-"""Clients and validation data, on the server side or the client side."""
+"""Client population and validation data for the server or client program of a federation."""
 
 from __future__ import annotations
 

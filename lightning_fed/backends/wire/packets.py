@@ -134,7 +134,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Creates a packet from a header (plain containers) and groups of tensors by name."""
+    """Creates a packet from a header (plain containers) and groups of tensors: group name to tensors by name."""
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
     for group, state in tensors.items():
@@ -341,7 +341,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes a reply that is too large for the model, before the reply is read, or returns ``None``."""
+    """Describes an unread reply with more bytes than the model allows; ``None`` for an acceptable size."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
@@ -392,7 +392,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
 
 
 def unreadable(error: Exception) -> str:
-    """Fault text for an unreadable answer."""
+    """Fault text for a client's answer whose reading raised ``error``."""
     return one_line(f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}")
 
 

@@ -1,4 +1,4 @@
-"""Record with the latest round of stored state for each remote client. The state itself stays on the clients."""
+"""Latest round in which each remote client stored state. The state itself stays on the clients."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """Earliest possible round for resuming the server: the round of the second-to-last checkpoint."""
+        """Earliest round from which a restarted server may resume: the round of the second-to-last checkpoint."""
         return self._checkpoints[0]

@@ -45,7 +45,7 @@ NOT_SUMMED = "the server has a secure sum, but its federation has none"
 
 
 class ClientSum:
-    """Client side of the secure sums in a run.
+    """Client side of the secure sums in a run: keys, secret shares, and the masked update.
 
     A round has four steps, each at most once: publish keys, share secrets, open other clients' shares, mask the update
     and release shares. A file stores the values for the next step, because a new process may handle each message. A
@@ -173,7 +173,7 @@ class ClientSum:
         write_private(path, json.dumps(values).encode())
 
     def _take(self, round: int, stage: str) -> dict[str, Any]:
-        """Returns and deletes the values from an earlier step. Only one of several concurrent processes gets values."""
+        """Returns and deletes the stored values from an earlier step; only one of several processes gets the values."""
         path = self._folder / f"{round}-{stage}.json"
         claimed = path.with_suffix(f".{os.getpid()}")
         try:

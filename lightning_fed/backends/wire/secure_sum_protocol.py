@@ -58,7 +58,7 @@ SEALED = NONCE + 2 * SECRET + 16
 class SumError(ValueError):
     """Raised if a secure sum fails. The reason never quotes received data.
 
-    ``dealer`` is the client with the faulty shares, unless many other clients lie.
+    ``dealer`` is the client whose shares seem faulty, unless many other clients report falsely.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -80,7 +80,7 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """The published row of ``PUBLIC`` bytes."""
+        """Published row, ``PUBLIC`` bytes: two public keys and the hash of the seed."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 
@@ -130,7 +130,7 @@ def share_secrets(
 ) -> tuple[dict[Client, bytes], Share]:
     """Shares a client's secrets. Any ``least`` clients can restore either secret; fewer clients cannot.
 
-    The result contains sealed shares for all other clients, and the share that the client keeps. ``peers`` are in the
+    The result contains encrypted shares for all other clients, and the client's own share. ``peers`` has all rows in a
     common order, and :func:`context_of` returns ``context``.
     """
     count = len(peers)
@@ -147,7 +147,7 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Opens a sealed pair of shares; raises ``SumError`` if sender, receiver or context does not match."""
+    """Decrypts a pair of shares; raises ``SumError`` if sender, receiver or context does not match."""
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
@@ -200,7 +200,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores a client's secret although some shares may be wrong; also returns the clients with wrong shares."""
+    """Restores the secret of ``dealer``, although shares may be wrong; also returns the clients with wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:

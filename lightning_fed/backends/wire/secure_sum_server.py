@@ -34,7 +34,7 @@ class ServerSum:
     """Server side of the secure sum of one round.
 
     ``distrusted`` are clients whose shares were unusable in earlier sums; this class updates the set. ``peers``
-    contains the published rows of the clients that shared secrets, in the common order.
+    contains the published rows by client, for clients that shared secrets, in the order used by all clients.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ServerSum:
         self._sealed = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
 
     def _open(self) -> dict[Client, dict[Client, bytes]]:
-        """Forwards the sealed shares; returns by receiver and sender whether a share could be opened."""
+        """Forwards the encrypted shares; returns, by receiver and sender, a byte for the success of decryption."""
         peers = tuple(self._sealed)
 
         def fields(client: Client) -> dict[str, Any]:

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if server and client programs differ. The message is sent to the server, without private data."""
+    """Raised if server and client programs differ. The error text has no private data, and is sent to the server."""
 
 
 def find_public_reason(error: Exception) -> str:
@@ -83,7 +83,7 @@ class RemoteServer(ServerInterface):
         broadcast.state, broadcast.extras = on_device(broadcast.state, device), on_device(broadcast.extras, device)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the received message.
+        """Returns the broadcast received from the server.
 
         Raises ``ClientFault`` if the message contains NaN or infinite values, or does not match the request.
         """
@@ -110,7 +110,7 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Records the reason for a missing update; only an exception's class, because texts may name files."""
+        """Stores the reason for a missing update; for an error only the class, because texts may name files."""
         self.fault = reason
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
             self.fault = reason.replace(describe(error), type(error).__name__)

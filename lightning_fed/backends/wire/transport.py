@@ -78,7 +78,7 @@ class Transport(ABC):
 
     @abstractmethod
     def discover(self) -> None:
-        """Updates the list of connections. Returns immediately."""
+        """Updates the list of connected clients. Returns immediately."""
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
@@ -94,7 +94,7 @@ class Transport(ABC):
 
     @abstractmethod
     def forget(self, client: Client) -> None:
-        """Drops the client's connection, because the node does not serve the client."""
+        """Removes the assignment of a client to a node, because the node does not serve the client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:
         if self._key is None:

@@ -1,4 +1,4 @@
-"""Plausibility bounds for the clients' evaluations, from the server's knowledge and from other clients."""
+"""Plausibility checks of a client's evaluation, by comparison with example counts and with other clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible numbers; ``announced`` is the example count in the client's first report."""
+    """Raises `BadUpdate` for impossible counts in a report; ``announced`` is the first report's example count."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -46,7 +46,7 @@ def check_numbers(report: EvaluationReport, announced: int | None) -> None:
 
 
 def is_count(value: Tensor) -> bool:
-    """True if a tensor has integers: counts."""
+    """True if a metric state has an integer dtype, and therefore contains counts."""
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
@@ -86,7 +86,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients whose value differs from sums or states; skips names that are ``partial`` on most clients."""
+    """Finds clients whose reported value differs from a value computed from reported sums or metric states."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)

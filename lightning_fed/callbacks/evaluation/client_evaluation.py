@@ -132,17 +132,17 @@ class ClientEvaluation(AskableCallback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Deletes the announced numbers of examples, because another fit or evaluation may have other data."""
+        """Deletes the clients' earlier example counts, because another fit or evaluation may have other data."""
         self._announced, self._trained = {}, {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Moves the callback behind the federation, but before callbacks that monitor a value."""
+        """Moves this callback in the Trainer's list behind the federation, before callbacks that monitor a value."""
         callbacks = callbacks_of(trainer)
         callbacks.remove(self)
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks for data, and logs the reason if privacy forbids evaluation by client."""
+        """Checks that clients have validation data, and logs the reason if privacy forbids evaluation by client."""
         federation = find_federation(trainer)
         if not (self.every_n_rounds and federation.has_server and trainer.is_global_zero):
             return
@@ -467,7 +467,7 @@ class ClientEvaluation(AskableCallback):
 
 
 class ClientsBatch:
-    """Loader for a server without data, with one batch as a placeholder for all clients."""
+    """Loader on a server without data: contains one empty batch as a placeholder for the clients' data."""
 
     def __len__(self) -> int:
         return 1

@@ -1,4 +1,4 @@
-"""Runs the module's step over the validation or test data of one client, and pools values of several reports."""
+"""Evaluates a module on one client's data, and computes values over all clients from several reports."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def record_states(place: int | None) -> None:
-        """Records the states of the metrics after one loader, or after all loaders."""
+        """Copies metric states into the report: after the loader at index ``place``, or after all loaders."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
@@ -190,7 +190,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds values that depend on earlier epochs, such as the best accuracy so far: a client has no earlier epochs.
+    """Finds logged values that depend on earlier epochs, such as a best accuracy; clients have no earlier epochs.
 
     The epoch-end hook runs again without the metrics from earlier epochs, and with a very large and a very small number
     in each attribute from earlier epochs. A value that changes depends on earlier epochs.
@@ -381,14 +381,14 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """The logged values of the reports, with limited weights."""
+    """Returns the logged sums for a name from all reports; no example counts more than 100 times the median."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]
 
 
 def is_close(value: float, other: float | None) -> bool:
-    """True if two values are equal up to rounding."""
+    """True if two values are both NaN, or equal up to rounding."""
     if other is None:
         return False
     return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))
@@ -402,19 +402,19 @@ def _count(batch: Any) -> int:
 
 
 def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
-    """Returns the Trainer's limit on batches."""
+    """Returns the Trainer's limit on batches (number or share) for validation or test."""
     return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
-    """Limits the number of batches like Lightning, by a number or a share."""
+    """Limits a loader's batches like Lightning: a number (int), or a share of all batches (float)."""
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)
 
 
 def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields batches. An exception while loading data, on any machine, becomes a `ClientFault`."""
+    """Yields batches. Turns an exception while loading a client's data into a `ClientFault`."""
     iterator = iter(batches)
     while True:
         try:

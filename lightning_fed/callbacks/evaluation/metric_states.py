@@ -1,4 +1,4 @@
-"""Metric states: copying, merging and loading, using private names of torchmetrics."""
+"""States of torchmetrics metrics: copying, merging over clients, and loading, with private torchmetrics names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metric names: list states in ``lists`` may leave a client; states in ``withheld`` may not."""
+    """Patterns for metric paths: list states in ``lists`` may leave a client; states in ``withheld`` may not."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -94,7 +94,7 @@ class StateRules:
 
 
 def holds_lists(metric: Metric) -> bool:
-    """True if a state grows with the data."""
+    """True if any state of a metric is a list, which grows with the data."""
     defaults = metric._defaults  # noqa: SLF001
     return any(
         isinstance(defaults[name], list) or reduction is dim_zero_cat for name, reduction in _reductions(metric).items()
@@ -119,7 +119,7 @@ def is_mergeable(metric: Metric) -> bool:
 
 @contextmanager
 def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Replaces ``metric.compute()`` by ``change(metric, compute)`` inside the context."""
+    """Context that replaces ``metric.compute()`` by ``change(metric, compute)`` for each metric."""
     before = [(metric, metric.compute) for metric in metrics]
     for metric, compute in before:
         vars(metric)["compute"] = partial(change, metric, compute)
@@ -141,7 +141,7 @@ def is_updated(metric: Metric) -> bool:
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects metrics updated with batches. Excludes metrics without a batch, and metrics inside a wrapper."""
+    """Selects the metrics that a step updates; excludes metrics without any batch, and metrics inside a wrapper."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -189,12 +189,12 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Marks the value of a metric computed before the last batch, and every result computed from it."""
+    """Tensor subclass to mark a metric value computed before the last batch, and all results from this value."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Replaces the result of ``metric.compute()`` in a step by a :class:`RunningValue`, because the order matters.
+    """Context that marks results of ``metric.compute()`` in a step: such values depend on the order of batches.
 
     ``metric(...)`` still returns the value for one batch. Metrics with a running value are appended to ``traced``.
     """
@@ -316,7 +316,7 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
 
 
 class MetricStates(dict[str, MetricState]):
-    """States of a module's metrics, by :func:`state_key`.
+    """States of a module's metrics: mapping from :func:`state_key` to the state.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -330,7 +330,7 @@ class MetricStates(dict[str, MetricState]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
-        """Copies the states of metrics to the CPU: for the loader at position ``place``, or for all loaders."""
+        """Copies metric states to the CPU, with keys for the loader at index ``place``, or for all loaders."""
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
 
     @classmethod
@@ -362,7 +362,7 @@ class MetricStates(dict[str, MetricState]):
 
 
 def state_key(metric: str, place: int | None = None) -> str:
-    """Key of a metric's state: for all loaders, or for the loader at a position."""
+    """Key of a metric's state, from the metric's path: for all loaders, or for the loader at index ``place``."""
     return metric if place is None else f"@{place}@{metric}"
 
 
@@ -372,7 +372,7 @@ def metric_of(key: str) -> str:
 
 
 def compute_number(name: str, metric: Metric) -> dict[str, float]:
-    """Returns a metric's value by name; empty if ``compute`` fails."""
+    """Returns ``{name: value}`` with the metric's computed value; empty if ``compute`` fails."""
     try:
         return {name: float(metric.compute())}
     except Exception as error:

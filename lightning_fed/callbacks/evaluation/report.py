@@ -1,4 +1,4 @@
-"""Message with a client's evaluation: contains sums and states instead of means."""
+"""Message with a client's evaluation: contains sums and metric states instead of means."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """Sums, states and values from the validation or test data of one client.
+    """Sums, metric states and values from the validation or test data of one client.
 
     Args:
         num_samples: Number of examples.
-        logged: By name, sums of values that steps and batch hooks log per epoch.
+        logged: Weighted sum and weight for each name that steps and batch hooks log per epoch.
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
         metrics: State key of the logged metric, for each logged name.
-        values: Values computed by the client, by name.
+        values: Final values computed by the client: logged name to number.
         partial: Names of values not determined by sums and states; these values have no result over all clients.
         shown: Names shown in the progress bar.
         higher_is_better: For each name, whether higher is better, if a metric declares the direction.

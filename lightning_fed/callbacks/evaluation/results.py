@@ -1,4 +1,4 @@
-"""Evaluation results by client: table, summary, and the direction of each value."""
+"""Evaluation results by client: values, summary over clients, and whether higher values are better."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Values by metric and client, whether higher is better, and the number of examples by client (and class)."""
+    """Evaluation values by name and client, direction by name, and number of examples by client (and class)."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Returns the module's name of a value over clients: ``val_acc`` for ``fed/val_acc/mean``."""
+    """Returns the name logged by the module for a summary over clients: ``val_acc`` for ``fed/val_acc/mean``."""
     match = _CLIENTS_VALUE.fullmatch(name)
     return name if match is None else match["name"]
 

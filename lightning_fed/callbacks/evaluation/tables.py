@@ -1,4 +1,4 @@
-"""Table of values by name, as CSV, Markdown or picture."""
+"""Table with named rows and columns, written as CSV, Markdown or picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_fed.messages import Client
 
 @dataclass(frozen=True)
 class Table:
-    """Table with named rows and columns; ``corner`` is the heading above the row names.
+    """Table of numbers by (row name, column name); ``corner`` is the heading above the row names.
 
     A missing value (or NaN) gives an empty cell, not zero.
 
