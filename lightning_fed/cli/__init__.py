@@ -1,1 +1,1 @@
-"""The command line."""
+"""Commands of the program ``lightning-fed``."""

@@ -27,7 +27,7 @@ _DESCRIPTION = (
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed adapt`` with the command-line arguments ``args``."""
     parser = _parser()
     take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))

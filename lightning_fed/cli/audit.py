@@ -25,7 +25,7 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command. Exits with status 1 if the record was changed."""
+    """Runs ``lightning-fed audit`` with the command-line arguments ``args``. Exit status 1: changed record."""
     options = _parser().parse_args(args)
     shown: deque[Line] = deque(maxlen=options.last)
     number, head, is_there = 0, START, options.head in (None, START)

@@ -19,7 +19,7 @@ _COMMA = r",(?![^\[]*\])"  # except inside brackets: ``fedfusion:levels=[2,-1]``
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed compare`` with the command-line arguments ``args``."""
     parser = _parser()
     command_args, fit_args = split_options(args)
     options = parser.parse_args(command_args)

@@ -12,7 +12,7 @@ from lightning_fed.cli.recipes import split_options
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed data`` with the command-line arguments ``args``."""
     command_args, fit_args = split_options(args)
     options = _parser().parse_args(command_args)
     # Imports torch, so only after the parser: errors and help stay fast.

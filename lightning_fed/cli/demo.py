@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed demo`` with the command-line arguments ``args``."""
     parser = _parser()
     options = parser.parse_args(args)
     if options.rounds is not None and options.rounds < 1:

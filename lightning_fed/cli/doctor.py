@@ -44,7 +44,7 @@ class PackageState:
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command. Exits with status 1 for missing or wrong packages, or a failed connection check."""
+    """Runs ``lightning-fed doctor`` with the command-line arguments ``args``. Exit status 1: faults."""
     options = _parser().parse_args(args)
     if options.flower is not None:
         _check_flower(options)

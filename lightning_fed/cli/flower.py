@@ -39,7 +39,7 @@ https://lightning-fed.github.io/lightning-fed/guides/deploy/
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed flower`` with the command-line arguments ``args``."""
     options = _parser().parse_args(args)
     if options.command == "new":
         from lightning_fed.cli.recipe_halves import write_halves

@@ -30,7 +30,7 @@ READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # recipe entries ignored b
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed merge`` with the command-line arguments ``args``."""
     parser = _parser()
     take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))

@@ -16,7 +16,7 @@ from lightning_fed.argument_checks import check_option
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed methods`` with the command-line arguments ``args``."""
     parser = _parser()
     options = parser.parse_args(args)
     try:

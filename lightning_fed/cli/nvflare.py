@@ -26,7 +26,7 @@ More: https://lightning-fed.github.io/lightning-fed/guides/nvflare/
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed nvflare`` with the command-line arguments ``args``."""
     options = _parser().parse_args(args)
     from lightning_fed.cli.recipe_halves import write_halves  # imports torch
 

@@ -26,7 +26,7 @@ _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed privacy`` with the command-line arguments ``args``."""
     command_args, fit_args = split_options(args)
     options = _parser().parse_args(command_args)
     if not fit_args and not _has_steps(options.recipe):

@@ -12,7 +12,7 @@ from lightning_fed.argument_checks import check_option
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed recipes`` with the command-line arguments ``args``."""
     parser = _parser()
     options = parser.parse_args(args)
     recipes = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}

@@ -11,7 +11,7 @@ from lightning_fed.cli.recipes import split_options
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command."""
+    """Runs ``lightning-fed study`` with the command-line arguments ``args``."""
     parser = _parser()
     command_args, fit_args = split_options(args)
     options = parser.parse_args(command_args)

@@ -99,7 +99,7 @@ def calibrate(
 
     Args:
         epsilon: Bound after all rounds.
-        delta: Probability of exceeding the bound.
+        delta: See :class:`Budget`.
         population: Total number of clients.
         cohort: Number of clients per round; the expected number with ``"poisson"``.
         rounds: Total rounds.

@@ -213,7 +213,7 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
 
 
 def reduced(values: Tensor, reduction: str) -> Tensor:
-    """Reduces the first axis (clients) to one value."""
+    """Reduces the first axis (clients) of logged values by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
     if reduction in ("max", "min"):
         return values.amax(0) if reduction == "max" else values.amin(0)
     return values.sum(0) if reduction == "sum" else at_least_float32(values).mean(0)
@@ -221,7 +221,7 @@ def reduced(values: Tensor, reduction: str) -> Tensor:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Temporarily replaces an attribute of an object."""
+    """Context in which the attribute ``name`` of an object has another value."""
     before = {name: vars(owner)[name]} if name in vars(owner) else {}
     vars(owner)[name] = value
     try:

@@ -38,7 +38,7 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Selects the received numbers that exist locally; raises ``ValueError`` if the structures do not match.
+    """Selects the received ``numbers`` that also exist in the local state ``like``; refuses another structure.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})

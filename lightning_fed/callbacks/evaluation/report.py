@@ -132,7 +132,7 @@ class EvaluationReport:
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
-    """Lists the names of values in several reports, in order of appearance."""
+    """Lists the names of all values in several clients' reports, in order of appearance."""
     return list(dict.fromkeys(name for report in reports for name in report.values))
 
 

@@ -33,7 +33,7 @@ class ClientResults:
 
     @classmethod
     def of(cls, reports: Mapping[Client, EvaluationReport]) -> ClientResults:
-        """Collects the values in the reports of clients. A missing value has no entry."""
+        """Collects the values in the clients' reports. A value missing in a report has no entry."""
         results = cls(num_samples={client: report.num_samples for client, report in reports.items()})
         for client, report in reports.items():
             for name, value in report.values.items():
