@@ -1,1 +1,1 @@
-"""Commands of the program ``lightning-fed``."""
+"""Commands for the program ``lightning-fed``."""
