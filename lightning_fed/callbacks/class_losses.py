@@ -105,7 +105,7 @@ class ClassLoss:
 
 @dataclass
 class ClassLosses:
-    """Traces a batch's tensors through a training step, and finds the losses between class scores and labels.
+    """Traces a batch's tensors in a training step, to find losses between class scores and labels.
 
     Such a loss is a cross-entropy, a negative log-likelihood, a binary cross-entropy, a gather of probabilities at
     labels, or a sum over probabilities times (or minus) indicators computed from labels, as in Dice and focal losses.

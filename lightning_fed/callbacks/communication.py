@@ -39,7 +39,7 @@ class Traffic(NamedTuple):
 
 
 class PartTraffic(NamedTuple):
-    """Traffic for a model part, or for ``"(all)"`` parts, averaged over clients and rounds.
+    """Traffic per visit for a model part, or for ``"(all)"`` parts: mean over clients and rounds.
 
     ``full_numel`` is the part's number of elements, which federated averaging would send in each direction. ``share``
     is the number of bytes in both directions, relative to federated averaging.

@@ -39,7 +39,7 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 
 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
-    """Returns arguments for ``forward``: a tensor, tuple or dictionary, with two examples if possible.
+    """Returns arguments for ``forward`` from a batch: a tensor, tuple or dictionary, with two examples if possible.
 
     The inputs are found by :func:`~lightning_fed.model.batches.find_inputs`, else among mapping entries named like the
     arguments of ``forward``; otherwise the whole batch is returned.

@@ -1,4 +1,4 @@
-"""The callback that turns the epochs of a Trainer into rounds of federated training."""
+"""Callback that turns the epochs of a Trainer into rounds of federated training."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ class Federation(TrainerCallback):
 
     @property
     def is_remote(self) -> bool:
-        """True if the other side of the federation is on other machines."""
+        """True if the server or the clients are on other machines."""
         return self._fit.is_remote
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
@@ -422,7 +422,7 @@ class Federation(TrainerCallback):
             check_estimate(self._fit)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the rounds, after all callbacks' ``on_fit_start``."""
+        """Prepares the fit's rounds (server, clients, policies), after all callbacks' ``on_fit_start``."""
         self._loop.start_fit()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -495,7 +495,7 @@ class Federation(TrainerCallback):
                 )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows the values of the last round, also after a resumed fit without training."""
+        """Puts the last round's logged values into ``callback_metrics``, also after a resumed fit without training."""
         self.round_log.show(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -520,7 +520,7 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes an incomplete round's batch counts from the checkpoint, because a resumed fit repeats the round."""
+        """Removes an incomplete round's batch counts, because a resumed fit repeats the round; not in a plain fit."""
         self._fit.progress.patch(checkpoint, self._fit.is_plain)
 
     def state_dict(self) -> dict[str, Any]:
@@ -571,7 +571,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Number of steps of a per-step scheduler in a fit. ``window`` is the number of batches per optimizer step."""
+        """Number of scheduler steps (``interval="step"``) in a fit; ``window`` is the batches per optimizer step."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 

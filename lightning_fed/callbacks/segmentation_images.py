@@ -54,7 +54,7 @@ class SegmentationImages(PeriodicPictures):
         maps: Additional columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
         layer: Name of the layer with the features; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
         activation: Function that makes features non-negative, if the layer does not end with a ReLU.
-        inputs: Images in a batch: an index, a key, or a function of the batch; by default the usual place.
+        inputs: Images in a batch: an index, a key, or a function of the batch; by default as in :func:`find_inputs`.
         target: Position of the masks in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial training step. In ``trainer.validate`` before a fit, the default gives no
             picture and a log line.

@@ -61,7 +61,7 @@ class TrainingTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassTask:
-    """The classes that a module learns, with the classifier layer and the ignored label.
+    """Classes that a module learns: classifier layer, number of classes, ignored label and position of labels.
 
     ``target`` is a function from a batch to labels, or ``None`` if the step changes the labels. The function refuses
     batches with another structure than the traced batch. ``is_multilabel`` means one label per class.
@@ -155,7 +155,7 @@ def describe_labels(
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
-    """True if two named layers have the same parameters."""
+    """True if two layers, given by module path, have the same parameter objects."""
     one, two = ({id(value) for value in module.get_submodule(path).parameters()} for path in (name, other))
     return one == two
 
@@ -219,7 +219,7 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[int], Any]]:
-    """Yields functions that return the batch at an index: for the first clients, or for a plain Trainer's loader."""
+    """Yields functions from an index to a training batch: one per client (the first clients), or the loader's."""
     federation = federation_of(trainer)
     if federation is None:
         yield partial(_plain_batch, trainer)
@@ -309,7 +309,7 @@ def has_forward(module: L.LightningModule) -> bool:
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context in which a module has a ``forward``, for tracing neurons through the layers.
+    """Context that gives a module a ``forward`` with the computation in training, for tracing neurons in layers.
 
     If ``training_step`` trains one network, ``forward`` calls the network; otherwise ``forward`` calls the step with a
     batch, and returns the loss. Yields the arguments, cut to two examples if all tensors have the same length.
@@ -349,7 +349,7 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context that disables metrics, because an update would read values, and a graph export has none."""
+    """Context that disables torchmetrics metrics: an update would read values, unavailable in a graph export."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())

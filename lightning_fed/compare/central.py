@@ -31,7 +31,7 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Refuses a recipe without a number of rounds or local epochs, because centralised training needs both."""
+    """Refuses a recipe without numbers of rounds and local epochs, both needed for centralised training."""
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
         raise MisconfigurationException(

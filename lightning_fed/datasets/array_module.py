@@ -106,7 +106,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """Selects `train_size`, `val_size` or `test_size` of the source positions `candidates`, in the same order."""
+        """Selects `train_size`, `val_size` or `test_size` random sample indices from `candidates`, in their order."""
         size = self._sizes[split]
         if size is None:
             return candidates
@@ -116,7 +116,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """Selects training or validation positions, in order, from a source without a validation split.
+        """Selects training or validation indices, in order, from ``num_train`` samples without a validation split.
 
         `val_size` random training samples form the validation split; the other samples are for training.
         """

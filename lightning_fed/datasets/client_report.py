@@ -59,7 +59,7 @@ class ClientSummary:
 
 @dataclass(frozen=True, eq=False)
 class ClientReport:
-    """Report on all clients, from :func:`report_clients`. The text form is a Markdown table."""
+    """Summaries of all clients' data, from :func:`report_clients`. ``str()`` gives a Markdown table."""
 
     clients: tuple[ClientSummary, ...]
     class_names: tuple[str, ...] = field(default=())

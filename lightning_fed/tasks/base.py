@@ -170,7 +170,7 @@ class Task(L.LightningModule, ABC):
         return logits.softmax(dim=1)
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Splits a batch into inputs and targets: a pair ``(x, y)``, or a dict with both keys."""
+        """Splits a batch into inputs and targets; the batch is a pair ``(x, y)``, or a dict with both tensors."""
         if isinstance(batch, Mapping) and self.input_key in batch and self.target_key in batch:
             return batch[self.input_key], batch[self.target_key]
         if isinstance(batch, list | tuple) and len(batch) == 2:

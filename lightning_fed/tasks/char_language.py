@@ -152,7 +152,7 @@ class CharLanguageTask(Task):
 
 
 class _Perplexity(Float64Mean):
-    """Exponential of the mean cross-entropy over all targets, because torchmetrics' class expects classes last."""
+    """Metric: exponential of the mean cross-entropy over all targets, from logits ``(N, num_classes, ...)``."""
 
     higher_is_better = False
 

@@ -106,13 +106,13 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from a machine. The machine is a stranger until the first call with a registered node's signature."""
+    """Connection from a machine: a *stranger* until the first call with the signature of a registered node."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
 
     def close(self) -> None:
-        """Closes the connection, and frees the place in the limited number of connections without a valid signature."""
+        """Closes the connection, which then no longer counts towards the limit for unsigned connections."""
         if Listener.strangers.get(self.peer) is self:
             del Listener.strangers[self.peer]
         super().close()
@@ -135,7 +135,7 @@ class Listener(socket.socket):
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. At the limit, closes the oldest stranger from this or the busiest network."""
+        """Accepts a connection. At the limit, closes the oldest unsigned connection of this or the busiest network."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
         if self._burst >= _BURST:  # lets other tasks run: every connection needs memory for TLS

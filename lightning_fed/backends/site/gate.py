@@ -1,4 +1,4 @@
-"""Gate of a site: checks every order (a message from the server) and every answer, and records both."""
+"""Policy check on a site: checks and records every order (server message) and every answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text
 
 
 class SiteGate:
-    """Checks orders and answers against the site's policy, and appends both to the site's record.
+    """Checks orders (server messages) and answers against the site's policy, and appends both to the record.
 
     For every message, the gate reads the policy again before the visit and before the answer is sent. If the policy is
     unreadable or the record is damaged, the answer is a constant text. If no policy is required, the gate is active as
@@ -118,7 +118,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Records an order or a reply, and returns the packet to send; ``None`` if the visit may begin."""
+        """Checks and records an order (or a reply), and returns the packet to send; ``None`` if the visit may begin."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)

@@ -1,4 +1,4 @@
-"""Site record: an append-only file of orders and answers, secured by a hash chain.
+"""Site record: an append-only file of server messages and answers, secured by a hash chain.
 
 A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The
 chain reveals changed, removed, added, moved and truncated lines. A second file contains the head: number and digest of

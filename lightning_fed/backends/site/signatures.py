@@ -43,7 +43,7 @@ def read_public_key(line: str) -> Ed25519PublicKey:
 
 
 def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
-    """Signs a message: type, text (run, client, round and order) and tensors as bytes.
+    """Signs a server's message: type (``kind``), JSON text and tensors as bytes; valid for some ``seconds``.
 
     The result is the text, and a second line with expiry time (nanoseconds since 1970) and signature.
     """

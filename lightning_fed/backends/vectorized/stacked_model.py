@@ -76,7 +76,7 @@ class StackedModel:
         }
 
     def check_step(self) -> None:
-        """Checks that all clients used the same parameters in a step with batches of several shapes.
+        """Checks that all clients' losses used the same parameters, in a step with batches of several shapes.
 
         Raises ``RuntimeError`` if the clients' losses depend on different parameters. In sequential training, the
         optimizer skips a parameter without a gradient. In a stack, the client's row has gradient zero, so momentum and

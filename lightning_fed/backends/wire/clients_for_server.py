@@ -112,7 +112,7 @@ class RemoteClientSide(RemoteSide):
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
     def exchange(self, round: Round) -> None:
-        """Runs the visits of a round in cohort order. A faulty answer excludes only its sender."""
+        """Runs a round's visits on remote clients in cohort order. A faulty answer excludes only the sender."""
         fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile:
-    """File with entries sent only once by the server, shared by all clients on a node.
+    """File with model entries sent only once by the server, shared by all clients on a node.
 
     A new process may handle each message, and reads the entries from this file.
     """

@@ -76,7 +76,7 @@ class ClientSum:
             return write_fault(Fault(self._client, str(fault)))
 
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
-        """Masks an update in place; ``peers`` are all clients in the sum. Raises ``ClientFault`` on failure."""
+        """Adds masks to an update in place; ``peers`` are all clients in the sum. Raises ``ClientFault`` on failure."""
         numbers = dict(sorted(maskable(update, sent).items()))
         known = self._take(round, "opened")
         keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])

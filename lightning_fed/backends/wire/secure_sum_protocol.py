@@ -130,8 +130,8 @@ def share_secrets(
 ) -> tuple[dict[Client, bytes], Share]:
     """Shares a client's secrets. Any ``least`` clients can restore either secret; fewer clients cannot.
 
-    The result contains encrypted shares for all other clients, and the client's own share. ``peers`` has all rows in a
-    common order, and :func:`context_of` returns ``context``.
+    Returns an encrypted share for each other client, and the client's own share. ``peers`` maps clients to rows, in a
+    fixed order on all clients; ``context`` is from :func:`context_of`.
     """
     count = len(peers)
     pairing = [part for _, part in Shamir.split(least, count, secrets.pairing, ssss=False)]

@@ -477,7 +477,7 @@ class ClientsBatch:
 
 
 def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
-    """Returns the clients' loaders in this process."""
+    """Returns the validation or test loaders by client, for clients with data in this process."""
     datamodule = datamodule_of(trainer)
     if not isinstance(datamodule, EvaluationData):
         return {}
@@ -485,7 +485,7 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """True if this process has client data; builds no loaders."""
+    """True if this process has clients' validation or test data; builds no loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 

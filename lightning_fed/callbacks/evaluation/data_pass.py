@@ -261,7 +261,7 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Values over the data of several reports, equal to the logged values of one pass over all data.
+    """Values over several clients' data, from their reports; equal to the logged values of one pass over all data.
 
     A value is missing if it is undefined, or if sums and states do not determine it. A non-finite value is excluded if
     another report has a finite value. In a mean, an example weighs at most 100 times as much as an example in the
@@ -358,7 +358,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes the scalar metrics from each client's states, by client and key; restores the metrics."""
+    """Computes the scalar metrics from each client's states: client to state key to value; restores the metrics."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))

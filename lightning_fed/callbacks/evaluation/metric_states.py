@@ -131,7 +131,7 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """True if a metric has states. A metric composed of others (``a + b``) has no states."""
+    """True if a metric has states; false for a composed metric such as ``a + b``."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
@@ -226,7 +226,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context in which each metric is appended to ``updated`` at its first update, unless a reset comes first."""
+    """Context that appends a metric to ``updated`` at the first update, unless the metric was reset before."""
     fresh: list[Metric] = []
     before = [(metric, metric.update) for metric in metrics if holds_states(metric) and not metric.update_called]
 
