@@ -127,7 +127,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(Callback):
-    """During a fit, replaces the training loader by :class:`_Rounds`, and freezes the recipe's frozen entries."""
+    """Replaces the training loader in a fit by :class:`_Rounds`, and freezes the recipe's frozen entries."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

@@ -28,7 +28,7 @@ _SHARED = ("seed", "local_epochs")  # a method with these options receives the r
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method with options, from text such as ``"fedprox:mu=0.1"``; or ``"central"`` or ``"local"``.
+    """Method with options, from text such as ``"fedprox:mu=0.1"``; or ``"central"`` or ``"local"``.
 
     Options are for the method or for ``Federation``; nested arguments have dots: ``"availability.partial_work"``.
     """

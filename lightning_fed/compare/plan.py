@@ -208,7 +208,7 @@ def _run(
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Returns the runs, the metric with its mode, and the preset BatchNorm decision; refuses invalid plans."""
+    """Returns a plan's runs, metric, mode (max or min) and BatchNorm decision; refuses invalid plans."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer

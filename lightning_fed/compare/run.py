@@ -36,7 +36,7 @@ _NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback, SiteMatr
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a comparison. The seed determines the split, the rounds and the initial weights."""
+    """Training run in a comparison. The seed determines the split, the rounds and the initial weights."""
 
     method: MethodChoice
     seed: int
@@ -154,7 +154,7 @@ def evaluate(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences Lightning's logs and all warnings from Lightning, and limits this package's log to warnings."""
+    """Context that silences Lightning's logs and warnings, and limits this package's log to warnings."""
     quiet_levels = {
         "lightning.pytorch": logging.ERROR,
         "lightning.fabric": logging.ERROR,

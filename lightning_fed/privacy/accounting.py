@@ -220,5 +220,5 @@ def _dp_accounting() -> Any:
 
 
 def budget_of(state: Mapping[str, Any]) -> Budget:
-    """Creates a budget from :meth:`Budget.state_dict`."""
+    """Creates a :class:`Budget` from a mapping returned by :meth:`Budget.state_dict`."""
     return Budget(**state)

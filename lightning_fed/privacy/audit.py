@@ -24,7 +24,7 @@ from lightning_fed.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of an audit.
+    """Result of a privacy audit with canary clients: bounds of epsilon.
 
     Args:
         num_canaries: Number of canary clients, each included at random.
@@ -50,7 +50,7 @@ def audit_mean(
     confidence: float = 0.95,
     key_for_tests: int | None = None,
 ) -> Audit:
-    """Audits :class:`~lightning_fed.privacy.CentralDP` with canary clients.
+    """Measures a lower bound of epsilon for :class:`~lightning_fed.privacy.CentralDP` with canary clients.
 
     Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
     whenever sampled. Afterwards the canaries with the largest component in the model are guessed to be included, and

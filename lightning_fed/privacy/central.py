@@ -169,7 +169,7 @@ class CentralDP(UpdateStep):
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """Privacy budget for a fit; ``cohort`` is the expected number of clients per round."""
+        """Returns the privacy budget for a fit; ``cohort`` is the expected number of clients per round."""
         resumed = None if self.budget is None else self.budget.noise_multiplier  # budget of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
@@ -197,7 +197,7 @@ class CentralDP(UpdateStep):
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` of the updates, larger than z if the count uses part of the budget."""
+        r"""Noise multiplier :math:`z_\Delta` of the updates, larger than z if ``adaptive`` uses part of the budget."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -213,7 +213,7 @@ class CentralDP(UpdateStep):
 
     @property
     def cohort(self) -> int:
-        """Expected number of clients per round: the denominator of the mean."""
+        """Expected number of clients per round: the denominator in the noised mean."""
         assert self.budget is not None
         return self.budget.cohort
 

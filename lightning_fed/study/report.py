@@ -80,7 +80,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Sums each site's scores from :func:`~lightning_fed.compare.run_comparison` with ``sites``."""
+    """Computes each site's sums from the scores in :func:`~lightning_fed.compare.run_comparison`'s results."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:
@@ -159,7 +159,7 @@ def write_study(study: Study, folder: Path) -> str:
 
 
 def load_study(path: Path) -> Study:
-    """Loads ``study.json``."""
+    """Loads a study's results from the file ``study.json``, written by :func:`write_study`."""
     return Study(**json.loads(path.read_text()))
 
 

@@ -103,7 +103,7 @@ class SiteScores(AskableCallback):
         write_text_atomically(path, json.dumps(self.state()))
 
     def load(self, path: Path) -> bool:
-        """Loads scores from a file; false if the file is missing or has other scores."""
+        """Loads scores from a file; returns false if the file is missing or from other options."""
         saved = json.loads(path.read_text()) if path.exists() else {}
         if saved | {"scores": self.scores} != self.state():
             return False
@@ -230,7 +230,7 @@ def score_site(
 
 
 def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str | None) -> dict[str, Any] | None:
-    """Finds the scores of positive and negative cases, if the metric is an area under the whole ROC curve."""
+    """Returns the scores of positive and of negative cases, if the metric ``key`` is an area under the ROC curve."""
     curve = None if key is None else metrics[metric_of(key)]
     if key is None or not isinstance(curve, BinaryAUROC) or curve.thresholds is not None or curve.max_fpr is not None:
         return None

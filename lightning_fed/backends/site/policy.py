@@ -98,7 +98,7 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """An update step or callback that a policy requires, with minimum and maximum values for attributes."""
+    """Update step or callback required by a site policy, with minimum and maximum values for attributes."""
 
     name: str
     at_least: Mapping[str, float] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class RequiredStep:
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """A site's rules. A list contains patterns (see :mod:`fnmatch`); an empty list allows nothing.
+    """Site's rules for servers and outgoing data. Lists contain patterns (:mod:`fnmatch`); empty lists allow nothing.
 
     Args:
         digest: Hash of the policy file.
@@ -364,7 +364,7 @@ def find_kind(text: str) -> str:
 
 
 def read_order(kind: str, text: str, data: bytes) -> Order | None:
-    """Reads a signed message of a server; ``None`` for an invalid message."""
+    """Reads a server's message, signed or not, as an :class:`Order`; ``None`` for an invalid message."""
     text, signature = split_signature(text)
     try:
         header = json.loads(text)["header"]

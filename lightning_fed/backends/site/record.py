@@ -38,7 +38,7 @@ START = hashlib.sha256(b"lightning-fed site record").hexdigest()
 
 
 class RecordError(Exception):
-    """Raised for a forged, damaged or unwritable record."""
+    """Raised for a forged, damaged or unwritable record file."""
 
 
 @dataclass(frozen=True)

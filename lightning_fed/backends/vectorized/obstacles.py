@@ -1,4 +1,4 @@
-"""Known obstacles to vectorised visits."""
+"""Checks for models and settings that cannot train several clients at once (vectorised visits)."""
 
 from __future__ import annotations
 

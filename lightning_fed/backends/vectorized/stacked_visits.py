@@ -1,4 +1,4 @@
-"""Drives simultaneous visits in one stacked model."""
+"""Training loop steps for several clients at once in one stacked model."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Transport(ABC):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Sends packets and yields the answers in the same order.
+        """Sends packets to clients, and yields the answers in the order of the packets.
 
         Answers wait in the network until the packet's turn, so only one answer is in memory, and sums have the same
         order in every run. With ``min_clients``, answers are fetched immediately and stored in temporary files.
@@ -207,7 +207,7 @@ class Transport(ABC):
 
 @dataclass
 class _Message:
-    """An unanswered message: connection when sent, and times of the last check and of a lost connection."""
+    """Unanswered message: connection at sending, and times of the last check and of a lost connection."""
 
     client: Client
     name: str
