@@ -1,4 +1,4 @@
-"""Client data: partitions, populations, and the loader for rounds."""
+"""Client data: data set partitions, client populations, and the loader for rounds."""
 
 from lightning_fed.data.appearance import ImageLook as ImageLook
 from lightning_fed.data.appearance import Look as Look

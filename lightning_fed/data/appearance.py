@@ -26,7 +26,7 @@ _TOLERANCE = 1e-3
 class Look(PartitionOfPartition):
     """Adds a client-specific image appearance to another partition.
 
-    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key. The look changes training
+    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key, for training
     samples and, with :class:`~lightning_fed.data.PartitionedData`, validation and test samples. Targets do not change.
 
     Args:
@@ -38,7 +38,7 @@ class Look(PartitionOfPartition):
         polarity: Share of clients with inverted images, in [0, 1] (0.5: every second client).
         mean: Mean that the data set subtracts (one number, or one per channel).
         std: Standard deviation by which the data set divides. Without mean and std, images range from 0 to 1.
-        seed: Seed for the looks; ``None`` for the federation's seed.
+        seed: Seed for the appearances; ``None`` for the federation's seed.
 
     Raises:
         ValueError: If a strength is negative or not finite, or a share is outside [0, 1]; while reading, if an image is
@@ -100,7 +100,7 @@ class Look(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class ImageLook:
-    """Changes the image of a sample: gains, contrast, polarity, blur and noise, in this order.
+    """Transform that changes a sample's image: gains, contrast, polarity, blur and noise, in this order.
 
     The image is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
     sample itself: a tensor with shape ``(C, H, W)`` or ``(H, W)``. Values are floats from 0 to 1 (after undoing ``std``
@@ -167,7 +167,7 @@ class ImageLook:
 
 
 def _blurred(image: Tensor, sigma: float) -> Tensor:
-    """Applies a Gaussian blur up to three standard deviations, with replicated edges."""
+    """Blurs an image with a Gaussian kernel, cut at three standard deviations, and replicated edges."""
     radius = math.ceil(3 * sigma)
     kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / sigma).square())
     kernel = (kernel / kernel.sum()).reshape(1, 1, -1, 1)

@@ -49,7 +49,7 @@ class DatasetClients(Population):
         shuffle: Whether each epoch in each visit has a new order.
         drop_last: Whether to drop a trailing batch that is not full.
         loader_options: Further arguments for the ``DataLoader``.
-        draws: A custom sampler's passes, used instead of passes over all examples.
+        draws: Passes of a custom sampler, divided among clients; ``None`` for passes over all examples.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
@@ -81,7 +81,7 @@ class DatasetClients(Population):
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
-        """Number of the client's examples, or a sampler's draws in the round's first pass."""
+        """Number of the client's examples; with a custom sampler, the examples drawn in the round's first pass."""
         if self.draws is None:
             return self.source.num_samples(client)
         return len(self._draw(client, self.round, 0)[0])
@@ -117,7 +117,7 @@ class DatasetClients(Population):
         return tuple(lengths)
 
     def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
-        """Positions among the client's examples by batch, for one sampler pass (`number`) in a round."""
+        """Yields per batch the indices into the client's examples, for pass `number` of a custom sampler in a round."""
         positions, batches = self._draw(client, round, number)
         assert self.draws is not None
         if self.draws.batch_size is None:
@@ -147,7 +147,7 @@ class DatasetClients(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the visits' batches. An isolated pass is read in this process, without ``drop_last``."""
+        """Yields the batches of all visits. With ``isolated``, reads in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
@@ -167,9 +167,9 @@ class DatasetClients(Population):
 
 
 class ClientSource(Dataset[Any]):
-    """Data set for :class:`DatasetClients`, indexed by requests for one batch of a client.
+    """Data set of all clients, indexed by a :class:`BatchRequest` for one batch of a client.
 
-    A lookup in ``datasets`` may build the data set. The last two are cached, so a visit builds a data set once.
+    A lookup in ``datasets`` may build a data set. The last two are cached, so a visit builds a data set once.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class ClientSource(Dataset[Any]):
 
 
 class ClientSubset(Subset[Any]):
-    """A client's part of a data set: the samples at `indices`, shape (n,), with a transform."""
+    """A client's part of a data set: the samples at `indices`, shape (n,), changed by `transform`."""
 
     indices: np.ndarray  # type: ignore[assignment]
 
@@ -237,7 +237,7 @@ def client_subsets(
     indices: Mapping[Client, np.ndarray],
     transform: Callable[[Client], SampleTransform | None] | None = None,
 ) -> Mapping[Client, ClientSubset]:
-    """Splits a data set into clients by example indices, with a transform for each client's samples."""
+    """Splits a data set: maps each client to the examples at ``indices[client]``, with ``transform(client)``."""
     while (
         isinstance(dataset, Subset) and type(dataset) is Subset
     ):  # so batches come directly from the underlying data set
@@ -258,7 +258,7 @@ def _read_samples(dataset: Dataset[Any], indices: np.ndarray) -> list[Any]:
 
 
 class BatchRequest(NamedTuple):
-    """Request for a batch: positions among the client's examples (or an error), and a seed for random augmentation."""
+    """Request for a batch: indices into the client's examples (or an error), and a seed for random augmentation."""
 
     client: Client
     positions: np.ndarray | Exception
@@ -266,13 +266,13 @@ class BatchRequest(NamedTuple):
 
 
 def count_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> int:
-    """Number of batches in one pass; a single trailing example is merged into the previous batch."""
+    """Number of batches in a pass over the examples; a single trailing example joins the previous batch."""
     full, rest = divmod(num_samples, batch_size)
     return full if drop_last or not rest or (rest == 1 and full) else full + 1
 
 
 def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> Iterator[tuple[int, int]]:
-    """First position and end position (exclusive) of every batch."""
+    """Yields the first index and the end index (exclusive) of every batch in a pass over the examples."""
     count = count_batches(num_samples, batch_size, drop_last)
     for number in range(count):
         start = number * batch_size
@@ -281,7 +281,7 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 
 
 class _RoundSampler:
-    """Batch sampler over a round's visits; ``issued`` has the visit's position for every requested batch."""
+    """Batch sampler over a round's visits; ``issued`` has the visit's index in the round for each request."""
 
     def __init__(self, population: DatasetClients, drop_last: bool, isolated: bool = False) -> None:
         self._population = population
@@ -332,7 +332,7 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """Builds a batch by indexing the data set's tensors, like ``default_collate``; ``None`` without tensors."""
+    """Builds a collated batch by indexing the data set's tensors; ``None`` for a data set not made of tensors."""
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]

@@ -1,4 +1,4 @@
-"""Datamodule for clients with separate data; splits a user's DataLoader into clients."""
+"""Datamodules for clients with separate data, and the split of a user's ``DataLoader`` into clients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
 
 
 class EvaluationData(L.LightningDataModule):
-    """Validation and test data, joint for all clients or separate by client.
+    """Datamodule with validation and test data, joint for all clients or separate by client.
 
     Args:
         val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
@@ -172,7 +172,7 @@ class LoaderDataModule(EvaluationData):
 
 
 class FederatedDataModule(EvaluationData):
-    """Clients of a federation, each with separate data.
+    """Datamodule for the clients of a federation, each with separate data.
 
     With :class:`~lightning_fed.callbacks.Federation` a round trains one client after another. A plain ``L.Trainer``
     trains on the pooled data of all clients, as a centralised baseline.
@@ -245,7 +245,7 @@ class FederatedDataModule(EvaluationData):
         )
 
     def train_dataloader(self) -> Iterable[Any]:
-        """Pools the data over all clients, for a plain ``L.Trainer``."""
+        """Returns a loader over the pooled data of all clients, for a plain ``L.Trainer``."""
         keys = client_keys(self.clients)
         clients = [self.clients[key] for key in keys]
         if all(isinstance(client, Dataset) for client in clients):
@@ -256,7 +256,7 @@ class FederatedDataModule(EvaluationData):
         return self._loader(dataset)
 
     def _first_data(self, keys: Sequence[Client]) -> Any:
-        """Returns the data of the first client whose data load without an error. Rounds log errors of other clients."""
+        """Returns the first client data that load without an error. Errors of other clients are logged in rounds."""
         fault: Exception | None = None
         for key in keys:
             try:
@@ -299,7 +299,7 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Chains several loaders; `client` is the client of the last batch (``None`` without clients).
+    """Iterates over several loaders in turn; `client` is the client of the last batch (``None`` without clients).
 
     After an exception the client's remaining batches are skipped.
 
@@ -342,7 +342,7 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copies a loader with persistent workers, because a second iterator would end the first one."""
+    """Copies a loader if its workers persist, because a second iterator over the loader would end the first."""
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
@@ -353,7 +353,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Returns a client's evaluation loaders as a list.
+    """Returns a client's evaluation data, one loader or several, as a list of loaders.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
@@ -363,14 +363,14 @@ def split_loaders(data: Any) -> Sequence[Any]:
 
 
 def _is_several(data: Any) -> bool:
-    """True if data are a list of loaders or data sets. A list of batches is itself a loader."""
+    """True if data are a list of loaders or data sets. A list of batches counts as one loader."""
     if not isinstance(data, list | tuple) or not data:
         return False
     return all(isinstance(part, DataLoader | Dataset) for part in data)
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
-    """Converts clients to a mapping; clients in a sequence are named 0, 1, ..."""
+    """Converts client data to a mapping by client; items in a sequence belong to the clients 0, 1, ..."""
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):
@@ -394,7 +394,7 @@ def _check_kinds(clients: Any, numbers: KnownClasses) -> None:
 
 
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
-    """Splits the result of ``train_dataloader`` (one loader, or several loaders read in parallel) into clients.
+    """Splits training data (one loader, or several loaders read in parallel) into clients.
 
     A partition with one client accepts the same data as a plain Trainer.
 
@@ -481,7 +481,7 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
 
 
 def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]], client: Client) -> CombinedLoader:
-    """Builds a client's part of several loaders. The function is at module level, to make the Trainer picklable."""
+    """Builds loaders over a client's part of several loaders. At module level, to make the Trainer picklable."""
     combined_part = copy.copy(combined)
     combined_part.flattened = [_loader_of(loader, indices[client]) for loader, indices in parts]
     return combined_part

@@ -24,7 +24,7 @@ _LABELS = ("label", "labels")
 class FlowerPartition(Partition):
     """Clients from a ``flwr-datasets`` partitioner, for any map-style data set.
 
-    The partitioner receives a table with the columns it needs. Clients are numbered 0, 1, ..., or have the names of the
+    The partitioner receives a table with ``columns``. Clients are numbered 0, 1, ..., or have the names of the
     partitioner's groups. Randomness comes from the partitioner's seed, not from the federation's seed. This class
     requires the package (``pip install flwr-datasets``).
 

@@ -1,4 +1,4 @@
-"""Batches of several clients at once, with separate random generators, and stacked."""
+"""Stacked batches of several clients, and a separate random generator state for each client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fed.data.population import restore_torch_generators, seed_everyth
 
 
 class ClientGenerators:
-    """States of the global random generators for several clients, each seeded separately.
+    """Separate states of the global random generators for several clients, switched between training steps.
 
     Args:
         seeds: The clients' seeds.
@@ -74,7 +74,7 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that detects draws from the global generators of Python and NumPy.
+    """Context that detects draws from Python's or NumPy's global generators; at the end appends a bool to a list.
 
     Example:
         >>> with detect_draws() as has_drawn:
@@ -106,7 +106,7 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks batches, given by client index, in groups with equal containers, shapes, dtypes, strings and numbers.
+    """Stacks batches (by client index) in groups of batches with equal structure, shapes, dtypes and constants.
 
     Example:
         >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})
@@ -126,14 +126,14 @@ def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:
-    """Returns the tensors of a batch, in the order used by :func:`rebuild_batch`."""
+    """Lists the tensors in a batch at any depth, in the order used by :func:`rebuild_batch`."""
     tensors: list[Tensor] = []
     _structure(batch, tensors)
     return tensors
 
 
 def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """Builds a batch of the same structure with new tensors.
+    """Builds a batch with the structure of ``batch`` and new tensors.
 
     Example:
         >>> batch = {"image": torch.zeros(1), "name": "a"}
@@ -154,7 +154,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """Returns the structure that batches must share to be stacked; appends the batch's tensors to the list."""
+    """Returns the structure of a batch, equal for stackable batches; appends the tensors to ``tensors``."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

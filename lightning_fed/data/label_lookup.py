@@ -1,4 +1,4 @@
-"""Finds labels and groups of samples in a data set, if possible without reading the samples."""
+"""Finds a class label or group for each sample of a data set, if possible without reading the samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
 class NoLabels(TypeError):
-    """Raised if a data set has no labels in the usual places."""
+    """Raised if a data set has no class labels or masks where :func:`labels_of` searches."""
 
 
 def labels_of(
@@ -146,7 +146,7 @@ def _collect(
     find: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
     read: Callable[[Any, IndexArray], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Collects values with ``find`` from stored values, also in nested data sets, else with ``read``."""
+    """Collects one value per index with ``find`` (stored values, also in nested data sets), else ``read``."""
     length_of(dataset)
     values = find(dataset, indices)
     if values is not None:
@@ -169,7 +169,7 @@ def _collect(
 
 
 def length_of(dataset: Any) -> int:
-    """Counts the samples; refuses data sets without access by index."""
+    """Counts the samples in a data set; refuses a data set without access by index."""
     is_iterable = isinstance(dataset, IterableDataset)  # inherits `__getitem__` from `Dataset`
     if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
@@ -187,7 +187,7 @@ def _possible_targets(dataset: Any) -> Iterator[Any]:
 
 
 def _stored_values(dataset: Any, name: str) -> Any:
-    """Returns an attribute, or a column of a table such as ``datasets.Dataset``; ``None`` if neither exists."""
+    """Returns a data set's attribute ``name``, or column of a table (``datasets.Dataset``); ``None`` if neither."""
     values = getattr(dataset, name, None)
     names = getattr(dataset, "column_names", None)
     if values is None and isinstance(names, list | tuple) and name in names:
@@ -199,7 +199,7 @@ def _stored_values(dataset: Any, name: str) -> Any:
 def _labels_of_targets(
     targets: Any, indices: IndexArray, length: int, label_of: Callable[[Any], float]
 ) -> npt.NDArray[Any] | None:
-    """Labels from the targets of all samples; ``None`` unless there is one label or mask per sample."""
+    """Returns labels of the samples ``indices`` from all targets; ``None`` without one label or mask per sample."""
     array = _as_array(targets)
     targets = targets if array is None else array
     if not isinstance(targets, np.ndarray | list | tuple) or len(targets) != length:
@@ -252,7 +252,7 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
 
 
 def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
-    """Converts labels to integers: strings in alphabetical order, real numbers to bins. Logs suspicious labels."""
+    """Converts labels to class numbers: strings by alphabet, real numbers by bins. Logs suspicious labels."""
     if values.dtype.kind not in "iubfU":
         raise NoLabels(f"Expected labels to be all numbers or all strings, but got {values[0]!r}. {_HINT}")
     if values.dtype.kind == "U":

@@ -29,7 +29,7 @@ LabelFn = Callable[[Any], int | str]
 
 
 class LabelPartition(NumberedPartition):
-    """Partition by labels (abstract: subclasses implement :meth:`assign_by_label`).
+    """Partition by class labels (abstract: subclasses implement :meth:`assign_by_label`).
 
     Labels come from :func:`~lightning_fed.data.label_lookup.labels_of`. In segmentation, the label of an image is the
     dominant foreground class.
@@ -50,7 +50,7 @@ class LabelPartition(NumberedPartition):
 
     @abc.abstractmethod
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients by the label of each sample."""
+        """Assigns samples by ``labels``, shape (samples,); returns the sample indices of each client."""
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         try:

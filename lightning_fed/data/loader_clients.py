@@ -1,4 +1,4 @@
-"""Clients with one loader each; a round chains the loaders."""
+"""Clients with one loader each, read one after another in a round."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _END = object()
 
 
 class LoaderClients(Population):
-    """Clients with one ``DataLoader`` (or other iterable of batches) each; a round chains the loaders.
+    """Clients with one ``DataLoader`` (or other iterable of batches) each, read one after another in a round.
 
     Args:
         loaders: Loader by client. A client may have several loaders (a ``CombinedLoader``, mapping or sequence): each
             batch then combines one batch per loader. The mapping may build loaders at lookup.
         is_plain: Whether the only client trains as in a plain fit; the loader then needs no length and no data set.
-        class_numbers: Known class numbers, shared with other data.
+        class_numbers: Number of each class name in data seen so far, to refuse contradictions.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LoaderClients(Population):
         self._in_order: dict[Client, Any] = {}  # loaders whose shuffling was removed
 
     def num_samples(self, client: Client) -> int:
-        """Returns the length of the sampler or data set, else the examples in one pass over the batches.
+        """Number of the client's examples: the sampler's or data set's length, else counted in one pass.
 
         The length of a custom sampler takes precedence, because a geographic sampler draws many windows from few files.
         With several loaders, the loader that ends the pass determines the number. For a stream without a length, the
@@ -113,7 +113,7 @@ class LoaderClients(Population):
         return batch_size
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Length of the client's loader; the same for an isolated pass, except with overfitted batches."""
+        """Length of the client's loader, limited by ``overfit_batches`` except in an isolated pass."""
         length = sized_len(self._loader(client))
         return length if isolated else self.batches_to_overfit(length)
 
@@ -221,7 +221,7 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 
 def _checked_length(batch: Any) -> int:
-    """Counts the examples in a batch; refuses tensors with different lengths (for example time first)."""
+    """Counts the examples in a batch; refuses tensors with different lengths (such as time before batch)."""
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
@@ -245,7 +245,7 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Batches of a ``CombinedLoader`` for ``training_step``. Sequential loaders are refused, as in Lightning."""
+    """Iterable over a ``CombinedLoader``, without the batch and loader indices. Refuses mode ``sequential``."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
@@ -261,7 +261,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Position of the loader that ends the pass: the shortest with ``"min_size"``, otherwise the longest."""
+        """Index of the loader that ends the pass: the shortest with ``"min_size"``, otherwise the longest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 

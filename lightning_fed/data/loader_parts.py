@@ -29,7 +29,7 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def is_whole(sampler: Any, dataset: Any) -> bool:
-    """True if a sampler is a torch sampler over every example of a data set, once per pass."""
+    """True for a torch sampler with every example of ``dataset`` once per pass."""
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
         return False
     return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)
@@ -48,7 +48,7 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader from whose parts no equivalent loader can be built; `purpose` is part of the error."""
+    """Refuses a loader whose class overrides methods of ``DataLoader``; the error contains `purpose`."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(
@@ -78,14 +78,14 @@ def set_epoch(samplers: list[Any], epoch: int) -> None:
 
 
 def own_generators(owners: list[Any]) -> list[torch.Generator]:
-    """Returns the random generators inside loaders and samplers."""
+    """Returns the random generators stored as ``generator`` in loaders and samplers."""
     generators = [getattr(owner, "generator", None) for owner in owners]
     return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the generators inside loaders and samplers, and restores the earlier states."""
+    """Context that seeds the generators in loaders and samplers, and restores the earlier states afterwards."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

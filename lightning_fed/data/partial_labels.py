@@ -97,7 +97,7 @@ class PartialLabels(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """Sets pixels of all but some classes to void in a sample's mask.
+    """Transform that sets pixels of classes without annotation to void in a sample's mask.
 
     The mask is the second element in a tuple or list, or the entry ``"mask"`` in a mapping (or ``"target"``,
     ``"label"``, ``"y"`` and the plurals), with one class per pixel or, with ``mode="multilabel"``, one binary mask per

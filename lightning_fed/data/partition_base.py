@@ -29,7 +29,7 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into sample indices by client. Each index occurs at most once."""
+        """Returns the indices of each client's samples, by client. Each index occurs at most once."""
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
         """Returns a picklable function that transforms a client's samples; ``None`` for unchanged samples."""
@@ -47,7 +47,7 @@ class Partition(abc.ABC):
 
 
 class PartitionOfPartition(Partition):
-    """Changes the samples of clients in another partition, after its transform (abstract: implement :meth:`change`)."""
+    """Base class of partitions that change the samples in another partition (abstract: implement :meth:`change`)."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
@@ -57,7 +57,7 @@ class PartitionOfPartition(Partition):
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """Returns a picklable function for a client's samples."""
+        """Returns a picklable function from a client's sample to the changed sample."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         return self.partition.split(dataset, seed)
@@ -78,7 +78,7 @@ class _Chain:
 
 
 def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes a sample's input: the first element, the entry ``"image"`` (or the first entry), or the sample itself."""
+    """Changes a sample's input: first element, entry ``"image"`` (or first entry), or the sample itself."""
 
     def changed(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or image.ndim == 0:
@@ -106,7 +106,7 @@ class NumberedPartition(Partition):
 
     @abc.abstractmethod
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients, with the partition's or the federation's seed."""
+        """Returns the sample indices of client 0, 1, ...; ``seed`` is the partition's or the federation's seed."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         num_samples = length_of(dataset)

@@ -1,4 +1,4 @@
-"""Splits the training data of any datamodule into clients with held-out validation data."""
+"""Split of any datamodule's training data into clients, with validation data for each client."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class PartitionedData(FederatedDataModule):
         return self._population
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Pools the training data over all clients, without held-out examples, for a plain `L.Trainer`."""
+        """Returns a loader over all clients' training data, without held-out examples, for a plain `L.Trainer`."""
         return self._loader(self._pooled, shuffle=self.shuffle)
 
     def test_dataloader(self) -> Any:
@@ -121,7 +121,7 @@ class PartitionedData(FederatedDataModule):
         return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
 
     def _stage_of_source(self, stage: str) -> str:
-        """Maps a stage to the source's stage, because held-out data come from the training data."""
+        """Maps a Trainer stage to the stage for `source`: held-out data come from the source's training data."""
         return "fit" if stage == "validate" or (stage == "test" and self.test_fraction) else stage
 
     def _split(self) -> DatasetClients:

@@ -1,4 +1,4 @@
-"""Partitions assign the samples of one data set to clients.
+"""Partitions, which assign the samples of one data set to clients.
 
 A client's indices are increasing. Every sample belongs to one client unless the class documents an exception. Equal
 arguments give equal splits in every process.
@@ -40,7 +40,7 @@ from lightning_fed.numerics.seeds import client_key
 
 @final
 class IID(NumberedPartition):
-    """Random shares of the data. Client sizes differ by at most one sample.
+    """Random equal shares of the data. Client sizes differ by at most one sample.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -216,7 +216,7 @@ class ByGroup(Partition):
 @final
 @dataclass(frozen=True)
 class PixelPermutation:
-    """Permutes the pixels of a sample's input, with one permutation over H x W positions for all channels.
+    """Transform that permutes the pixels of a sample's input, with one permutation of H x W for all channels.
 
     The input is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
     sample itself, with shape ``(..., H, W)``, or ``(P,)`` for flattened images.

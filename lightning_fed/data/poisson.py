@@ -18,7 +18,7 @@ _BATCH = 0
 
 
 class PoissonSampling:
-    """Poisson-sampled batches as functions of (key, client, round, batch index).
+    """Poisson-sampled batches, each a function of (key, client, round, batch index).
 
     Each example is drawn independently, with probability batch size divided by number of examples, so the expected
     batch size equals ``batch_size``.
@@ -37,7 +37,7 @@ class PoissonSampling:
         self.key = key
 
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Draws the positions of a batch's examples, increasing, shape (examples,); the batch may be empty.
+        """Draws the example indices of a batch, increasing, shape (examples,); the batch may be empty.
 
         A client with fewer examples than ``batch_size`` gives all examples; ``number`` is the batch index in the visit.
         """
@@ -48,7 +48,7 @@ class PoissonSampling:
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Returns the positions from :meth:`draw`; for an empty batch, the first example's position as placeholder.
+        """Returns the indices from :meth:`draw`; for an empty batch, an example's index as placeholder.
 
         The training step must ignore the placeholder's gradient.
         """
@@ -78,7 +78,7 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """Builds a loader for given batches (example positions), with the data set, collation and workers of a loader."""
+    """Copies a loader (data set, collation, workers) for given batches: example indices, shape (examples,)."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Any = map(np.ndarray.tolist, batches)  # lists of positions

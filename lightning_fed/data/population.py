@@ -1,4 +1,4 @@
-"""The population: all clients, and a source of batches that is built for a client when needed."""
+"""The population: a federation's clients, with each client's data as a source for batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlannedVisit:
         num_samples: Number of the client's examples.
         num_batches: Number of batches in the visit; for a stream, the maximum number.
         fault: Reason why the visit failed; ``None`` for no failure.
-        position: Index in the round, from 0.
+        position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
         pass_batches: Batches per pass, if a sampler gives passes different lengths.
@@ -65,7 +65,7 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """One batch of a visit, or an error with its traceback as text; ``is_last`` marks the end of a stream."""
+    """One batch of a visit, or an error with the traceback as text; ``is_last`` marks the last batch of a stream."""
 
     position: int
     batch: Any = None
@@ -75,7 +75,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """Creates an error in place of a batch, without traceback: frames would keep a loader's workers alive."""
+        """Creates an item with an error, without traceback: frames would keep a loader's workers alive."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -125,10 +125,10 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Number of batches in one pass; ``None`` if unknown. An isolated pass includes batches that training drops."""
+        """Number of batches in a pass over a client's data; ``None`` if unknown. ``isolated``: with dropped batches."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Batches by pass in a visit, if a sampler has passes with different lengths; otherwise empty."""
+        """Number of batches in each pass of a visit, if a sampler gives passes different lengths; otherwise empty."""
         return ()
 
     @abstractmethod
@@ -140,7 +140,7 @@ class Population(ABC):
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
         With ``isolated``, other open streams are unaffected, and ``drop_last`` is ignored. ``groups`` are
-        ranges of positions whose batches are interleaved (one batch per visit in turn); by default the visits run one
+        ranges of visit indices, to interleave the batches (one batch per visit in turn); by default the visits run one
         after another.
         """
 
@@ -163,7 +163,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Number of training batches in a pass with ``per_epoch`` batches; ``None`` without a length."""
+        """Number of batches after the limit ``overfit_batches``, out of ``per_epoch``; ``None`` if unknown."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):
@@ -171,7 +171,7 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
-        """True if batches and examples are counted during training: for a single client with unknown length."""
+        """True if examples and batches are counted only during training, for a single client with unknown length."""
         return False
 
     def gives_all(self, client: Client) -> bool:
@@ -183,7 +183,7 @@ class Population(ABC):
 
 
 def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """Yields one item of every stream in turn until all have ended."""
+    """Yields one item of every stream in turn, until all streams have ended."""
     active = list(streams)
     while active:
         for stream in list(active):
@@ -194,7 +194,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Returns one group per visit, as ranges of positions."""
+    """Returns one group per visit: a range with the visit's index only."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 
@@ -265,7 +265,7 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def restore_generators(states: tuple[Any, ...] | None) -> None:
-    """Restores a result of :func:`generator_states`, if any."""
+    """Restores a result of :func:`generator_states`; does nothing for ``None``."""
     if states is None:
         return
     python, (name, keys, *rest), torch_states = states
@@ -279,7 +279,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for training clients; refuses a second thread, because threads share the generators."""
+    """Context for training; refuses a fit in a second thread, because threads share the global generators."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:
@@ -362,7 +362,7 @@ def _check_keys(clients: Iterable[Any]) -> None:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the first tensor's length, at any depth.
+    """Number of examples in a batch: the first tensor's length at any depth.
 
     Raises:
         ValueError: If the batch contains no tensor.
@@ -398,7 +398,7 @@ KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
 
 
 def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
-    """Adds a client's classes (all clients' for ``None``) by ``class_to_idx``, the attribute of image folders.
+    """Adds a client's classes to ``known``, from the attribute ``class_to_idx`` in image folders.
 
     Refuses a class with two numbers, and a number with two classes: an image folder numbers only existing classes, so
     on sites with different folders a number may mean different classes.

@@ -18,14 +18,14 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class EpochPosition(NamedTuple):
-    """Batch index in a client's local epoch, and whether the batch is the last in the epoch or visit."""
+    """Batch index in a client's local epoch, and ``True`` for the last batch in the epoch or visit."""
 
     number: int
     is_last: bool
 
 
 class RoundLoader:
-    """Batches for a round's visits, one client after another; :attr:`current` is the current visit.
+    """Iterable over the batches of a round's visits, one client after another.
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
     ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. A failed visit
@@ -49,7 +49,7 @@ class RoundLoader:
             :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
         numbers: Random generators for simultaneous visits.
         batches_left: Remaining batches in the group; after the last visit, in the padding.
-        num_skipped: First batches in a checkpoint: fetched, but not served. Then the loader calls ``on_skipped``.
+        num_skipped: Number of batches trained before a resume: fetched, not served; then ``on_skipped`` is called.
         padding: The number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
@@ -82,7 +82,7 @@ class RoundLoader:
         self._limit = limit
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Number of batches in the round, with padding."""
         return self._plan.length
 
     def __iter__(self) -> Iterator[Any]:
@@ -154,7 +154,7 @@ class RoundLoader:
 
     @property
     def current(self) -> PlannedVisit | None:
-        """The visit of the last batch; ``None`` outside visits and in larger groups."""
+        """The visit of the last batch; ``None`` outside visits and for simultaneous visits."""
         return self.group[0] if len(self.group) == 1 else None
 
     @property
@@ -182,7 +182,7 @@ class RoundLoader:
         return not self.group or (self.group[-1] is self.visits[-1] and not self.padding)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns an empty state, because a resumed round starts again. This method lets Lightning resume exactly."""
+        """Returns an empty state, because a resumed round starts again. Lightning requires the method to resume."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ class RoundLoader:
 
 
 def _count(planned: PlannedVisit, batch: Any, number: int) -> None:
-    """Counts the examples of a batch in the first pass. A batch without tensors counts as one example."""
+    """Adds a first-pass batch to the visit's counts. A batch without tensors counts as one example."""
     if planned.epoch_batches is None or number < planned.epoch_batches:
         try:
             planned.num_samples += batch_length(batch)

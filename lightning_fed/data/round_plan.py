@@ -27,7 +27,7 @@ _MOST = 100_000  # remembered clients
 
 
 class VisitGroups(NamedTuple):
-    """Rule for groups with simultaneous visits.
+    """Rule to form groups for simultaneous visits.
 
     Args:
         size: Maximum visits per group.
@@ -43,7 +43,7 @@ class VisitGroups(NamedTuple):
 
 @dataclass
 class PlannedRound:
-    """The visits of a round in this process, with clients without usable data (``failed``) and the reasons."""
+    """The visits of a round in this process, and the clients without usable data (``failed``, with reasons)."""
 
     round: int | None
     visits: list[PlannedVisit] = field(default_factory=list)
@@ -57,7 +57,7 @@ class PlannedRound:
     num_clients: int = 0  # in this process
 
     def record_failure(self, population: Population, client: Client, item: VisitBatch) -> str:
-        """Describes an error in a client's data; logs the first one."""
+        """Returns a description of an error in a client's data; logs the first such error in a fit."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
@@ -75,7 +75,7 @@ class PlannedRound:
         return f"its data raised {reason}"
 
     def log_common_error(self) -> None:
-        """Logs an error if the data of all clients raised an exception."""
+        """Logs an error if the data of all clients in this process raised an exception."""
         if self.reasons and len(self.reasons) == self.num_clients:
             reason, count = Counter(self.reasons).most_common(1)[0]
             assert self.round is not None
@@ -186,7 +186,7 @@ def _apply_limit(plan: PlannedRound, limit: int | float) -> None:
 def _take_share(
     plan: PlannedRound, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None
 ) -> None:
-    """Reduces the visits to this process's share, and sets the common length of all processes."""
+    """Selects this process's share of the visits, and sets the length in batches, equal in all processes."""
     shares: Sequence[Sequence[int]] = [range(len(plan.visits))]
     if process_group.size > 1:
         shares = balance_loads((visit_costs or VisitCosts()).expected(plan.visits), process_group.size)
@@ -216,7 +216,7 @@ def _group_visits(plan: PlannedRound, rule: VisitGroups) -> None:
 
 
 class VisitCosts:
-    """Seconds per batch in each client's last visit, for estimates of the next visit.
+    """Seconds per batch in each client's last visit, to estimate durations of later visits.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
@@ -241,7 +241,7 @@ class VisitCosts:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """Estimates the visits' durations; unknown clients get the mean over known clients."""
+        """Estimates the duration of each visit; for unknown clients, with the mean over known clients."""
         clients = [planned.visit.client for planned in visits]
         known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0
@@ -249,9 +249,9 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes work greedily, the largest item first, to the process with the smallest load.
+    """Distributes items of ``work`` (durations) greedily over ``size`` processes, the largest item first.
 
-    Returns increasing positions.
+    Returns the increasing item indices of each process.
     """
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size

@@ -27,7 +27,7 @@ class PartitionError(OptionError):
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
-    """Creates an independent random generator for each purpose, seed and keys."""
+    """Creates a random generator that depends on purpose, seed and keys."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()), *keys)))
 
 
@@ -45,7 +45,7 @@ def draw_dirichlet(
 
 
 def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Cuts ``totals[r]`` at the cumulative sums of ``shares[r]``, rounded down, and returns the sizes."""
+    """Cuts each count ``totals[r]`` into parts with the fractions ``shares[r]``; returns the part sizes."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
@@ -66,20 +66,20 @@ def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: Index
 
 
 def assign_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
-    """Assigns samples at random; client sizes differ by at most one."""
+    """Assigns samples to clients at random; client sizes differ by at most one."""
     sizes = np.full(num_clients, num_samples // num_clients) + (np.arange(num_clients) < num_samples % num_clients)
     return assign_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
 
 
 def assign_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
-    """Assigns the next ``sizes[k]`` samples in ``order`` to client k."""
+    """Assigns consecutive samples in ``order`` to the clients: ``sizes[k]`` samples to client k."""
     owner = np.empty(order.size, dtype=np.int64)
     owner[order] = np.repeat(np.arange(sizes.size), sizes)
     return group_by_owner(owner, sizes.size)
 
 
 def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
-    """Lists the samples of every client in increasing order; owner -1 means no client."""
+    """Lists each client's sample indices, increasing; ``owner[i]`` is the client of sample i, or -1."""
     order = np.argsort(owner, kind="stable").astype(np.int64)
     edges = np.cumsum(np.bincount(owner + 1, minlength=num_clients + 1))
     return [
@@ -88,7 +88,7 @@ def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
 
 
 def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Renumbers labels from 0 in increasing order, and counts the samples per label."""
+    """Renumbers labels from 0 in increasing order; returns the new labels, and the sample count per label."""
     _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return classes.astype(np.int64), class_sizes.astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Passes of a user's sampler, divided among clients."""
+"""Passes of a user's sampler over a data set, divided among clients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """A client's part of a pass: positions among the client's examples, and the batch index of each example.
+        """Returns a client's part of a pass: indices into the client's examples, and each example's batch index.
 
         The pass has index `number` in the round, and index `epoch` in the fit (for samplers with ``set_epoch``).
         """

@@ -1,4 +1,4 @@
-"""Time limit for visits while the client's data load or the training step runs."""
+"""Time limit for client visits, enforced while data load or a training step runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AGAIN = 1.0  # seconds until the alarm repeats, for code that swallows the exce
 
 
 class VisitClock:
-    """Raises :class:`~lightning_fed.errors.VisitTimeout` in the code of a slow client's visit.
+    """Timer to raise :class:`~lightning_fed.errors.VisitTimeout` in a client's visit after the time limit.
 
     The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
     process, but not a loop in C. Only code inside :meth:`interrupting` is interrupted, never code of the package. An
