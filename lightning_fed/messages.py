@@ -1,8 +1,8 @@
 """The three messages between server and client, with flat dictionaries of tensors.
 
 The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
-:class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with names of known parts
-of the model. Only requested rows are sent, in both directions. Bytes are counted, not estimated.
+:class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with extra tensors for
+the rule. Only requested rows are sent, in both directions. Bytes are counted, not estimated.
 
 Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver already has the values:
 ``unsent`` contains their names, and the receiver adds the values.

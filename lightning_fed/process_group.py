@@ -46,8 +46,8 @@ class ProcessGroup:
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
         """Yields the value of each process in rank order. At most two values are in memory at once.
 
-        All processes must call the method and exhaust the iterator. A received value is a copy; the sender's own value
-        shares its tensors.
+        All processes must call the method and exhaust the iterator. A received value is a copy; in the sending
+        process the tensors are not copied.
 
         Args:
             value: Value of this process: any picklable object, also with tensors inside.
@@ -163,7 +163,7 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from the parts returned by :func:`pack`, without copying tensors."""
+    """Rebuilds an object from a result of :func:`pack`, without copying tensors."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()

@@ -19,7 +19,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit as with torchvision's transforms.
     Floating-point inputs are only normalised. Other integer inputs (token ids) are returned unchanged.
 
-    `dataset[i]`, `__getitems__` (a list of samples) and `get_batch` (the collated batch, fastest) give the same bits.
+    `dataset[i]`, `__getitems__` (a list of samples) and `get_batch` (the collated batch, fastest) give equal values.
 
     Args:
         inputs: All inputs, shape (N, C, H, W) or (N, ...).

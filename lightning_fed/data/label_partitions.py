@@ -245,24 +245,24 @@ class Shards(LabelPartition):
 class LabelsPerClient(LabelPartition):
     r"""The same number of labels for every client. Clients with a label share its samples, equally or by a power law.
 
-    Equal shares differ by at most one sample. If a label has more owners than samples, the last owners get none. With
-    ``sigma`` each owner of a label gets ``min_per_label`` samples, and a share of the remaining samples
+    Equal shares differ by at most one sample. If a label has more clients than samples, the last clients get none. With
+    ``sigma`` each client with a label gets ``min_per_label`` samples, and a share of the remaining samples
 
     .. math:: p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2)
 
-    with a separate draw for each label. Labels without an owner are not assigned.
+    with a separate draw for each label. Labels without a client are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
         labels_per_client: Number of different labels per client, from 1 to the number of labels.
         assignment: ``"random"``, as in NIID-Bench: client k has label k mod C and other labels at random. ``"even"``
-            balances the number of owners per label to within one. ``"consecutive"``, as in FedProx's program: client k
+            balances the number of clients per label to within one. ``"consecutive"``, as in FedProx's program: client k
             has the labels k, k + 1, ... mod C.
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
-        sigma: Standard deviation of the logarithm of the owners' shares; 0 for equal shares.
+        sigma: Standard deviation of the logarithm of the clients' shares per label; 0 for equal shares.
         min_per_label: Minimum number of samples per client and label.
 
     Raises:

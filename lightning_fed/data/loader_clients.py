@@ -283,7 +283,7 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses arrays, data sets and tables in place of loaders."""
+    """Refuses a client's data other than loaders: an array, a data set or a table."""
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
     # A list may contain batches of equal type and shape.

@@ -35,7 +35,7 @@ class PlannedVisit:
     Args:
         visit: The visit as scheduled.
         num_samples: Number of the client's examples.
-        num_batches: Number of batches in the visit; for a stream, the maximum number.
+        num_batches: Number of batches in the visit; for a loader without length, the maximum number.
         fault: Reason why the visit failed; ``None`` for no failure.
         position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
@@ -65,7 +65,7 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """One batch of a visit, or an error with the traceback as text; ``is_last`` marks the last batch of a stream."""
+    """One batch of a visit, or an error with traceback text; ``is_last``: last batch of a loader without length."""
 
     position: int
     batch: Any = None
@@ -89,7 +89,7 @@ class Population(ABC):
     Attributes:
         has_raised: Whether a traceback of client data was already logged.
         sampling: Draws the examples of every training batch; ``None`` for passes over all examples.
-        local_steps: Number of batches in a visit, also for streams; ``None`` for visits counted in passes.
+        local_steps: Number of batches in a visit, also for loaders without length; ``None`` to count passes.
         local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
         round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
         overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
@@ -125,7 +125,7 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Number of batches in a pass over a client's data; ``None`` if unknown. ``isolated``: with dropped batches."""
+        """Number of batches in a pass over a client's data; ``None`` if unknown. ``isolated``: no ``drop_last``."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
         """Number of batches in each pass of a visit, if a sampler gives passes different lengths; otherwise empty."""
@@ -139,7 +139,7 @@ class Population(ABC):
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        With ``isolated``, other open streams are unaffected, and ``drop_last`` is ignored. ``groups`` are
+        With ``isolated``, other running iterators are unaffected, and ``drop_last`` is ignored. ``groups`` are
         ranges of visit indices, to interleave the batches (one batch per visit in turn); by default the visits run one
         after another.
         """
@@ -183,7 +183,7 @@ class Population(ABC):
 
 
 def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """Yields one item of every stream in turn, until all streams have ended."""
+    """Yields one item of every iterator in turn, until all iterators have ended."""
     active = list(streams)
     while active:
         for stream in list(active):

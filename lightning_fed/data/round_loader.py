@@ -53,7 +53,7 @@ class RoundLoader:
         padding: The number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
-        on_end: Function called with a stream's last batch, before the loader returns the batch.
+        on_end: Function called with the last batch of a loader without length, before the loader returns the batch.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def format_bytes(number: float) -> str:
 
 
 def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
-    """Describes a fit at the start: clients, payload, and how visits are executed."""
+    """Describes a fit at the start in one line: clients, sent entries, and execution of visits."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)

@@ -45,7 +45,7 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 class OverriddenMethod:
     """Replaces a method on a user's object until :meth:`restore`; ``original`` is the replaced method.
 
-    A copy of the owner (``copy.deepcopy(module)``) has the original method. Requires that Lightning looks up hooks on
+    A copy of the object (``copy.deepcopy(module)``) has the original method. Requires that Lightning looks up hooks on
     the instance, and follows ``__wrapped__`` to check for an overridden hook.
     """
 

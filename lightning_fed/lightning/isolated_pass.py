@@ -55,7 +55,7 @@ def isolated_pass(
         gradients: Whether to enable gradients.
         is_reloaded: Whether the caller reloads parameters and buffers afterwards, so that copies are not needed.
         is_alone: Whether metrics are computed only in this process, because other processes may run other code.
-        is_muted: Whether to mute the loggers, because the Trainer's pass already logs direct entries, such as pictures.
+        is_muted: Whether to mute the loggers, because the Trainer's pass already writes pictures to the loggers.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)

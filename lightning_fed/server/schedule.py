@@ -186,7 +186,7 @@ class Schedule:
 
         Args:
             round: Index of the round, from 0.
-            clients: All clients, in a fixed order; only the drawn positions are looked up.
+            clients: All clients, in a fixed order; only the drawn items are looked up.
             drawn: Index of an earlier round whose clients are visited again; ``None`` to draw new clients.
             always: Clients in every cohort, drawn or not, and never stragglers or dropouts.
         """

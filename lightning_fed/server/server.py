@@ -115,7 +115,7 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of a message's entries already on the client. ``has_present``: the client has this round's model."""
+        """Names of entries in ``state`` already on the client. ``has_present``: the client has this round's model."""
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
@@ -202,7 +202,7 @@ class ServerInterface(ABC):
         """Starts the round in the chain; called again before the chain merges updates from several processes."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
-        """Marks clients without an answer as failed."""
+        """Marks clients without a received update as failed."""
 
     def abandon_round(self) -> None:  # noqa: B027 - optional
         """Restores the chain's state before the round."""
@@ -216,13 +216,13 @@ class ServerInterface(ABC):
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client with an invalid answer; always returns ``False``."""
+        """Excludes a client with an invalid update, and logs the reason; always returns ``False``."""
         self.report.refused[client] = reason
         return self.fail(client, reason, error)
 
 
 class _Expected(NamedTuple):
-    """A client's expected answer: names, shapes and dtypes, and the broadcast's entries and rows."""
+    """Expected update from a client: names, shapes and dtypes (``form``), and the broadcast's entries and rows."""
 
     form: State
     sent: State

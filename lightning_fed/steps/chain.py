@@ -87,7 +87,7 @@ class Chain:
 
     @property
     def is_coded(self) -> bool:
-        """True if a step encodes updates, so that the payload differs from a model in names, shapes or dtypes."""
+        """True if a step encodes updates, so that a sent update differs from a model in names, shapes or dtypes."""
         return self._num_whole < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:

@@ -74,13 +74,13 @@ class UpdateStep:
         self.info, self.state = info, state
 
     def form(self, state: State) -> State:
-        """Returns tensors with the names, shapes and dtypes of an encoded update; ``state`` is the unencoded update."""
+        """Returns tensors with an encoded update's names, shapes and dtypes; ``state`` is the unencoded update."""
         return state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
         """Server side, inner to outer, after all callbacks: adds extras to the broadcast for a client.
 
-        The step may mark entries already held by the client as ``unsent``.
+        The step may add entries already on the client to ``broadcast.unsent``, by name.
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
