@@ -222,7 +222,7 @@ def test_what_they_make_of_the_honest_steps(name, honest, federated_trainer):
 
 def test_rules_that_an_attack_cannot_know(federated_trainer):
     for rule in ("fesem", "fedma"):
-        with pytest.raises(ValueError, match=r"Expected no `IPM` with Fe.*: not all clients start"):
+        with pytest.raises(ValueError, match=r"Expected no `IPM` with Fe.*, because not all clients start"):
             fit(federated_trainer, [IPM(1)], rule)
     chain = Chain(FedAvg(), [IPM(MALICIOUS)])
     with pytest.raises(ValueError, match=r"Expected no `IPM` with partial rows of \['w'\]"):

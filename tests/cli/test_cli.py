@@ -426,7 +426,7 @@ def test_fit_validate_and_predict(tmp_path, capsys):
 
     main(["predict", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint), "--trainer.logger", "false"])
     said = capsys.readouterr().out
-    assert f"Predictions of 1 batches: {tmp_path / 'predictions.pt'}" in said
+    assert f"Saved the predictions of 1 batches: {tmp_path / 'predictions.pt'}" in said
     (masks,) = torch.load(tmp_path / "predictions.pt", weights_only=True)
     assert masks.shape == (8, 32, 32)
     assert masks.dtype == torch.int64
@@ -514,7 +514,7 @@ def test_a_protection_of_the_clients():
     compared = MethodChoice.parse("fedavgm:momentum=0.5").federation(federation)
     assert [type(step) for step in compared.server.chain.steps] == [ServerOptimizer, CentralDP]
     assert compared.server.chain.steps[0].optimizer is torch.optim.SGD
-    with pytest.raises(ValueError, match="The method 'krum' does not work: Expected "):
+    with pytest.raises(ValueError, match="The method 'krum' cannot run: Expected "):
         MethodChoice.parse("krum").federation(federation)
 
 
@@ -777,6 +777,7 @@ def test_an_unknown_command(capsys):
     known = [
         "demo",
         "compare",
+        "study",
         "data",
         "methods",
         "privacy",

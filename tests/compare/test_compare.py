@@ -433,7 +433,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
 
     overrides = ("--out", "out", "--", "--trainer.max_rounds", "4")
     assert "fedavg_0_0 to contain a run of the same recipe" in refused("fedavg", *overrides)
-    assert "but other overrides made it" in refused("fairavg", *overrides)  # only the beginning exists
+    assert "but its run has different overrides" in refused("fairavg", *overrides)  # only the beginning exists
     (tmp_path / "own.yaml").write_text(OWN.replace("max_rounds: 3", "max_rounds: 2"))
     assert "but its run has different recipe: choose another `--out`" in refused("fedprox,fedavg", "--out", "out")
     assert not Notes.fits
@@ -456,12 +456,12 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods ,", 2, "Expected `methods` to have at least one value and no duplicates, but got []"),
         ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
         ("own.yaml --methods fedavg,fedfusion:levels=[2,-1]:n=1", 2, "Expected options of 'fedfusion' to be of ['o"),
-        ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' does not work: Expected `operator"),
+        ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' cannot run: Expected `operator"),
         ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
         slow(("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='")),
         ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected each option only once, but got 'mu' again"),
         ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' cannot run: Expected `mu` to be at least 0 "),
-        ("own.yaml --methods fedprox:mu=much", 2, "The method 'fedprox:mu=much' does not work: "),
+        ("own.yaml --methods fedprox:mu=much", 2, "The method 'fedprox:mu=much' cannot run: "),
         slow(("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of")),
         ("own.yaml --methods fedavg:availability.stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),
         ("own.yaml --methods fedavg:faults.min_clients=0", 2, "Expected `min_clients` to be at least 1, but got 0"),
@@ -484,9 +484,9 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
             ("own.yaml --methods central -- --trainer.partition null", 1, "Expected a `partition` of the training data")
         ),
         ("own.yaml --methods central -- --trainer.local_epochs 1 --trainer.local_steps 4", 1, "with `local_epochs`"),
-        ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected `FedPer` without `personal`"),
+        ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected no `personal` for `FedPer`"),
         ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before'], but got ['lair']"),
-        ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' does not work: Expected `passes`"),
+        ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' cannot run: Expected `passes`"),
         ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, because"),
         slow(
             (
@@ -675,7 +675,7 @@ def test_local_equals_a_fit_on_one_clients_data(batch_norm):
 def test_labels_that_look_alike_as_folders(with_options, capsys):
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedper:head=head*?", "--out", with_options[0], *ONE_ROUND)
-    assert "but other method made it" in capsys.readouterr().err
+    assert "but its run has different method" in capsys.readouterr().err
 
 
 def test_values_of_options():
@@ -1074,5 +1074,5 @@ def test_presets_for_very_many_classes():
     assert federation.server.chain.steps[0].optimizer_kwargs["momentum"] == 0.5
     assert federation.schedule.local_epochs == 3
     assert MethodChoice.parse("fedaws:strength=2.5").federation(Federation()).method.callbacks[1].strength == 2.5
-    with pytest.raises(ValueError, match=r"'fedss' does not work: .*'num_negatives'"):
+    with pytest.raises(ValueError, match=r"'fedss' cannot run: .*'num_negatives'"):
         MethodChoice.parse("fedss")

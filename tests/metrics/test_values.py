@@ -189,7 +189,7 @@ def test_types_that_do_not_tell_all_classes_apart(dtype, most):
         metric.set_dtype(torch.float16)
     else:
         with pytest.raises(
-            ValueError, match=rf"type for {most + 1} different classes \(`num_classes`\), but got {dtype}"
+            ValueError, match=rf"can represent {most + 1} different classes \(`num_classes`\), but got {dtype}"
         ):
             MaximumMeanDiscrepancy(num_classes=most + 1).set_dtype(dtype).update(x, y, labels)
         metric.num_classes += 1

@@ -145,7 +145,7 @@ def test_an_unknown_weighting() -> None:
         (torch.zeros(0, dtype=torch.int64), torch.zeros(3), None),
         (torch.tensor([0, 0]), torch.zeros(3, 1), "not strictly increasing"),
         (torch.tensor([1, 3]), torch.zeros(3, 1), "range from 1 to 3, but the table has 3"),
-        (torch.tensor([-1, 2]), torch.zeros(3, 1), "from -1 to 2"),
+        (torch.tensor([-1, 2]), torch.zeros(3, 1), "range from -1 to 2, but the table has 3"),
         (torch.tensor([0.0]), torch.zeros(3, 1), "float32 of shape"),
         (torch.tensor([[0]]), torch.zeros(3, 1), "of shape (1, 1)"),
         (torch.tensor([0]), torch.zeros(()), "is not a table of floating-point rows"),

@@ -615,7 +615,7 @@ def by_epoch(optimizer):
         ),
         (
             {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
-            "with differential privacy, but got '16-mixed': the loss scale",
+            "with differential privacy, but got '16-mixed', whose loss scale",
         ),
     ],
 )

@@ -780,7 +780,7 @@ def test_rows_that_are_no_examples(plain_trainer):
             return DataLoader(TensorDataset(*models.vectors({"a": 30})["a"]), BATCH, collate_fn=twice)
 
     trainer = plain_trainer(max_epochs=1, callbacks=[dpsgd()])
-    with pytest.raises(MisconfigurationException, match=r"sees \d+ rows in a batch of \d+ examples"):
+    with pytest.raises(MisconfigurationException, match=r"receives \d+ rows in a batch of \d+ examples"):
         trainer.fit(models.Module(models.mlp()), datamodule=Data())
 
 

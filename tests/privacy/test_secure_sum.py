@@ -193,7 +193,7 @@ def test_a_sum_of_too_few(count, threshold, least):
         if present == least:
             assert chain.aggregate()["w"].isfinite().all()
             continue
-        with pytest.raises(BadUpdates, match=f"needs at least {least} clients, but got {present}") as refused:
+        with pytest.raises(BadUpdates, match=f"requires at least {least} clients, but got {present}") as refused:
             chain.aggregate()
         assert list(refused.value.reasons) == [f"c{seed}" for seed in range(present)]
         assert chain.part.total == {}

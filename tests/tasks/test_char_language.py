@@ -169,7 +169,7 @@ def test_fedma_on_generated_roles(federated_trainer, tmp_path):
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         CharLanguageTask(**arguments)
-    with pytest.raises(TypeError, match="a dict with keys 'text' and 'target', but got a tuple of 3"):
+    with pytest.raises(TypeError, match="a dict with keys 'text' and 'target', but got a tuple with 3 elements"):
         CharLanguageTask(hidden_size=4).split_batch((1, 2, 3))
 
 

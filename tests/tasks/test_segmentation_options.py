@@ -217,8 +217,8 @@ def test_masks_that_are_none_of_the_labels():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "ce+x"}, "`loss` to be a sum of 'ce', 'dice', .* but got 'ce.x'"),
-        ({"loss": "ce:alpha=1"}, "`loss` to be a sum of"),
+        ({"loss": "ce+x"}, "`loss` to be a function or a sum of 'ce', 'dice', .* but got 'ce.x'"),
+        ({"loss": "ce:alpha=1"}, "`loss` to be a function or a sum of"),
         ({"loss": "tversky:delta=1"}, r"options accepted by the loss 'tversky', but got \{'delta': 1\}"),
         ({"mode": "several"}, "`mode` to be one of .*'several'"),
         ({"mode": "binary"}, "`num_classes` to be 1 and no `class_weights` with mode='binary', but got 3"),
@@ -373,7 +373,7 @@ def test_binary_masks_are_checked_in_training(recwarn):
         "No pixel in a batch's masks is 1, but some pixels have the ignored label 255" in str(w.message)
         for w in recwarn
     )
-    with pytest.raises(ValueError, match=r"masks of 0 and 1, .* mode='binary', but got 255: make .* `mask > 0`"):
+    with pytest.raises(ValueError, match=r"masks of 0 and 1, .* mode='binary', but got 255: convert .* `mask > 0`"):
         trainer(max_epochs=1).fit(SegmentationTask(nn.Conv2d(1, 1, 1), 1, mode="binary", ignore_index=None), data)
 
 

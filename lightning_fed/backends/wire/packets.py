@@ -230,7 +230,7 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
 
     Example:
         >>> find_bad_place("0a", "ann", 3), find_bad_place("../0a", "ann", 3)
-        (None, "the run is '../0a'")
+        (None, "the run '../0a' is invalid")
     """
     if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{1,64}", run):  # used as a folder name
         return f"the run {run!r:.100} is invalid"

@@ -308,7 +308,7 @@ def test_class_mean_of_planted_rows():
     counts = [torch.tensor([1, 0, 0]), torch.tensor([1, 5, 0]), torch.tensor([2, 0, 0])]
     expected = torch.tensor([[11 / 4] * 2, [2.0] * 2, [9 / 4] * 2])
     torch.testing.assert_close(class_mean(layers, counts, [2, 0.5, 1.5]), expected)
-    with pytest.raises(ValueError, match="same clients"):
+    with pytest.raises(ValueError, match="one element per client, at least one, but got 3, 2 and 3"):
         class_mean(layers, counts[:2], [1, 1, 1])
     with pytest.raises(ValueError, match="a count for each class"):
         class_mean(layers, [torch.ones(4)] * 3, [1, 1, 1])

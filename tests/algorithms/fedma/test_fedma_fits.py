@@ -223,7 +223,7 @@ def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer
         for client, part in parts().items()
     }
     module = Two(mlp(), momentum)
-    with pytest.raises(MisconfigurationException, match="give `LayerwiseTraining` an `example_input`"):
+    with pytest.raises(MisconfigurationException, match="pass `LayerwiseTraining` an `example_input`"):
         fit(federated_trainer(max_rounds=3, method=FedMA()), module, FederatedDataModule(data, batch_size=4))
     side = LayerwiseTraining(example_input={"words": torch.randn(2, 4), "mask": torch.ones(2, 4)})
     trainer = federated_trainer(max_rounds=3, method=FedMA(score="published", gamma=7.0), callbacks=[side])

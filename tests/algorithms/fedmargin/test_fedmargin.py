@@ -425,7 +425,7 @@ def test_margins_measured_in_another_way():
 
 
 BAD = {  # change to the message, and reason
-    "class": ({"prototypes:classes": torch.tensor([-1, 1])}, "of class -1"),
+    "class": ({"prototypes:classes": torch.tensor([-1, 1])}, "the invalid class -1"),
     "twice": ({"prototypes:classes": torch.tensor([1, 1])}, "a class twice"),
     "fractions": (
         {"prototypes:classes": torch.tensor([0.0, 1.0])},
@@ -513,7 +513,7 @@ def test_classes_that_are_none():
         rule.num_classes = 3
         first, second, third = example()
         first.extras["prototypes:classes"] = torch.tensor([0, 1, wrong])
-        with pytest.raises(BadUpdate, match=f"of class {wrong} instead of 0 to 2"):
+        with pytest.raises(BadUpdate, match=f"include class {wrong} instead of only 0 to 2"):
             rule.receive(first)
         for update in (second, third):
             rule.receive(update)
@@ -536,7 +536,7 @@ def test_a_client_alone_locks_nobody_out(caplog):
         most = max(widths, key=lambda width: (widths.count(width), width == 2))
         assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]
         assert server.rule.prototypes.means.shape == (2, most)
-    assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
+    assert [record.getMessage() for record in caplog.records if "are reset" in record.getMessage()] == [
         "Round 2: the aggregate prototypes are reset: the clients' prototypes have 2 features, not 3.",
         "Round 4: the aggregate prototypes are reset: the clients' prototypes have 4 features, not 2.",
     ]

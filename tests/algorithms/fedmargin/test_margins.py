@@ -437,13 +437,13 @@ def test_unknown_options():
 
 
 def test_what_cannot_be_attended_to():
-    with pytest.raises(ValueError, match=r"one number per client, but got the shape \(0,\)"):
+    with pytest.raises(ValueError, match=r"one number per client, but got shape \(0,\)"):
         margin_attention(torch.zeros(0))
-    with pytest.raises(ValueError, match=r"one number per client, but got the shape \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"one number per client, but got shape \(2, 1\)"):
         margin_attention(torch.zeros(2, 1))
     with pytest.raises(ValueError, match=r"finite or missing \(NaN\), but got \[inf, 1.0\]"):
         margin_attention(torch.tensor([torch.inf, 1.0]))
-    with pytest.raises(ValueError, match=r"got the shapes \(2,\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"got shapes \(2,\) and \(3,\)"):
         combine_attention(torch.ones(2), torch.ones(3))
     with pytest.raises(ValueError, match="one number per client"):
         combine_attention(torch.ones(0), torch.ones(0))

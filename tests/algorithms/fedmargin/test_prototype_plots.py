@@ -215,7 +215,7 @@ def test_prototypes_that_cannot_be_drawn(tmp_path, caplog):
     module = federate([ClassPrototypes(), PrototypePlots(1), Tampers()], logger, 1, method="fedavg")
     assert len(logged(logger, TAG)) == 1
     assert_same(module.state_dict(), federate([], False, 1, method="fedavg").state_dict())
-    for client, reason in {"a": "have 3 features instead of 8", "c": "are of class 1000000000003 instead"}.items():
+    for client, reason in {"a": "have 3 features instead of 8", "c": "include class 1000000000003 instead"}.items():
         assert (
             f"The prototypes of client '{client}' are excluded from the picture: its prototypes {reason}" in caplog.text
         )

@@ -35,7 +35,7 @@ def test_the_head_is_found():
     shared = Network()
     shared.again = shared.heads[0]
     assert find_sampled_softmax_head(shared) == "heads.0"
-    with pytest.raises(ValueError, match=r"Expected Network to have one SampledSoftmaxHead, but got none: make it"):
+    with pytest.raises(ValueError, match=r"Expected Network to have one SampledSoftmaxHead, but got none: make the"):
         find_sampled_softmax_head(Network(0))
     with pytest.raises(ValueError, match=r"but got \['heads.0', 'heads.1'\]"):
         find_sampled_softmax_head(Network(2))

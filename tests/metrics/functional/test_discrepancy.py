@@ -261,9 +261,11 @@ def test_bad_arguments(wrong, message):
 
 def test_bad_labels():
     labels = torch.tensor([0, 1, 1])
-    with pytest.raises(ValueError, match=r"`labels` to be 3 classes, but got the shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"`labels` to be one class per sample \(3\), but got shape \(2,\)"):
         classwise_maximum_mean_discrepancy(X, Y, labels[:2], labels, 2)
-    with pytest.raises(ValueError, match=r"`reference_labels` to be 3 classes, but got the shape \(3, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"`reference_labels` to be one class per sample \(3\), but got shape \(3, 1\)"
+    ):
         classwise_maximum_mean_discrepancy(X, Y, labels, labels[:, None], 2)
     with pytest.raises(ValueError, match="`estimator` to be one of"):
         classwise_maximum_mean_discrepancy(X, Y, labels, labels, 2, estimator="linear")
