@@ -108,7 +108,7 @@ def test_it_is_fedavg(options, federated_trainer):
     states = []
     for method in ("fedavg", MOON(**options)):
         module = models.Module(models.norm_mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=2 if options else 1, method=method)
+        trainer = federated_trainer(max_rounds=2 if options else 1, method=method, batch_norm="recalibrate")
         trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert_same(*states)
