@@ -126,12 +126,12 @@ class Broadcast:
 
     @property
     def sent(self) -> State:
-        """The transmitted entries."""
+        """The entries of the broadcast to transmit: ``state`` without ``unsent``."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in all sent tensors."""
+        """Size of the broadcast's sent tensors in bytes."""
         return tensor_bytes(self.sent) + tensor_bytes(self.extras)
 
 
@@ -168,12 +168,12 @@ class ClientUpdate:
 
     @property
     def sent(self) -> State:
-        """The transmitted entries."""
+        """The entries of the update to transmit: ``state`` without ``unsent``."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in all sent tensors."""
+        """Size of the update's sent tensors in bytes."""
         return tensor_bytes(self.sent) + tensor_bytes(self.extras)
 
 

@@ -98,7 +98,7 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
 
 
 def method_names() -> list[str]:
-    """Sorted names of all methods."""
+    """Sorted names of all registered federated methods."""
     load_feature("lightning_fed.algorithms")
     return sorted(METHODS)
 

@@ -128,7 +128,7 @@ class TorchProcessGroup(ProcessGroup):
 
 
 class _Form(NamedTuple):
-    """A tensor's shape, type and device."""
+    """A tensor's shape, dtype and device, known before sending the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

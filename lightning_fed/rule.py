@@ -156,7 +156,7 @@ class Aggregator(RuleCapabilities, ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log after the aggregation, by full name."""
+        """The rule's numbers to log after the aggregation, by full name."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

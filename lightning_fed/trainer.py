@@ -1,4 +1,4 @@
-"""A Trainer for federated training."""
+"""Lightning Trainer for federated training: one epoch per round."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Population(ABC):
 
     @abstractmethod
     def num_samples(self, client: Client) -> int:
-        """Number of the client's examples."""
+        """Number of a client's training examples."""
 
     def examples_per_batch(self, client: Client) -> int:
         raise OptionError(f"{type(self).__name__} does not support independent draws of examples.")
@@ -175,7 +175,7 @@ class Population(ABC):
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if one isolated pass returns all of the client's examples."""
+        """True if one isolated pass returns all the client's examples."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional

@@ -1,4 +1,4 @@
-"""Hashes of samples, to recognise equal content."""
+"""Hashes of samples, to find samples with equal content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of a federated fit over all rounds, and the interface to clients or server on other machines."""
+"""State for all rounds in a federated fit, and the interface to clients or server on other machines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RoundProgress:
         )
 
     def steps(self, trainer: L.Trainer) -> int:
-        """Optimizer steps since the round's first batch."""
+        """Number of optimizer steps since the round's first batch."""
         return 0 if self._first_step is None else trainer.global_step - self._first_step
 
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
@@ -221,7 +221,7 @@ class FederatedFit:
 
     @property
     def module(self) -> L.LightningModule:
-        """The module that is trained."""
+        """The LightningModule in training."""
         return self.trainer.lightning_module
 
     @property
@@ -368,7 +368,7 @@ class FederatedFit:
             self.generators = generator_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints."""
+        """State between rounds, for checkpoints."""
         return {
             **{name: getattr(self, name) for name in _SAVED},
             "totals": self.round_log.state_dict(),

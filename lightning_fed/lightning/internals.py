@@ -59,14 +59,14 @@ class OverriddenMethod:
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the replacement."""
+        """Calls the replacement method with the given arguments."""
         return self.replacement(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.owner, self.name)  # the copy's original method
 
     def restore(self) -> None:
-        """Restores the original method."""
+        """Restores the original method on the object."""
         if self._was_on_instance:
             setattr(self.owner, self.name, self.original)
         else:
@@ -284,7 +284,7 @@ def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
 
 
 def validates_after_batch(trainer: L.Trainer) -> bool:
-    """True if Lightning validates after this batch."""
+    """True if Lightning validates after the current training batch."""
     loop = trainer.fit_loop
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type] # noqa: SLF001
 
@@ -337,7 +337,7 @@ def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
 
 
 def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
-    """Removes values added by :func:`show_metrics`."""
+    """Removes values by name, added by :func:`show_metrics`, from the Trainer's metrics."""
     for name in names:
         trainer.callback_metrics.pop(name, None)
         trainer.logged_metrics.pop(name, None)

@@ -1,4 +1,4 @@
-"""Metrics with float64 sums on any device."""
+"""Base classes of ``torchmetrics`` metrics with float64 sums on any device."""
 
 from __future__ import annotations
 

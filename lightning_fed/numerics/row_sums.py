@@ -64,7 +64,7 @@ class RowSums:
             self._merge_parts()
 
     def merge(self, other: RowSums) -> None:
-        """Adds all rows from ``other``, which stays unchanged."""
+        """Adds all rows and weights in ``other``, which stays unchanged."""
         for rows, sums, weights in other._parts:
             self.add_sums(rows, sums, weights)
         self.total += other.total

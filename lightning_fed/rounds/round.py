@@ -237,7 +237,7 @@ class Round:
         )
 
     def end(self) -> None:
-        """Calls the callbacks' ``on_server_round_end``."""
+        """Calls ``on_server_round_end`` of the callbacks, after the round."""
         for callback in self._server_callbacks:
             callback.on_server_round_end(self._trainer, self._module, self._is_new)
 

@@ -91,7 +91,7 @@ class RoundAverages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context with the average loaded into the module, as in validation."""
+        """Context with the average of the global models in the module, as in validation."""
         for callback in self._callbacks:
             callback.on_validation_epoch_start(self._fit.trainer, self._fit.module)
         try:

@@ -63,7 +63,7 @@ class VisitDriver:
             self._methods.append(self._batch_start)
 
     def detach(self) -> None:
-        """Restores the module's batch hooks."""
+        """Restores the module's batch hooks, overridden by :meth:`attach`."""
         methods, self._methods = self._methods, []
         for method in methods:
             method.restore()
@@ -145,7 +145,7 @@ class VisitDriver:
         self.group, self.current = (), None
 
     def close(self) -> None:
-        """Ends open visits without an update."""
+        """Ends the current visits without an update, for an abandoned round."""
         self.detach()
         self._loader.clock.stop()
         if self.current is not None:

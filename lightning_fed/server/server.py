@@ -199,13 +199,13 @@ class ServerInterface(ABC):
         """Aggregates the round; returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in the chain; called again before the chain merges updates from several processes."""
+        """Starts the round in rule and steps; called again before merging updates from several processes."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
 
     def abandon_round(self) -> None:  # noqa: B027 - optional
-        """Restores the chain's state before the round."""
+        """Reverts the round: restores the state of rule and update steps from before."""
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         """Excludes a client from the round, and logs the reason; always returns ``False``."""

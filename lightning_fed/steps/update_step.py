@@ -30,7 +30,7 @@ class Held(ABC):
 
     @abstractmethod
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds an update; an invalid update raises ``BadUpdate``."""
+        """Stores a client's update, trained from ``sent``; an invalid update raises ``BadUpdate``."""
 
     @abstractmethod
     def merge(self, other: Any) -> None:
@@ -117,7 +117,7 @@ class UpdateStep:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State between rounds: tensors and primitives."""
+        """The step's state between rounds, for checkpoints: tensors and primitives."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

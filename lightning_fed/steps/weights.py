@@ -22,7 +22,7 @@ class WeightStep(UpdateStep, ABC):
 
 
 class UniformWeights(WeightStep):
-    """Gives all clients equal weight."""
+    """Update step with equal weight for all clients."""
 
     def weight(self, num_samples: int) -> int:
         return 1
