@@ -270,7 +270,7 @@ class Downlink(UpdateStep):
         return [HeldModels(self)]
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round. Entries changed since the last round outside the rule are sent without compression."""
+        """Starts a round. Entries changed outside the rule since the last round are sent without compression."""
         super().start(info, state)
         self.step.start(info, state)
         changed = [name for name, old_digest in self._digests.items() if digest({name: state[name]}) != old_digest]

@@ -403,7 +403,7 @@ def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if a module or submodule is compiled: ``torch.compile`` and ``Module.compile`` set these names."""
+    """True if ``torch.compile`` or ``Module.compile`` has compiled the module or a submodule."""
     return any("_orig_mod" in name or vars(part).get("_compiled_call_impl") for name, part in module.named_modules())
 
 

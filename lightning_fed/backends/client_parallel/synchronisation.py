@@ -215,8 +215,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """
     if trainer.max_steps != -1:
         raise MisconfigurationException(
-            "`max_steps` counts the steps of a single process within a round: use"
-            f" `max_epochs` (rounds), and `local_steps` for short visits, but got max_steps={trainer.max_steps}."
+            f"Expected no `max_steps` with several processes, but got {trainer.max_steps}: use `max_epochs` (rounds),"
+            " and `local_steps` for short visits."
         )
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(

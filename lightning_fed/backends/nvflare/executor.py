@@ -41,8 +41,8 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
-            default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves if a given file is
+            missing. Default: ``site_policy.toml`` in ``store``; if ``store`` shows no sign of a policy, all answers leave.
 
     Example:
         >>> import torch

@@ -274,7 +274,7 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
 
 
 REFUSED = {
-    "max_steps": "MisconfigurationException: `max_steps` counts the steps of a single process",
+    "max_steps": "MisconfigurationException: Expected no `max_steps` with several processes",
     "every_n_train_steps": "MisconfigurationException: `ModelCheckpoint` would save within a round",
     "on_server_receive": "MisconfigurationException: `Forgetful` receives updates only in the process",
     "sync_batch_norm": "MisconfigurationException: Expected plain BatchNorm layers",
