@@ -42,7 +42,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work requested by the server; unlimited by default.
         policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves if a given file is
-            missing. Default: ``site_policy.toml`` in ``store``; if ``store`` shows no sign of a policy, all answers leave.
+            missing. Default: ``site_policy.toml`` in ``store``; if ``store`` has no trace of one, all answers leave.
 
     Example:
         >>> import torch
