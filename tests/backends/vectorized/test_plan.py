@@ -21,10 +21,8 @@ CLIENTS = {name: 20 for name in "abcdef"}
         (lambda: nn.Linear(784, 100), 30, "cpu", 30),
         (lambda: nn.Linear(784, 100), 1000, "cpu", 50),
         (lambda: nn.Linear(784, 100), 4, "cpu", 1),
-        (lambda: nn.Linear(784, 1000), 1000, "cpu", 20),
-        (lambda: nn.Linear(784, 1000), 9, "cpu", 1),
-        (lambda: nn.Linear(1000, 1000), 1000, "cpu", 1),  # 1,001,000 parameters
-        (lambda: nn.Conv2d(3, 16, 3), 1000, "cpu", 25),
+        (lambda: nn.Linear(784, 1000), 1000, "cpu", 1),
+        (lambda: nn.Conv2d(3, 16, 3), 1000, "cpu", 10),
         (lambda: nn.Conv2d(3, 16, 3), 9, "cpu", 1),
         (lambda: nn.ConvTranspose2d(100, 120, 3), 1000, "cpu", 1),
         (lambda: nn.ConvTranspose2d(100, 120, 3), 1000, "cuda", 64),
@@ -50,7 +48,7 @@ def test_small_dense_models_train_at_once_also_after_a_resume(federated_trainer,
     caplog.set_level(logging.INFO, LOGGER)
     steps, state = fit(federated_trainer, make_mlp(), "fastest")
     assert steps == 2 * 2  # groups' steps
-    assert "`visits='fastest'`: Vectorized(6), about 2.1 times as fast" in caplog.text
+    assert "`visits='fastest'`: Vectorized(6), about 1.8 times as fast" in caplog.text
     assert_same(state, fit(federated_trainer, make_mlp(), Vectorized(6))[1])
     alone = fit(federated_trainer, make_mlp(), "auto")[1]
     for name, value in alone.items():
