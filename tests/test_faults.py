@@ -900,7 +900,7 @@ def test_personal_entries_that_cannot_be_kept(change, reason, caplog):
     """The client resumes from the earlier personal entries."""
     _, rows = train(good_clients(), module=Spoils(change), personal=["head.*", "bank"], local_epochs=1)
     assert [row["fed/failed"] for row in rows.values()] == [0, 1, 0]
-    assert re.search(f"Round 2: client 'good' is excluded: of its personal entries, entry {reason}", caplog.text)
+    assert re.search(f"Round 2: client 'good' is excluded: in its personal entries, entry {reason}", caplog.text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

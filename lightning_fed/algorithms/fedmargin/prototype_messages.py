@@ -80,7 +80,7 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
         >>> find_invalid_prototypes(packed), find_invalid_prototypes(packed, num_classes=1)
-        (None, 'its prototypes are of class 1 instead of 0 to 0')
+        (None, 'its prototypes include class 1 instead of only 0 to 0')
     """
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
