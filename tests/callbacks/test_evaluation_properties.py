@@ -243,7 +243,7 @@ def check(seed, caplog):
             found = logged.get(f"fed/{name}/pooled", math.nan)
             if draw[2] == "batch" and (math.isnan(expected) or not is_defined(draw, pooled)):
                 # The mean excludes clients with undefined values, and the log names these clients.
-                assert math.isnan(found) or f"{name!r} over all clients is without" in caplog.text, draw
+                assert math.isnan(found) or f"{name!r} over all clients excludes" in caplog.text, draw
                 continue
             assert math.isnan(found) or is_same(found, expected), (draw, found, expected)
             if is_due(draw) and is_defined(draw, pooled) and not math.isnan(expected):
