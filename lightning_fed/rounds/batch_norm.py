@@ -266,10 +266,10 @@ def _find_first_shift(
 ) -> tuple[str, float, float]:
     # The first layer in the order of execution, with the shift, and the excess over chance. Chance has the largest
     # share if an example has a single value per channel: (K - 1) / N for K clients with N examples together.
-    first = mode(next(iter(report)).removeprefix("batch_norm:").rpartition(":")[0] for _, report in measured if report)
+    orders = ([key.removeprefix("batch_norm:").rpartition(":")[0] for key in report] for _, report in measured)
+    first = mode(layer for order in orders for layer in [name for name in order if name in shifts][:1])
     size = median(fit.server.report.received.values())
-    shift = shifts.get(first, 0.0)
-    return first, shift, shift - (len(measured) - 1) / (len(measured) * size)
+    return first, shifts[first], shifts[first] - (len(measured) - 1) / (len(measured) * size)
 
 
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
