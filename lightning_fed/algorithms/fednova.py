@@ -50,9 +50,9 @@ class FedNova(ChannelRule):
     constant rate the length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) /
     (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` cancels in the average.
     The server compares the lengths per planned epoch, and per planned step or example, with the round's medians, and
-    excludes a client if both lengths are above or both below by more than a factor of about 8. If visits may differ in
-    the number of steps, momentum :math:`\rho` makes the factor :math:`1 / (1 - \rho)` times larger, and schedulers that
-    step after each batch 32 times. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
+    excludes a client if both lengths are above or both below by more than a factor of about 8 with ``local_steps``, and
+    64 with epochs, because batch sizes differ. Unequal numbers of steps make the factor :math:`1 / (1 - \rho)` times
+    larger with momentum :math:`\rho`, 32 times with schedulers per batch. Wang et al. 2020, equations 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
