@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedCallback, FederatedDataModule, MemoryStore
 from lightning_fed.callbacks import ClientEvaluation, FeatureFusion, LocalEvaluation
@@ -61,6 +62,27 @@ def test_losses_are_those_of_the_clients_models(fused, federated_trainer):
         assert abs(logged["clients/local/val_loss"] - logged["fed/val_loss/mean"]) > 1e-4
         assert 0 <= logged["clients/local/val_acc"] <= 1
     assert (find_fusion(module) is not None) == fused
+
+
+class WithMetric(models.Module):
+    """A metric in an attribute. `reset` has an override during a round, to detect values from earlier visits."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("val_metric", self.accuracy)
+
+
+def test_a_metric_object_has_the_same_value(federated_trainer):
+    recorder = Recorder()
+    module = fit(federated_trainer, [LocalEvaluation(), recorder], WithMetric(Net(), models.momentum))
+    for logged in recorder.logged:
+        assert logged["clients/local/val_metric"] == pytest.approx(logged["clients/local/val_acc"])
+    assert "reset" not in vars(module.accuracy)
 
 
 class Writes(models.Module):

@@ -41,6 +41,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultitaskWrapp
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_fed.errors import BadUpdate, describe
+from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.lightning.isolated_pass import find_metrics
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import at_least_float32
@@ -214,21 +215,20 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
         traced.append(metric)
         return apply_to_collection(value, Tensor, lambda tensor: tensor.as_subclass(RunningValue))
 
-    for metric in metrics:
-        vars(metric)["forward"] = partial(forward, metric.forward)
+    overridden = [OverriddenMethod(metric, "forward", partial(forward, metric.forward)) for metric in metrics]
     try:
         with computing(metrics, compute):
             yield
     finally:
-        for metric in metrics:
-            del vars(metric)["forward"]
+        for method in overridden:
+            method.restore()
 
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
     """Context that appends a metric to ``updated`` at the first update, unless the metric was reset before."""
     fresh: list[Metric] = []
-    before = [(metric, metric.update) for metric in metrics if holds_states(metric) and not metric.update_called]
+    unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
     def update(metric: Metric, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if all(metric is not other for other in [*fresh, *updated]):
@@ -239,14 +239,16 @@ def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]
         fresh.append(metric)
         call()
 
-    for metric, call in before:
-        vars(metric).update(update=partial(update, metric, call), reset=partial(reset, metric, metric.reset))
+    overridden = [
+        OverriddenMethod(metric, name, partial(replacement, metric, getattr(metric, name)))
+        for metric in unused
+        for name, replacement in (("update", update), ("reset", reset))
+    ]
     try:
         yield
     finally:
-        for metric, call in before:
-            vars(metric)["update"] = call
-            del vars(metric)["reset"]
+        for method in overridden:
+            method.restore()
 
 
 def as_nan(value: Any) -> Any:
