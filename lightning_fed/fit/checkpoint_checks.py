@@ -57,7 +57,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Refuses option ``name`` with text ``now`` unless equal to the checkpoint's text ``then`` (empty: unknown)."""
+    """Refuses a resumed fit if option ``name`` is ``now``, but ``then`` in the checkpoint (``""``: unknown)."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "
@@ -66,7 +66,7 @@ def check_option(name: str, then: str, now: str) -> None:
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if an evaluation (``now``) treats BatchNorm differently from the fit in its checkpoint (``then``)."""
+    """Warns if ``batch_norm`` is ``now`` in an evaluation, but ``then`` in the checkpoint (``""``: unknown)."""
     if then and then != now:
         _log.warning(
             "The checkpoint's scores were measured with batch_norm=%s, but this evaluation uses %s: set "
@@ -78,9 +78,10 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses update steps or privacy callbacks with another order or other options than in the checkpoint.
+    """Refuses to resume with other update steps and privacy callbacks (order, options) than in the checkpoint.
 
-    Both arguments map names to texts with options, for checkpoint and fit. ``None``: the checkpoint has no record.
+    ``then`` (the checkpoint) and ``now`` (the fit) map a step's name to a text with the step's options. ``then`` is
+    ``None`` for a checkpoint without this mapping.
     """
     old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"
@@ -93,7 +94,7 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
 
 
 def describe_clients(clients: Sequence[Client]) -> str:
-    """Returns a text with the number and a hash of a federation's clients, for comparison with a checkpoint."""
+    """Returns the number of clients and a hash of the client names as text, for comparison with a checkpoint."""
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"
     if not isinstance(clients, list | tuple):  # a lazy sequence may be too long to read
@@ -105,5 +106,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """Returns the number of clients in ``description``, a result of :func:`describe_clients`."""
+    """Returns the number of clients, as text, from a ``description`` by :func:`describe_clients`."""
     return str(description).partition(" ")[0]

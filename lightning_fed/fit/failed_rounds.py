@@ -1,4 +1,4 @@
-"""Count of failed rounds, and the end of a fit after too many."""
+"""Counter for failed rounds, which ends a fit after too many failures."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ class FailedRounds:
         self._cause: Exception | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts of failed and successful rounds, for checkpoints."""
         return {"in_a_row": self.in_a_row, "has_trained": self.has_trained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the counts from a result of :meth:`state_dict`."""
         self.in_a_row, self.has_trained = state["in_a_row"], state["has_trained"]
 
     def end_round(

@@ -42,9 +42,9 @@ _SAVED = (
 
 
 class RoundProgress:
-    """Corrects Lightning's progress in checkpoints: an incomplete round restarts from its first batch.
+    """Corrects Lightning's progress in checkpoints, so that an incomplete round restarts from the first batch.
 
-    A fit resumed from a checkpoint between a round's last batch and validation validates first; without validation, the
+    A fit resumed from a checkpoint between a round's last batch and validation first validates; without validation, the
     checkpoint counts as the end of the epoch.
     """
 
@@ -68,7 +68,7 @@ class RoundProgress:
         return 0 if self._first_step is None else trainer.global_step - self._first_step
 
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
-        """Marks the round as complete before the epoch's end; ``is_cut`` marks an interruption unknown to Lightning."""
+        """Marks the round as complete before the epoch's end. ``is_cut``: the fit ends inside the round."""
         self._first_step, self._is_cut = None, is_cut
 
         def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the round's end may stop the fit
@@ -80,12 +80,12 @@ class RoundProgress:
         self._correct = correct
 
     def validate(self) -> None:
-        """Marks the start of the validation after a round, for checkpoints saved during the validation."""
+        """Marks the start of validation after a round, for checkpoints saved during validation."""
         if self._first_step is None:
             self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
 
     def end_epoch(self) -> None:
-        """Marks the epoch of the round as complete, also after a failed round."""
+        """Marks the round's epoch as complete, also after a failed round."""
         self._first_step, self._correct, self._is_cut = None, complete_epoch, False
 
     def patch(self, checkpoint: dict[str, Any], is_plain: bool | None = False) -> None:
@@ -96,10 +96,10 @@ class RoundProgress:
 
 
 class RemoteSide(ABC):
-    """Connection to the other side of a federation on other machines: the clients, or the server.
+    """Connection from a server process to clients on other machines, or from a client's process to the server.
 
     Attributes:
-        has_server: Whether this process is the server (the callbacks' server hooks run here).
+        has_server: Whether this process is the server, which runs the callbacks' server hooks.
         population: The clients known to this process.
     """
 
@@ -107,16 +107,16 @@ class RemoteSide(ABC):
     population: Population
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the receiver of the round's messages: ``server``, or a connection to a server on another machine."""
+        """Returns the object for messages to the server: ``server`` itself, or a connection to another machine."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the round's clients for this process; ``drawn`` draws the whole cohort from the schedule."""
+        """Returns the round's clients for this process; ``drawn()`` draws the whole cohort from the schedule."""
         return drawn()
 
     @abstractmethod
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Selects the cohort's visits with training in this process."""
+        """Selects the cohort's visits that train in this process."""
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
@@ -129,7 +129,7 @@ class RemoteSide(ABC):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Measures BatchNorm inputs on the clients; returns one report per client. ``send`` prepares the broadcast.
+        """Measures BatchNorm inputs on remote clients; returns (client, report) pairs. ``send`` prepares a broadcast.
 
         Clients that cannot measure are excluded. On a client's machine the result is empty.
         """
@@ -142,10 +142,10 @@ class RemoteSide(ABC):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Sends a question to remote clients outside a round; yields each answer, or the reason for no answer.
+        """Sends a question to remote clients outside a round; yields each answer, or the reason for a missing answer.
 
-        The fit's module holds the entries that are not transmitted. ``question`` consists of primitives and plain
-        containers. A client's machine yields nothing.
+        ``send`` prepares a visit's broadcast. ``question`` has primitives and plain containers. A client yields
+        nothing.
         """
         return iter(())
 
@@ -221,7 +221,6 @@ class FederatedFit:
 
     @property
     def module(self) -> L.LightningModule:
-        """The LightningModule in training."""
         return self.trainer.lightning_module
 
     @property
@@ -236,13 +235,13 @@ class FederatedFit:
 
     @property
     def is_batch_norm_fixed(self) -> bool:
-        """True if BatchNorm also uses running statistics in training in the current round."""
+        """True if BatchNorm normalises with running statistics during training in the current round (FixBN)."""
         after = self.options.fixes_batch_norm_after
         return after is not None and self.trainer.current_epoch >= after
 
     @property
     def own_statistics(self) -> LocalStatistics | None:
-        """Options for clients' separate BatchNorm statistics (set, or decided); ``None`` for shared statistics."""
+        """Options for clients' separate BatchNorm statistics (set, or decided by ``"auto"``); otherwise ``None``."""
         if isinstance(self.batch_norm, LocalStatistics):
             return self.batch_norm
         return LocalStatistics() if self.decision == "own" else None
@@ -254,22 +253,22 @@ class FederatedFit:
 
     @property
     def has_measured_statistics(self) -> bool:
-        """True if each client measures its BatchNorm statistics with the global model."""
+        """True if each client measures separate BatchNorm statistics with the global model, after the aggregation."""
         return self.own_statistics is not None and self.own_statistics.measured == "aggregation"
 
     @property
     def unseen(self) -> str:
-        """Kind of BatchNorm statistics for data without a client, as in ``LocalStatistics.unseen``; or empty."""
+        """BatchNorm statistics for data without a client (``LocalStatistics.unseen``); empty if shared."""
         return "" if self.own_statistics is None else self.own_statistics.unseen
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model for clients' BatchNorm measurements; ``None`` without measurements."""
+        """Round of the global model for clients' BatchNorm measurements; ``None`` if clients do not measure."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property
     def reports_statistics(self) -> bool:
-        """True if the clients of a round report BatchNorm statistics to the server."""
+        """True if each round's clients report BatchNorm statistics to the server."""
         option = self.batch_norm
         if isinstance(option, LocalStatistics):
             return option.unseen == "pooled"
@@ -284,7 +283,6 @@ class FederatedFit:
 
     @property
     def population(self) -> Population:
-        """All clients; available after :meth:`set_population`."""
         if self._population is None:
             raise RuntimeError("The clients are unknown until `fit` has loaded the training data.")
         return self._population
@@ -316,7 +314,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies of new entries in a module; returns ``True`` for new entries."""
+        """Determines the policies for entries without a policy; returns ``True`` if the module had such entries."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
@@ -336,7 +334,7 @@ class FederatedFit:
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
     def store_initial_statistics(self) -> None:
-        """Copies the BatchNorm statistics for first visits before pooled statistics replace them in the module."""
+        """Copies the module's BatchNorm statistics for clients' first visits, before the first pooling."""
         option = self.batch_norm
         is_needed = isinstance(option, LocalStatistics) and option.unseen == "pooled" and option.measured == "visit"
         if is_needed and not self.initial_statistics:
@@ -345,13 +343,13 @@ class FederatedFit:
             self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
 
     def record_warning(self, subject: str) -> bool:
-        """Records a warning about ``subject``; returns ``True`` for the first warning on this subject in the fit."""
+        """Records a warning about ``subject``; returns ``True`` only for the first such warning in the fit."""
         is_first = subject not in self.warned
         self.warned.add(subject)
         return is_first
 
     def ignore_warning(self, message: str, module: str = "") -> None:
-        """Suppresses an expected warning of Lightning until :meth:`close`."""
+        """Suppresses a warning of Lightning (regular expressions for text and module) until :meth:`close`."""
         self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
@@ -368,7 +366,6 @@ class FederatedFit:
             self.generators = generator_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """State between rounds, for checkpoints."""
         return {
             **{name: getattr(self, name) for name in _SAVED},
             "totals": self.round_log.state_dict(),
@@ -379,7 +376,6 @@ class FederatedFit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a result of :meth:`state_dict`."""
         for name in _SAVED:
             setattr(self, name, state[name])
         if self.options.batch_norm != "auto":  # an evaluation may use another option than the checkpoint

@@ -23,7 +23,7 @@ _OURS = ("fed/", "comm/", "client/", "clients/", "evaluation/")
 
 
 def format_bytes(number: float) -> str:
-    """Formats a number of bytes in decimal units."""
+    """Formats a number of bytes in decimal units, such as ``4.0 kB``."""
     unit = 0
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
@@ -31,7 +31,7 @@ def format_bytes(number: float) -> str:
 
 
 def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
-    """Describes a fit at the start in one line: clients, sent entries, and execution of visits."""
+    """Describes a fit at the start in one line: clients, shared entries, and kind of visits."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
@@ -110,7 +110,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Paths of a fit's logs and checkpoints by title; the best checkpoints have score and round in the title."""
+    """Maps titles, such as the best checkpoint's with score and round, to the paths of a fit's logs and checkpoints."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

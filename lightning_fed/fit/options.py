@@ -63,16 +63,15 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """``visits=`` for at most ``clients`` clients that train at once, such as :class:`~lightning_fed.Vectorized`."""
+    """``visits=`` for up to ``clients`` clients that train simultaneously, as :class:`~lightning_fed.Vectorized`."""
 
     clients: int
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Plans simultaneous visits before the first round; returns ``None``, with a log line, if impossible.
+        """Plans simultaneous visits before the first round; returns ``None``, with a log line, if not possible.
 
-        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`. ``fit.module`` is the global
-        model.
+        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`. ``fit.module`` holds the global model.
         """
 
 
@@ -142,13 +141,13 @@ class FitOptions:
 
     @property
     def visits_at_once(self) -> VisitsAtOnce | None:
-        """The option ``visits`` for simultaneous visits; ``None`` if clients train one after another."""
+        """The option ``visits``, if clients train at the same time; otherwise ``None``."""
         visits = load_feature(_FASTEST).Fastest() if self.visits == "fastest" else self.visits
         return visits if isinstance(visits, VisitsAtOnce) and visits.clients > 1 else None
 
     @property
     def visits_one_by_one(self) -> VisitsName:
-        """Kind of loop for visits one by one: Lightning's loop, the fused loop, or automatic choice."""
+        """Loop for visits one by one: ``"fused"``, Lightning's loop, or an automatic choice."""
         return "auto" if isinstance(self.visits, VisitsAtOnce) or self.visits == "fastest" else self.visits
 
     @property
@@ -158,7 +157,7 @@ class FitOptions:
 
     @property
     def fixes_batch_norm_after(self) -> int | None:
-        """Number of rounds before BatchNorm also uses running statistics in training; ``None`` for never."""
+        """Number of rounds before BatchNorm statistics are fixed, also in training; ``None`` for never."""
         if isinstance(self.batch_norm, FixedStatistics):
             return self.batch_norm.after
         return 0 if self.batch_norm == "frozen" else None

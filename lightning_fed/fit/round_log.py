@@ -56,7 +56,6 @@ class RoundLog:
         self._passing: dict[str, list[str]] = {}  # names by kind, removed when the kind gets new names
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints: totals and latest values."""
         return {
             "up_bytes": self.total_up_bytes,
             "down_bytes": self.total_down_bytes,
@@ -65,12 +64,11 @@ class RoundLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a result of :meth:`state_dict`."""
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
 
     def show(self, trainer: L.Trainer) -> None:
-        """Writes the latest logged values to ``callback_metrics``, after a round and after loading a checkpoint."""
+        """Writes the latest values to ``callback_metrics``, after a round and after loading a checkpoint."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(
@@ -84,10 +82,10 @@ class RoundLog:
         measured: Mapping[str, float],
         is_private: bool = False,
     ) -> None:
-        """Logs a round, using the global model ``before`` and ``after`` the round and the aggregator's metrics.
+        """Logs a round, from the server's report and the shared entries ``before`` and ``after`` the round.
 
-        ``measured`` are the aggregator's metrics, and ``parameters`` the names of trained entries. With ``is_private``
-        only ``measured`` may be published.
+        ``measured`` contains the aggregator's metrics by name; ``parameters`` names the trained entries. With
+        ``is_private`` only ``measured`` is logged.
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # without totals, which the summary would publish
@@ -129,9 +127,9 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs ``values`` of a round by name.
+        """Logs ``values`` by name, for a round.
 
-        ``passing`` maps a kind (such as ``"aggregator"``) to names, which replace the last names of this kind.
+        ``passing`` maps a source, such as ``"aggregator"``, to the source's current names; earlier names are removed.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -151,7 +149,6 @@ class RoundLog:
             self._passing[kind] = new
 
     def _mean_metrics(self, report: RoundReport) -> dict[str, float]:
-        """Means over clients of the numbers in :attr:`ClientUpdate.metrics`, by logged name."""
         kept, sent = {}, dict[str, list[float]]()
         for client, metrics in report.metrics.items():
             good = [name for name, value in metrics.items() if _NAME.fullmatch(name) and math.isfinite(value)]

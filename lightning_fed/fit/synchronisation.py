@@ -17,7 +17,7 @@ from lightning_fed.server.schedule import Cohort
 
 
 class RoundSynchronisation:
-    """Synchronises the processes for a round's clients. The base class, for one process, does nothing.
+    """Synchronisation of processes with shares of a round's clients. The base class, for one process, does nothing.
 
     ``visit_costs``: durations of earlier visits, to balance the work; ``None`` for one process. ``driver``: class to
     run the visits; ``None`` for :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
@@ -32,20 +32,20 @@ class RoundSynchronisation:
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after the last visit.
 
-        With ``is_cut``, the round ended in this process before its last visit, and all processes raise an error.
+        With ``is_cut`` (the fit ended in this process before the round's last visit), all processes raise an error.
         """
 
     def check_state(self, local: LocalModel) -> None:
         """Refuses a global model that differs between processes by more than rounding errors."""
 
     def end_round(self) -> None:
-        """Called at the end of a round, when the processes synchronise again."""
+        """Called at the end of a round; all processes then run in step again."""
 
     def abort(self) -> None:
-        """Called after an error in this process; afterwards this process does not wait for other processes."""
+        """Called after an error in this process, which then no longer waits for other processes."""
 
     def release(self) -> None:
-        """Reverts changes to the module made for the round."""
+        """Re-enables the synchronisation of the module's metrics between processes, disabled during the round."""
 
 
 class ClientSharing(ABC):
@@ -62,7 +62,7 @@ class ClientSharing(ABC):
 
     @abstractmethod
     def synchronise(self, fit: Any) -> RoundSynchronisation:
-        """Builds the synchronisation of a ``FederatedFit``; refuses a fit without support for several processes."""
+        """Creates the synchronisation for a ``FederatedFit``; refuses a fit without support for several processes."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:

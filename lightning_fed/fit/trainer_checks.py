@@ -42,7 +42,7 @@ _REFUSED_INSIDE: dict[type[L.Callback], str] = {
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module with the Trainer's ``train_dataloader``; refuses a Trainer without this hook."""
+    """Returns the datamodule or module with the hook ``train_dataloader``; refuses a Trainer without the hook."""
     datamodule: L.LightningDataModule | None = datamodule_of(trainer)
     if datamodule is not None and is_overridden("train_dataloader", datamodule):
         return datamodule
@@ -56,7 +56,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds the callbacks ``needed`` directly after ``callback``, except classes already in the Trainer."""
+    """Adds callbacks (``needed``) directly after ``callback``, except classes already among the Trainer's callbacks."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):
@@ -66,7 +66,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
     """Moves ``callback`` to the front of the Trainer's callbacks, so that its hooks run first.
 
-    Safe while the Trainer iterates over the callbacks. Refuses a second callback of the class ``kind``.
+    Safe during a loop over the callbacks. Refuses a second callback of class ``kind``.
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
@@ -76,7 +76,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes without a strategy for clients, except DDP inside the only client (``is_alone``)."""
+    """Refuses several processes without client sharing, except DDP inside the only client (``is_alone``)."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
@@ -162,7 +162,6 @@ def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) ->
 
 
 def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
-    """Refuses LBFGS with kept optimizer state, and per-step schedulers that would count batches across clients."""
     if keeps_optimizers and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "The state of LBFGS contains lists of past steps, which cannot be stored for a client: use "
@@ -178,7 +177,6 @@ def _check_optimizers(trainer: L.Trainer, keeps_optimizers: bool) -> None:
 
 
 def _check_saver(saver: ModelCheckpoint) -> None:
-    """Refuses checkpoints inside a round whose file name or monitored value depends on the current batch."""
     is_inside = saver.every_n_epochs == 0 or getattr(saver, "save_on_exception", False)  # new in Lightning 2.6
     if not is_inside or saver.save_top_k == 0:
         return

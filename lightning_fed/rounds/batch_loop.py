@@ -41,11 +41,10 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 class BatchLoop:
-    """Trains a round's remaining batches faster than Lightning's loop, inside its ``on_train_batch_end`` hook.
+    """Trains a round's remaining batches inside the hook ``on_train_batch_end``, faster than Lightning's loop.
 
-    All implemented hooks run with the same arguments and in the same order as in Lightning's loop; counters, logged
-    values and log steps are also equal. Lightning's code runs manual optimization, gradient accumulation, loss scaling
-    and a module's own ``optimizer_step``.
+    Order and arguments of all implemented hooks, counters, logged values and log steps are as in Lightning's loop.
+    Lightning's code runs manual optimization, gradient accumulation, loss scaling and a module's ``optimizer_step``.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -55,12 +54,12 @@ class BatchLoop:
 
     @property
     def is_over(self) -> bool:
-        """True if Lightning's loop must continue after this batch, to validate or to end the fit."""
+        """True if Lightning's loop must run after this batch, to validate or to end the fit."""
         trainer = self._trainer
         return trainer.should_stop or trainer.received_sigterm or self._loop._is_training_done  # noqa: SLF001
 
     def prepare(self) -> None:
-        """Collects the implemented hooks of module and callbacks, before the second batch of a round."""
+        """Collects the hooks implemented by module and callbacks, before the second batch of a round."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if implements(callback, hook, L.Callback)]
@@ -88,7 +87,7 @@ class BatchLoop:
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
-        """Counts the current batch and logs values, after the last hook of this batch."""
+        """Counts the current batch, and writes the logged values, after all other hooks of the batch."""
         results = self._loop._results  # noqa: SLF001
         # Not in `on_batch_end`, because `trainer.callback_metrics` computes the same values on request.
         results.batch = None  # frees memory before the next batch
@@ -101,7 +100,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Fetches and trains the next batch, with all hooks; returns the step's outputs, the batch and its index."""
+        """Trains on the loader's next batch, with all hooks; returns the step's outputs, the batch and its index."""
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         assert fetcher is not None
@@ -166,7 +165,6 @@ class BatchLoop:
         return output
 
     def _optimize(self, arguments: tuple[Any, ...], batch_idx: int) -> dict[str, Any]:
-        """Runs automatic optimization on one batch (loss, gradients, optimizer step); returns the step's outputs."""
         optimizer, outputs = self._trainer.optimizers[0], dict[str, Any]()
         progress = self._loop.automatic_optimization.optim_progress.optimizer.step
 
@@ -182,7 +180,6 @@ class BatchLoop:
         return outputs
 
     def _compute_gradients(self, arguments: tuple[Any, ...], batch_idx: int, optimizer: Optimizer) -> dict[str, Any]:
-        """Runs training step and backward pass, without an optimizer step; returns the training step's outputs."""
         trainer = self._trainer
         progress = self._loop.automatic_optimization.optim_progress.optimizer.zero_grad
         loss, outputs = self._loss(arguments)
@@ -209,7 +206,7 @@ class BatchLoop:
         return outputs
 
     def _loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
-        """Runs ``training_step``; returns the loss (``None`` to skip the batch), and the outputs with the loss."""
+        """Runs ``training_step``; returns the loss (``None``: skip the batch), and the step's outputs as a dict."""
         attributes, before = self._attributes, self._attributes["_current_fx_name"]
         attributes["_current_fx_name"] = "training_step"
         if self._context is None:
@@ -235,10 +232,10 @@ def implements(owner: Any, hook: str, base: type) -> bool:
 
 
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
-    """Speeds up repeated calls of ``log`` in training batches, until restored; logged values are equal bit for bit.
+    """Speeds up repeated calls of the module's ``log`` in training batches, until the returned object restores ``log``.
 
-    For every call, Lightning copies the options and moves the result to the value's device. With the same options and
-    device as in the previous call, this function only updates the result.
+    Lightning copies the options and moves the result to the value's device in every call. The faster ``log`` only
+    updates the result, if options and device equal the previous call. Logged values are equal bit for bit.
     """
     results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
 

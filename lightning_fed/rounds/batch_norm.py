@@ -75,7 +75,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit this module or the visits."""
+    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit the module or the visits."""
     if "batch_norm" in fit.warned:
         return
     option, rounds = fit.batch_norm, fit.trainer.max_epochs
@@ -125,7 +125,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Kind of BatchNorm statistics by monitored value: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
+    """Maps each monitored name to the BatchNorm statistics: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
     of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
     return {
         name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
@@ -136,19 +136,19 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
     """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
 
-    A client runs the local data once through the model in evaluation mode, but BatchNorm normalises with each batch's
-    statistics, as in training. The server counts the bytes of both messages, the global model and the statistics. With
-    ``batch_norm="auto"`` the first reports decide between pooled and own statistics, see :func:`decide_statistics`. A
-    report also gives the client's own statistics. A cluster's clients measure the cluster's model.
+    Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
+    statistics, as in training. The server counts the bytes of the broadcast and of the report. With
+    ``batch_norm="auto"`` the first reports decide between pooled and own statistics (:func:`decide_statistics`). A
+    report also sets the client's own statistics. The clients in a cluster measure the cluster's model.
 
-    Layers in evaluation mode (as in a frozen backbone) are unchanged. If no client can measure, the averages remain. A
-    robust rule also excludes outlying reports (:meth:`Aggregator.tolerated
+    Layers in evaluation mode (as in a frozen backbone) are unchanged. Without any report, the averaged statistics
+    remain. A robust rule also excludes outlying reports (:meth:`Aggregator.tolerated
     <lightning_fed.rule.RuleCapabilities.tolerated>`).
 
     Returns:
-        ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
-        empty with fewer than two reports. And a description of a fault in the pooled statistics, or ``None``: after a
-        fault the round does not count, and neither a decision nor statistics are stored.
+        ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`),
+        or an empty dict with fewer than two reports; and ``None``, or a description of invalid pooled statistics: the
+        round then does not count, and neither a decision nor statistics are stored.
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)
@@ -193,7 +193,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> tuple[dict[str, float], str | None]:
-    """Pools reports of BatchNorm statistics for the global and clusters' models; returns as :func:`measure_round`."""
+    """Pools clients' reports on BatchNorm ``layers`` into the global or clusters' models; see :func:`measure_round`."""
     server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
@@ -237,7 +237,6 @@ def _find_shifts(rule: Aggregator, measured: Sequence[tuple[Client, State]], lay
 def _record_shift(
     fit: FederatedFit, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> dict[str, float]:
-    """Computes the shift between clients' BatchNorm statistics; with ``"auto"`` also decides. Returns log values."""
     rule = fit.server.rule
     shifts = _find_shifts(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
@@ -273,12 +272,11 @@ def _find_first_shift(
 
 
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
-    """Decides, once in a fit, between own and pooled BatchNorm statistics.
+    """Decides, once in a fit, between own and pooled BatchNorm statistics, from the clients' ``shifts`` by layer.
 
-    The decision is made in the first round with reports, or in the second if less than half of the cohort reported in
-    the first. At least two clients must report, and at least ``min_clients``. If each round has a single report, the
-    latest reports are collected until two clients have reported; the shift then includes the change of the weights
-    between rounds. A postponed decision is logged once.
+    The first round with reports decides, or the second if less than half of the first round's cohort reported. At least
+    two clients, and ``min_clients``, must report. If rounds have only one report, the latest reports are collected
+    until two clients have reported; the shift then includes the change of the weights between rounds.
     """
     cohort = fit.cohort
     is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -308,7 +306,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
-    """Computes running statistics from a client's report, in float64: mean and unbiased variance by entry name."""
+    """Computes a client's running statistics from a report: maps entry names to mean and unbiased variance, float64."""
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
         pooled = pool_statistics([report], name)
@@ -321,11 +319,11 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation; returns new BatchNorm statistics that are not stored yet.
+    """Loads a client's model for evaluation; returns new BatchNorm statistics, which the caller stores, or ``None``.
 
-    ``measure_round`` is the round of the model in ``state``. If not ``None``, a client with statistics of another model
-    measures again. The result is ``None`` without a new measurement. The result is empty if the training data are in
-    another process; the client then has no statistics, and the log contains one warning.
+    ``measure_round`` is the round of the global model in ``state``: a client with statistics from another round
+    measures again; ``None`` for no measurement. The result is empty, with one warning in the log, if the client has no
+    statistics because the training data are in another process.
     """
     measured: State | None = None
     served: State | None = None  # `None` means the stored statistics
@@ -403,7 +401,6 @@ def _run_validation(module: L.LightningModule, numbers: Iterator[int], batch: An
 
 
 def _check_size(inputs: BatchKey, batch: Any) -> Any:
-    """Returns the batch; refuses a batch with a single example, because BatchNorm needs at least two."""
     size = 0  # unknown
     with suppress(ValueError, TypeError):
         size = len(find_inputs(batch, inputs))
@@ -416,7 +413,6 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
 
 
 def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:
-    """Measures a client's BatchNorm statistics outside a round; empty if the client cannot measure."""
     module, step = fit.module, forward_step(fit.module)
     layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in (fit.norm_layers or ())}
     if step is None or not layers:
@@ -469,9 +465,9 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Measures the inputs of BatchNorm layers in one pass over a client's data, as tensors for a message.
+    """Measures inputs of BatchNorm ``layers`` in one pass over a client's data; returns a report: tensors by name.
 
-    The layers use batch statistics. The caller reloads the module. See :meth:`InputStatistics.as_extras`.
+    The layers normalise with batch statistics. The caller reloads the module. See :meth:`InputStatistics.as_extras`.
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():
@@ -492,9 +488,9 @@ def measure_statistics(
     load: Callable[[Visit], None],
     clock: VisitClock | None = None,
 ) -> list[tuple[Client, State]]:
-    """Collects the clients' reports of BatchNorm inputs, from one pass over each client's data, limited by ``clock``.
+    """Measures BatchNorm inputs in one pass over each client's data, within ``clock``; returns the clients' reports.
 
-    Clients that cannot measure are excluded and logged. Afterwards the module holds the last client's model.
+    Clients that cannot measure are excluded, with a log line. Afterwards the module holds the last client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Clients' answers to a question (:meth:`Federation.ask`), reasons for missing answers, and bytes sent."""
+    """Clients' answers to a question (:meth:`Federation.ask`), reasons for missing answers, and numbers of bytes."""
 
     updates: dict[Client, ClientUpdate] = field(default_factory=dict)
     failed: dict[Client, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Answers:
 
 
 def local_model(fit: FederatedFit, module: L.LightningModule) -> LocalModel:
-    """Creates a :class:`LocalModel`, which loads clients' models. ``module`` must hold the global model."""
+    """Creates the :class:`LocalModel` of a fit, for loading clients' models. ``module`` must hold the global model."""
     return LocalModel(module, fit.policies, fit.store, fit.server.rule.resizes)
 
 
@@ -75,7 +75,7 @@ def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callabl
 def client_state(
     fit: FederatedFit, module: L.LightningModule | None, client: Client, is_in_round: bool
 ) -> dict[str, Any]:
-    """Implements :meth:`Federation.client_state`: returns a client's model state. ``module`` is the global model."""
+    """Implements :meth:`Federation.client_state`: returns a client's model state. ``module`` holds the global model."""
     # Validation without a fit does not load the clients.
     if module is not None and not fit.is_population_known and fit.policies:
         is_known = not local_model(fit, module).personal or fit.store.get(client) is not None
@@ -158,10 +158,10 @@ def ask(
 
 
 def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None:
-    """Measures and stores the clients' separate BatchNorm statistics, for clients with data in this process.
+    """Measures and stores separate BatchNorm statistics of clients with data in this process.
 
-    Clients with statistics for the current weights do not measure again. The module holds the global model before
-    and afterwards.
+    Clients with statistics for the current weights are skipped. Before and afterwards, the module holds the global
+    model.
     """
     module, ranks = fit.module, process_group_of(fit.trainer)
     if fit.is_remote:
@@ -201,7 +201,6 @@ def _store_measurements(fit: FederatedFit, local: LocalModel, measured: Mapping[
 def _ask_here(
     fit: FederatedFit, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers
 ) -> None:
-    """Adds to ``answers`` the answers of clients assigned to this process; faults and timeouts are failures."""
     ranks = process_group_of(fit.trainer)
     with ranks.independent():
         for visit in itertools.islice(visits, ranks.rank, None, ranks.size):
@@ -235,7 +234,6 @@ def _shared(fit: FederatedFit, client: Client, state: State) -> State:
 
 
 def _log_strangers(fit: FederatedFit, clients: Sequence[Client], has_personal: bool) -> None:
-    """Logs once per fit the evaluated ``clients`` without training data: new clients, or misspelt names."""
     if not fit.is_population_known or not fit.record_warning("strangers"):
         return
     known = fit.population.clients

@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: provides a loader for each round, and closes the round.
+    """Runs the rounds inside a Trainer's fit: provides the loader for each round, and closes the round.
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
@@ -85,7 +85,7 @@ class RoundLoop:
 
     @property
     def trains_at_once(self) -> bool:
-        """True if several clients' visits train at once."""
+        """True if the visits of several clients train at the same time in this process."""
         return self._plan.groups is not None
 
     # The fit
@@ -171,7 +171,7 @@ class RoundLoop:
         self.is_ready = True
 
     def start_fit(self) -> None:
-        """Prepares the module for the rounds, once; refuses ``visits="fused"`` if fused visits are not possible."""
+        """Prepares the module for rounds, once per fit; refuses ``visits="fused"`` if fused visits are not possible."""
         fit = self.fit
         if self._is_started:
             return
@@ -201,7 +201,6 @@ class RoundLoop:
         check_entries(self.fit.module, () if is_plain else self.fit.trainer.optimizers)
 
     def _plan_visits(self) -> None:
-        """Chooses the class that trains the visits (:class:`VisitDriver`), and plans simultaneous visits."""
         fit = self.fit
         self._plan = VisitPlan(fit.synchronisation.driver or VisitDriver)
         visits = fit.options.visits_at_once
@@ -227,7 +226,6 @@ class RoundLoop:
             self.fit.changes.callback(parameter.requires_grad_, True)
 
     def _fuse(self) -> BatchLoop | None:
-        """Creates the loop for fused visits; returns ``None``, with the reason in the log, if impossible."""
         trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
         obstacle = None if visits == "lightning" else find_obstacle(trainer, module)
         if obstacle is not None and visits == "fused":
@@ -240,9 +238,9 @@ class RoundLoop:
         return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
-        """Checks that the Trainer uses the round's loader; saves the global random generators until the end of the fit.
+        """Checks that the Trainer uses the round's loader, not a loader passed directly to ``fit``.
 
-        Refuses to train on loaders passed directly to ``fit``.
+        Also saves the global random generators until the end of the fit.
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
@@ -260,20 +258,19 @@ class RoundLoop:
             thaw_batch_norm(module)
 
     def detach(self) -> None:
-        """Reverts all changes by :meth:`attach` and the rounds."""
+        """Restores the user's objects, changed by :meth:`attach` and by rounds."""
         if self.open_round is not None:
             self.open_round.driver.detach()
         self.fit.close()
         self._averages, self.is_attached = None, False
 
     def find_population(self) -> Population:
-        """Returns all clients with data; first loads the data if the clients are unknown."""
+        """Returns all clients with data; first requests the training data if the clients are unknown."""
         if not self.fit.is_population_known and self.is_attached:
             self._look_at_data()
         return self.fit.population
 
     def _look_at_data(self) -> None:
-        """Requests the training data, as Lightning requests a loader, and sets the fit's population of clients."""
         fit = self.fit
         if fit.remote is not None:
             fit.set_population(fit.remote.population)
@@ -293,7 +290,7 @@ class RoundLoop:
             fit.set_population(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
-        """Restores the user's reload and validation intervals, after Lightning has received the round's loader."""
+        """Restores the Trainer's reload and validation intervals, after Lightning has requested the round's loader."""
         trainer = self.fit.trainer
         exchange_reload_interval(trainer, self._reload_interval)
         exchange_validation_time(trainer, self._validation_time)
@@ -302,11 +299,11 @@ class RoundLoop:
             forget_length(trainer)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module holds the average of global models, if the fit has ``WeightAveraging``."""
+        """Context in which the module holds the average over rounds (with a ``WeightAveraging`` callback)."""
         return nullcontext() if self._averages is None else self._averages.in_place()
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a checkpoint callback's ``on_train_batch_end`` after a round's last batch to the end of the round."""
+        """Delays a checkpoint callback's ``on_train_batch_end`` in a round's last batch until the round is closed."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -357,7 +354,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round when Lightning requests the loader's first batch; ignores requests by other code."""
+        """Opens the round when Lightning requests the loader's first batch; ignores iteration by other code."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
@@ -387,7 +384,6 @@ class RoundLoop:
             self.open_round.open()
 
     def _close_round(self, round: Round) -> bool:
-        """Closes the round after the last visit; returns ``True`` for a new global model."""
         fit, server, loader = self.fit, self.fit.server, round.loader
         round.join()
         if fit.remote is not None:
@@ -422,7 +418,7 @@ class RoundLoop:
         return -(-(real + loader.padding) // window) + real // -window
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
-        """Measures the BatchNorm statistics of ``clients`` with the model used for validation, if required."""
+        """Measures the BatchNorm statistics of ``clients`` before validation, if clients have separate statistics."""
         if self.fit.statistics_round is not None:
             with self.averages_in_place():
                 measure_own_statistics(self.fit, clients)
@@ -435,7 +431,7 @@ class RoundLoop:
         self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
 
     def cut_short(self) -> None:
-        """Abandons an open round with a warning when the fit ends; in a plain fit, aggregates the round instead."""
+        """Abandons an open round with a warning when the fit ends early; a plain fit aggregates the round instead."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

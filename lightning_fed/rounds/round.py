@@ -51,13 +51,13 @@ class Round:
     """One open round, from the start on the server until the aggregation.
 
     Attributes:
-        fit: The fit; the module holds the global model.
+        fit: The fit; ``fit.module`` holds the global model at the start of the round.
         loader: Loader with the batches of all visits.
         cohort: The round's clients.
-        local: The module as each client's model in turn.
+        local: Loads clients' models into the module, one after another.
         state: The global model's shared entries at the round's start.
         optimizers: Optimizers and schedulers, reset for every visit.
-        driver: Object that advances the visits in Lightning's loop (:class:`VisitDriver`).
+        driver: Object that runs the visits in Lightning's loop (:class:`VisitDriver`).
     """
 
     # 1. Open
@@ -114,7 +114,6 @@ class Round:
         self.loader.on_visit = self._carried.start_visit
 
     def _collect_optimizers(self) -> LocalOptimizers:
-        """Collects optimizers, schedulers and loss scale, with their state at the start of the round."""
         trainer, configs = self._trainer, self._trainer.lr_scheduler_configs
         # With manual optimization, the user steps the schedulers.
         is_manual = not self._module.automatic_optimization
@@ -146,7 +145,7 @@ class Round:
     # 2. Close
 
     def join(self) -> None:
-        """Merges the results of all processes that share the visits, after the last visit."""
+        """Merges the updates from all processes that share the visits, after the last visit."""
         self.fit.save_generators()
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
@@ -154,7 +153,7 @@ class Round:
         self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
 
     def close(self) -> bool:
-        """Aggregates, loads the global model, and logs, after the last update; returns ``True`` for a new model."""
+        """Aggregates the updates, loads the new global model, and logs the round; returns ``True`` for a new model."""
         self.driver.detach()
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
@@ -237,7 +236,6 @@ class Round:
         )
 
     def end(self) -> None:
-        """Calls ``on_server_round_end`` of the callbacks, after the round."""
         for callback in self._server_callbacks:
             callback.on_server_round_end(self._trainer, self._module, self._is_new)
 
@@ -255,7 +253,7 @@ class Round:
         self._commit(())
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces the client's model in a checkpoint saved inside the round by the initial global model."""
+        """Replaces a client's model in a checkpoint saved during a visit by the global model of the round's start."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

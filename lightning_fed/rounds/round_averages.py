@@ -22,8 +22,8 @@ WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 class RoundAverages:
     """Limits ``WeightAveraging`` callbacks to one update per round until :meth:`restore`, except in a plain fit.
 
-    ``should_update(step_idx=r)`` is called once after the new global model of round r, before validation.
-    ``should_update(epoch_idx=r)`` is called after validation, unless the average already includes the round.
+    In round r, ``should_update(step_idx=r)`` is called once with the new global model, before validation, and
+    ``should_update(epoch_idx=r)`` after validation, unless the average already includes the round.
 
     Raises:
         MisconfigurationException: If the models of this fit cannot be averaged.
@@ -75,7 +75,7 @@ class RoundAverages:
                 )
 
     def end_round(self) -> None:
-        """Updates the averages with the new global model (the module), after a round."""
+        """Updates the averages with the new global model in the module, after a round."""
         if self._fit.is_plain:
             return
         self._is_round_over = True
@@ -91,7 +91,7 @@ class RoundAverages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context with the average of the global models in the module, as in validation."""
+        """Context in which the module holds the average over rounds, as in validation."""
         for callback in self._callbacks:
             callback.on_validation_epoch_start(self._fit.trainer, self._fit.module)
         try:
@@ -101,6 +101,5 @@ class RoundAverages:
                 callback.on_validation_epoch_end(self._fit.trainer, self._fit.module)
 
     def restore(self) -> None:
-        """Restores ``should_update`` of the averaging callbacks."""
         for method in self._overridden:
             method.restore()

@@ -31,9 +31,9 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns about a per-step scheduler created with a wrong ``trainer.estimated_stepping_batches``.
+    """Warns if a per-step scheduler was created with ``trainer.estimated_stepping_batches``, and the estimate is wrong.
 
-    Lightning loads the training data before the start of the fit only for this attribute.
+    Lightning has loaded the training data before the start of the fit only if this attribute was read.
     """
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization

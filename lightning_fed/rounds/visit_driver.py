@@ -50,7 +50,7 @@ class VisitDriver:
     def attach(self, close_round: Callable[[], bool], batch_loop: BatchLoop | None) -> None:
         """Overrides the module's batch hooks until :meth:`detach`.
 
-        ``close_round`` closes the round, and returns ``True`` for a new model. ``batch_loop`` trains fused visits.
+        ``close_round`` closes the round; returns ``True`` for a new global model. ``batch_loop`` trains fused visits.
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
         self._has_batch_end = implements(module, "on_train_batch_end", L.LightningModule)
@@ -63,7 +63,6 @@ class VisitDriver:
             self._methods.append(self._batch_start)
 
     def detach(self) -> None:
-        """Restores the module's batch hooks, overridden by :meth:`attach`."""
         methods, self._methods = self._methods, []
         for method in methods:
             method.restore()
@@ -75,12 +74,12 @@ class VisitDriver:
         return self.may_end_early and is_inside and ends_after_batch(self.fit.trainer)
 
     def start_batch(self) -> None:
-        """Starts the visits of the loader's current group, unless already started, before a batch."""
+        """Starts the visits of the next batch, unless already started."""
         if self._loader.group and self.group is not self._loader.group:
             self.start(self._loader.group)
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts the visits in ``group`` (simultaneous visits, or one visit), before the first batch."""
+        """Starts a visit, or several simultaneous visits (``group``), before the first batch."""
         self.group = group
         self.current = self.open_visit(group[0])
         self.current.advance()
@@ -132,7 +131,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def end(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends the visits in ``group`` after the last batch, also for a group without batches."""
+        """Ends the visits in ``group`` after the last batch, or without batches."""
         planned = group[0]
         if planned.fault is None and self._loader.clock.is_up:
             planned.fault = str(self._loader.clock.timeout())
@@ -185,7 +184,7 @@ class VisitDriver:
             self._backward.original(*args, **kwargs)
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch; in fused visits, trains the round's remaining batches. Lightning calls this hook last."""
+        """Ends a batch, and trains the round's remaining batches in fused visits. Lightning calls this hook last."""
         self._end_batch(outputs, batch, batch_idx)
         batch_loop = self._batch_loop
         if batch_loop is None or batch_loop.is_over:
@@ -199,7 +198,7 @@ class VisitDriver:
             self._end_batch(*batch_loop.train())
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch; after a visit's last batch also the visit, and after the last visit also the round."""
+        """Ends a batch; after a visit's last batch also the visit, after the round's last visit also the round."""
         loader, planned = self._loader, self._loader.current
         is_skipped = batch is None or self._is_skipped or (planned is not None and planned.fault is not None)
         self._is_skipped = False
@@ -218,14 +217,13 @@ class VisitDriver:
             self._close_round()
 
     def _end_early(self, planned: PlannedVisit, num_batches: int) -> None:
-        """Ends a visit before the last batch: the client sends the current model."""
         planned.is_over, planned.num_batches = True, num_batches
         if planned.fault is None and not num_batches:
             planned.fault = "`on_train_batch_start` returned -1 before it had trained"
         self.end(self._loader.group)
 
     def cut(self, planned: PlannedVisit) -> None:
-        """Ends the round early because the fit ends; aggregates the clients' updates so far."""
+        """Ends the round early because the fit ends; aggregates the updates received so far."""
         loader = self._loader
         if loader.batches_left and not planned.is_over:
             self._end_early(planned, planned.num_batches - loader.batches_left)
@@ -240,10 +238,9 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Context with ``trainer.is_last_batch`` relative to the client's local epoch, as in a separate fit.
+        """Context with ``trainer.is_last_batch`` relative to the client's local epoch; yields the local batch index.
 
-        Yields the batch index in the local epoch of the client (the first client, if several train at once), and
-        between visits ``batch_idx``.
+        Simultaneous visits use the first client's epoch. Between visits the index is ``batch_idx``.
         """
         position = self._loader.epoch_position
         if position is None:
@@ -265,7 +262,7 @@ class VisitDriver:
         self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
-        """Marks a visit as failed. Raises the error if the program cannot continue, or if the only client fails."""
+        """Marks a visit as failed; raises ``error`` if the fit cannot continue, or if the only client fails."""
         fault = client_fault(error, planned)
         is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
         if fault is None or is_alone:
@@ -285,7 +282,7 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for all visits in a fit: class of the driver, and rule for simultaneous visits (``None``: one by one)."""
+    """Plan for a fit's visits: class of the driver, and rule for simultaneous visits (``None``: one by one)."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     groups: VisitGroups | None = None

@@ -1,8 +1,9 @@
 """Client side and server side of one visit: request, broadcast, load, train, answer, store.
 
-:meth:`ClientVisit.run` is a generator that yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits for a
-reply. :func:`ask_server` and :func:`answer_server` reply to messages, and a driver replies to steps
-(:mod:`lightning_fed.rounds.visit_driver`). A failed visit ends with ``throw``, an abandoned visit with ``close``.
+:meth:`ClientVisit.run` is a generator that yields :class:`Ask`, :class:`Step` and :class:`Answer`. After each event
+the generator receives a reply: from :func:`ask_server` for :class:`Ask`, from :func:`answer_server` for
+:class:`Answer`, and from :mod:`lightning_fed.rounds.visit_driver` for :class:`Step`. A failed visit ends with
+``throw``, an abandoned visit with ``close``.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer 
 
 
 class Ask(NamedTuple):
-    """Event yielded by a visit: the client requests a model. The reply is the server's broadcast."""
+    """Event in a visit: the client requests the global model. The reply is the server's broadcast."""
 
     request: Request
 
 
 class Step(NamedTuple):
-    """Event yielded by a visit: a training step on one batch. The reply is ``True`` if the step has a loss."""
+    """Event in a visit: a training step on one batch. The reply is ``True`` if the step returned a loss."""
 
 
 class Answer(NamedTuple):
-    """Event yielded by a visit: the client sends an update. The reply is ``True`` for an accepted update."""
+    """Event in a visit: the client sends an update. The reply is ``True`` if the server accepts the update."""
 
     update: ClientUpdate
 
@@ -49,15 +50,15 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 
 
 class ClientVisit:
-    """Client side of one visit. During the visit, the module is the client's model.
+    """Client side of one visit. During the visit, the module holds the client's model.
 
     Attributes:
         planned: The visit.
-        memory: Tensors for callbacks and steps, stored on the client if the server accepts the update.
-        main_batches: Number of batches for the received model; ``None`` for all. A callback that sets this
-            number trains a second model on the remaining batches (:meth:`second_model`).
-        trains_second_model: Whether the module currently is the second model.
-        step: The next batch; ``None`` before the first and after the last batch.
+        memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.
+        main_batches: Number of batches for the received model; ``None`` for all. With this number set, a callback
+            trains a second model on the remaining batches (:meth:`second_model`).
+        trains_second_model: Whether the module currently holds the second model.
+        step: The event of the next batch; ``None`` before the first and after the last batch.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ClientVisit:
         self._flow = self.run()
 
     def run(self) -> Flow:
-        """Generator of the visit's events, which runs the visit. A :class:`ClientFault` excludes the client."""
+        """Runs the visit as a generator, which yields the visit's events. A :class:`ClientFault` fails the visit."""
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
@@ -134,7 +135,7 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Advances the visit to the next batch, including messages to the server; excludes the client after a fault.
+        """Runs the visit up to the next batch, including messages to the server; excludes the client after a fault.
 
         ``has_loss`` is ``True`` if the last training step returned a loss; ``None`` before the first batch.
         """
@@ -258,7 +259,7 @@ def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
 
 
 def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
-    """Server side of a visit, before the training: prepares and counts the broadcast for a request."""
+    """Server side of a visit, before the training: returns the broadcast for a request, and counts the bytes."""
     server, trainer = fit.server, fit.trainer
     broadcast = server.prepare(request.client, request)
     for callback in server_callbacks(fit):
@@ -268,7 +269,7 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """Server side of a visit, after the training: checks and aggregates an update; ``False`` for an invalid one."""
+    """Server side of a visit, after the training: aggregates a valid update; ``False`` for an invalid update."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False
