@@ -26,8 +26,9 @@ _TOLERANCE = 1e-3
 class Look(PartitionOfPartition):
     """Adds a client-specific image appearance to another partition.
 
-    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key, for training
-    samples and, with :class:`~lightning_fed.data.PartitionedData`, validation and test samples. Targets do not change.
+    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's name. The look changes the
+    images, not the targets, of training samples and of the samples held out by
+    :class:`~lightning_fed.data.PartitionedData`.
 
     Args:
         partition: Partition of the data set.
@@ -167,7 +168,6 @@ class ImageLook:
 
 
 def _blurred(image: Tensor, sigma: float) -> Tensor:
-    """Blurs an image with a Gaussian kernel, cut at three standard deviations, and replicated edges."""
     radius = math.ceil(3 * sigma)
     kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / sigma).square())
     kernel = (kernel / kernel.sum()).reshape(1, 1, -1, 1)

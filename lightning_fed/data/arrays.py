@@ -76,7 +76,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return self._normalise(image), target
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Returns a list of samples for one batch, before collation by a `DataLoader`."""
+        """Returns a list of samples for one batch, which a `DataLoader` then collates."""
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:
@@ -136,7 +136,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _per_channel(name: str, value: float | Sequence[float] | Tensor | None, inputs: Tensor) -> Tensor | None:
-    """Reshapes the mean or standard deviation `value` for broadcasting over the channels of `inputs`."""
+    """Reshapes a mean or standard deviation (scalar, or one number per channel) to broadcast over `inputs`."""
     if value is None:
         return None
     if _is_integer(inputs) and inputs.dtype != torch.uint8:

@@ -38,16 +38,16 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 
 
 class DatasetClients(Population):
-    """Clients with one map-style data set each, or with parts from one map-style data set.
+    """Clients with one map-style data set each, or with parts of one map-style data set.
 
-    One ``DataLoader`` serves every round: the workers persist and fetch the next client's batches while the current
-    client trains. A trailing batch with a single example joins the previous batch, for BatchNorm.
+    One ``DataLoader`` serves all clients: its workers persist, and fetch the next client's batches while the current
+    client trains. A single example at the end of a pass joins the previous batch, for BatchNorm.
 
     Args:
         source: The clients' examples.
         batch_size: Examples per batch.
-        shuffle: Whether each epoch in each visit has a new order.
-        drop_last: Whether to drop a trailing batch that is not full.
+        shuffle: Whether to draw a new order for every pass over a client's data.
+        drop_last: Whether to drop an incomplete last batch.
         loader_options: Further arguments for the ``DataLoader``.
         draws: Passes of a custom sampler, divided among clients; ``None`` for passes over all examples.
 
@@ -81,7 +81,7 @@ class DatasetClients(Population):
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
-        """Number of the client's examples; with a custom sampler, the examples drawn in the round's first pass."""
+        """Number of the client's examples; with a custom sampler, only the examples in the round's first pass."""
         if self.draws is None:
             return self.source.num_samples(client)
         return len(self._draw(client, self.round, 0)[0])
@@ -117,7 +117,7 @@ class DatasetClients(Population):
         return tuple(lengths)
 
     def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
-        """Yields per batch the indices into the client's examples, for pass `number` of a custom sampler in a round."""
+        """Yields a custom sampler's batches in pass `number` of a round, as indices into the client's examples."""
         positions, batches = self._draw(client, round, number)
         assert self.draws is not None
         if self.draws.batch_size is None:
@@ -147,7 +147,7 @@ class DatasetClients(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits. With ``isolated``, reads in this process, without ``drop_last``."""
+        """Yields the batches of all visits. With ``isolated``, data load in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
@@ -169,7 +169,7 @@ class DatasetClients(Population):
 class ClientSource(Dataset[Any]):
     """Data set of all clients, indexed by a :class:`BatchRequest` for one batch of a client.
 
-    A lookup in ``datasets`` may build a data set. The last two are cached, so a visit builds a data set once.
+    ``datasets`` maps clients to data sets, and may build a data set at lookup: the last two are cached.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ def client_subsets(
     indices: Mapping[Client, np.ndarray],
     transform: Callable[[Client], SampleTransform | None] | None = None,
 ) -> Mapping[Client, ClientSubset]:
-    """Splits a data set: maps each client to the examples at ``indices[client]``, with ``transform(client)``."""
+    """Maps each client to the samples ``indices[client]`` from a data set, changed by ``transform(client)``."""
     while (
         isinstance(dataset, Subset) and type(dataset) is Subset
     ):  # so batches come directly from the underlying data set
@@ -266,13 +266,13 @@ class BatchRequest(NamedTuple):
 
 
 def count_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> int:
-    """Number of batches in a pass over the examples; a single trailing example joins the previous batch."""
+    """Number of batches in a pass over the examples; a single example at the end joins the previous batch."""
     full, rest = divmod(num_samples, batch_size)
     return full if drop_last or not rest or (rest == 1 and full) else full + 1
 
 
 def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> Iterator[tuple[int, int]]:
-    """Yields the first index and the end index (exclusive) of every batch in a pass over the examples."""
+    """Yields the first index and the end index (exclusive) for each batch in a pass over the examples."""
     count = count_batches(num_samples, batch_size, drop_last)
     for number in range(count):
         start = number * batch_size
@@ -281,7 +281,7 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 
 
 class _RoundSampler:
-    """Batch sampler over a round's visits; ``issued`` has the visit's index in the round for each request."""
+    """Batch sampler over a round's visits; ``issued`` queues the visit's index for each requested batch."""
 
     def __init__(self, population: DatasetClients, drop_last: bool, isolated: bool = False) -> None:
         self._population = population
@@ -332,7 +332,7 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """Builds a collated batch by indexing the data set's tensors; ``None`` for a data set not made of tensors."""
+    """Builds a collated batch by indexing the data set's tensors; returns ``None`` for other data sets."""
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]

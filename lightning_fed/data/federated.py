@@ -1,4 +1,4 @@
-"""Datamodules for clients with separate data, and the split of a user's ``DataLoader`` into clients."""
+"""Datamodules for clients with separate data, and the division of a user's ``DataLoader`` among clients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EvaluationData(L.LightningDataModule):
         val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
             loader or a list of loaders.
         test: Test data, in the same formats.
-        known_clients: Function that returns the clients. A mapping without a known client is treated as named loaders.
+        known_clients: Function that returns the clients. A mapping without any client as key contains named loaders.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EvaluationData(L.LightningDataModule):
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
-        """Returns the validation loaders. For a mapping by client, the clients' loaders are chained."""
+        """Returns the validation loaders; for a mapping by client, one loader that chains all clients' loaders."""
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
@@ -90,7 +90,7 @@ class EvaluationData(L.LightningDataModule):
         return self._is_of_clients(data) and bool(data)  # a loader may have no length
 
     def val_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Returns each client's validation loader, created at lookup; empty unless ``val`` is a mapping by client."""
+        """Maps clients to validation loaders, created at lookup; empty unless ``val`` is a mapping by client."""
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
     def test_clients(self) -> Mapping[Client, Iterable[Any]]:
@@ -143,13 +143,12 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule for loaders: a training loader to partition, and validation data as for :class:`EvaluationData`.
+    """Datamodule for a training loader, which a partition splits into clients, and for validation loaders.
 
     Args:
-        train: The training loader, split by a partition.
+        train: The training loader.
         val: Validation data: loaders as in ``Trainer.fit``, or a mapping by client.
-        known_clients: Function that returns the clients, for mappings with named loaders; see
-            :class:`~lightning_fed.data.federated.EvaluationData`.
+        known_clients: Function that returns the clients; see :class:`~lightning_fed.data.federated.EvaluationData`.
 
     Example:
         >>> import torch
@@ -256,7 +255,6 @@ class FederatedDataModule(EvaluationData):
         return self._loader(dataset)
 
     def _first_data(self, keys: Sequence[Client]) -> Any:
-        """Returns the first client data that load without an error. Errors of other clients are logged in rounds."""
         fault: Exception | None = None
         for key in keys:
             try:
@@ -279,10 +277,10 @@ class FederatedDataModule(EvaluationData):
 def datamodule_of_handed(
     train: Any, val: Any, partition: Partition | None, known_clients: Callable[[], Sequence[Client]]
 ) -> EvaluationData:
-    """Builds the datamodule for the data passed to ``fit``.
+    """Builds the datamodule for data passed directly to ``Trainer.fit``.
 
-    Training data are a mapping by client, or a ``DataLoader`` or map-style data set for a partition. A partition with
-    one client accepts the same data as a plain Trainer.
+    ``train`` is a mapping by client, or a ``DataLoader`` or map-style data set, which ``partition`` splits. A partition
+    with one client accepts the same data as a plain Trainer.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
@@ -299,7 +297,7 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Iterates over several loaders in turn; `client` is the client of the last batch (``None`` without clients).
+    """Iterates over several loaders in turn. `client` is the last batch's client (``None`` without clients).
 
     After an exception the client's remaining batches are skipped.
 
@@ -342,7 +340,7 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copies a loader if its workers persist, because a second iterator over the loader would end the first."""
+    """Copies a loader with persistent workers, because a second iterator over the same loader would end the first."""
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
@@ -353,7 +351,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Returns a client's evaluation data, one loader or several, as a list of loaders.
+    """Converts a client's evaluation data, one loader or several loaders, to a list of loaders.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
@@ -363,14 +361,13 @@ def split_loaders(data: Any) -> Sequence[Any]:
 
 
 def _is_several(data: Any) -> bool:
-    """True if data are a list of loaders or data sets. A list of batches counts as one loader."""
     if not isinstance(data, list | tuple) or not data:
         return False
     return all(isinstance(part, DataLoader | Dataset) for part in data)
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
-    """Converts client data to a mapping by client; items in a sequence belong to the clients 0, 1, ..."""
+    """Converts client data to a mapping by client; the items of a sequence become the clients 0, 1, ..."""
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):
@@ -419,10 +416,10 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 
 
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
-    """Splits the data set in a user's ``DataLoader`` into clients, with the same batch size, collation and workers.
+    """Splits a user's ``DataLoader`` into clients, with the same batch size, collation and workers.
 
-    ``shuffle=True`` shuffles within each client; :class:`~lightning_fed.data.sampler_stream.SamplerStream` divides the
-    passes of any other sampler.
+    ``shuffle=True`` shuffles within each client. For any other sampler,
+    :class:`~lightning_fed.data.sampler_stream.SamplerStream` divides the passes among the clients.
     """
     _check_splittable(loader)
     if loader.batch_sampler is None:
@@ -481,7 +478,7 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
 
 
 def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]], client: Client) -> CombinedLoader:
-    """Builds loaders over a client's part of several loaders. At module level, to make the Trainer picklable."""
+    """Reduces several loaders to a client's part. At module level, so that the Trainer can be pickled."""
     combined_part = copy.copy(combined)
     combined_part.flattened = [_loader_of(loader, indices[client]) for loader, indices in parts]
     return combined_part
@@ -525,7 +522,7 @@ def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
 
 
 class _Batches(BatchSampler):
-    """Batch sampler that merges a single trailing example into the previous batch."""
+    """Batch sampler that adds a single example at the end to the previous batch."""
 
     def __len__(self) -> int:
         return count_batches(len(self.sampler), self.batch_size, self.drop_last)  # type: ignore[arg-type]

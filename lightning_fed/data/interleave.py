@@ -1,4 +1,4 @@
-"""Stacked batches of several clients, and a separate random generator state for each client."""
+"""Batches of several clients in one tensor, and a separate random generator state for each client."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that detects draws from Python's or NumPy's global generators; at the end appends a bool to a list.
+    """Context that yields a list; at the end appends a bool: whether Python's or NumPy's global generator was used.
 
     Example:
         >>> with detect_draws() as has_drawn:
@@ -92,7 +92,7 @@ def _host_states() -> tuple[Any, Any]:
 
 
 class StackedBatch(NamedTuple):
-    """Stacked batch for the clients with indices `clients`; the first axis of every tensor is the client."""
+    """Stacked batches of the clients with indices `clients`; the first axis of every tensor is the client."""
 
     clients: tuple[int, ...]
     batch: Any
@@ -106,7 +106,7 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks batches (by client index) in groups of batches with equal structure, shapes, dtypes and constants.
+    """Stacks batches (a mapping from client index to batch) in groups with equal structure, shapes and dtypes.
 
     Example:
         >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})
@@ -133,7 +133,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
 
 
 def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """Builds a batch with the structure of ``batch`` and new tensors.
+    """Replaces all tensors of ``batch`` by new ``tensors``, in the order of :func:`batch_tensors`.
 
     Example:
         >>> batch = {"image": torch.zeros(1), "name": "a"}
@@ -154,7 +154,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """Returns the structure of a batch, equal for stackable batches; appends the tensors to ``tensors``."""
+    """Returns a batch's structure, equal for stackable batches; appends the batch's tensors to ``tensors``."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

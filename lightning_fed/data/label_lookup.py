@@ -31,7 +31,7 @@ _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
 class NoLabels(TypeError):
-    """Raised if a data set has no class labels or masks where :func:`labels_of` searches."""
+    """Raised if :func:`labels_of` finds no class labels or masks in a data set."""
 
 
 def labels_of(
@@ -114,8 +114,8 @@ def groups_of(
 ) -> IndexArray | npt.NDArray[np.str_]:
     """Finds the group of every sample (such as a writer, video or hospital); shape ``(N,)``, integers or strings.
 
-    Groups come from an attribute or a table's column (also inside ``Subset`` and ``ConcatDataset``), from given groups,
-    or from a function that reads every sample. Equal names in two parts of the data set are one group.
+    ``group`` is the name of an attribute or a table's column (also inside ``Subset`` and ``ConcatDataset``), the groups
+    of all samples, or a function from a sample to a group. Parts of a data set share groups with the same name.
     """
     length = length_of(dataset)
     if not isinstance(group, str):
@@ -146,7 +146,7 @@ def _collect(
     find: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
     read: Callable[[Any, IndexArray], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Collects one value per index with ``find`` (stored values, also in nested data sets), else ``read``."""
+    """Collects one value per index: from ``find`` if stored, also in nested data sets, otherwise from ``read``."""
     length_of(dataset)
     values = find(dataset, indices)
     if values is not None:
@@ -187,7 +187,6 @@ def _possible_targets(dataset: Any) -> Iterator[Any]:
 
 
 def _stored_values(dataset: Any, name: str) -> Any:
-    """Returns a data set's attribute ``name``, or column of a table (``datasets.Dataset``); ``None`` if neither."""
     values = getattr(dataset, name, None)
     names = getattr(dataset, "column_names", None)
     if values is None and isinstance(names, list | tuple) and name in names:
@@ -199,7 +198,6 @@ def _stored_values(dataset: Any, name: str) -> Any:
 def _labels_of_targets(
     targets: Any, indices: IndexArray, length: int, label_of: Callable[[Any], float]
 ) -> npt.NDArray[Any] | None:
-    """Returns labels of the samples ``indices`` from all targets; ``None`` without one label or mask per sample."""
     array = _as_array(targets)
     targets = targets if array is None else array
     if not isinstance(targets, np.ndarray | list | tuple) or len(targets) != length:
@@ -252,7 +250,7 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
 
 
 def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
-    """Converts labels to class numbers: strings by alphabet, real numbers by bins. Logs suspicious labels."""
+    """Converts labels to class numbers: strings in alphabetical order, real numbers by bins. Warns about odd labels."""
     if values.dtype.kind not in "iubfU":
         raise NoLabels(f"Expected labels to be all numbers or all strings, but got {values[0]!r}. {_HINT}")
     if values.dtype.kind == "U":
@@ -309,7 +307,6 @@ def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background
 
 
 def _as_array(value: Any) -> npt.NDArray[Any] | None:
-    """Converts numbers, tensors, arrays, images and data frame columns to an array; ``None`` for other objects."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy()
     if isinstance(value, int | float) or hasattr(value, "__array__") or hasattr(value, "__array_interface__"):

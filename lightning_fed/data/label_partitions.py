@@ -50,7 +50,7 @@ class LabelPartition(NumberedPartition):
 
     @abc.abstractmethod
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """Assigns samples by ``labels``, shape (samples,); returns the sample indices of each client."""
+        """Assigns samples to clients by ``labels``, shape (samples,); returns each client's sample indices."""
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         try:

@@ -43,7 +43,7 @@ class LoaderClients(Population):
         loaders: Loader by client. A client may have several loaders (a ``CombinedLoader``, mapping or sequence): each
             batch then combines one batch per loader. The mapping may build loaders at lookup.
         is_plain: Whether the only client trains as in a plain fit; the loader then needs no length and no data set.
-        class_numbers: Number of each class name in data seen so far, to refuse contradictions.
+        class_numbers: Maps class names in the data to class numbers, to refuse clients with contradictory numbers.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class LoaderClients(Population):
         self._in_order: dict[Client, Any] = {}  # loaders whose shuffling was removed
 
     def num_samples(self, client: Client) -> int:
-        """Number of the client's examples: the sampler's or data set's length, else counted in one pass.
+        """Number of the client's examples: the sampler's or data set's length, otherwise counted in one pass.
 
-        The length of a custom sampler takes precedence, because a geographic sampler draws many windows from few files.
-        With several loaders, the loader that ends the pass determines the number. For a stream without a length, the
-        number is counted over the ``local_steps`` batches of a visit.
+        A custom sampler's length takes precedence, because a geographic sampler draws many windows from few files. Of
+        several loaders, the loader that ends the pass counts. Without a length, the ``local_steps`` batches of a visit
+        count.
         """
         return self._count(client, self._loader(client))
 
@@ -221,7 +221,7 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 
 def _checked_length(batch: Any) -> int:
-    """Counts the examples in a batch; refuses tensors with different lengths (such as time before batch)."""
+    """Counts the examples in a batch; refuses tensors with different first axes (such as time before batch)."""
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
@@ -232,7 +232,6 @@ def _checked_length(batch: Any) -> int:
 
 
 def _drawn_samples(loader: Any, most: int) -> int:
-    """Number of examples drawn by a loader in a pass; with torch's samplers at most the data set's length."""
     batches, sampler = _samplers(loader)
     batch_size = getattr(batches, "batch_size", None)
     if isinstance(batches, Sized) and isinstance(batch_size, int) and not hasattr(batches, "sampler"):
@@ -245,7 +244,7 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Iterable over a ``CombinedLoader``, without the batch and loader indices. Refuses mode ``sequential``."""
+    """Iterable over a ``CombinedLoader``, which yields only the batches. Refuses mode ``sequential``."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
@@ -261,7 +260,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Index of the loader that ends the pass: the shortest with ``"min_size"``, otherwise the longest."""
+        """Index of the loader that ends the pass: the shortest loader with ``"min_size"``, otherwise the longest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
@@ -283,7 +282,7 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses a client's data other than loaders: an array, a data set or a table."""
+    """Refuses an array, a data set or a table as a client's loader."""
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
     # A list may contain batches of equal type and shape.
@@ -309,10 +308,10 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context that seeds a loader's random generators, and restores the states; refuses persistent workers.
+    """Context that seeds a loader's random generators, and restores the states afterwards.
 
     Raises:
-        ValueError: If the loader has persistent workers, because their random state belongs to training.
+        ValueError: If the loader has persistent workers, because the workers' random state belongs to training.
     """
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(

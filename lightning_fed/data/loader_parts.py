@@ -21,7 +21,7 @@ LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Returns a loader's sampler, batch size and ``drop_last``; ``None`` and ``False`` with a custom batch sampler."""
+    """Returns a loader's sampler, batch size and ``drop_last``, or (custom batch sampler, ``None``, ``False``)."""
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(batches) is BatchSampler:
         return batches.sampler, batches.batch_size, batches.drop_last
@@ -48,7 +48,7 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader whose class overrides methods of ``DataLoader``; the error contains `purpose`."""
+    """Refuses a loader whose class overrides methods of ``DataLoader``; `purpose` is a phrase for the error."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(
@@ -71,21 +71,21 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(samplers: list[Any], epoch: int) -> None:
-    """Calls ``set_epoch`` on all samplers with this method."""
+    """Calls ``set_epoch(epoch)`` on all samplers with such a method."""
     for sampler in samplers:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 
 
 def own_generators(owners: list[Any]) -> list[torch.Generator]:
-    """Returns the random generators stored as ``generator`` in loaders and samplers."""
+    """Returns the random generators in the attribute ``generator`` of loaders and samplers (``owners``)."""
     generators = [getattr(owner, "generator", None) for owner in owners]
     return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the generators in loaders and samplers, and restores the earlier states afterwards."""
+    """Context that seeds the generators of loaders and samplers (``owners``), and restores the states afterwards."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

@@ -36,7 +36,7 @@ class Partition(abc.ABC):
         return None
 
     def seed_of(self, federation_seed: int) -> int:
-        """Returns the partition's seed, or the federation's seed if the partition has none."""
+        """Returns the partition's seed, or ``federation_seed`` for a partition without a seed."""
         return check_count("seed", federation_seed if self.seed is None else self.seed, 0)
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class Partition(abc.ABC):
 
 
 class PartitionOfPartition(Partition):
-    """Base class of partitions that change the samples in another partition (abstract: implement :meth:`change`)."""
+    """Base class of partitions that transform another partition's samples (abstract: implement :meth:`change`)."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
@@ -57,7 +57,7 @@ class PartitionOfPartition(Partition):
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """Returns a picklable function from a client's sample to the changed sample."""
+        """Returns a picklable function from a sample of the client to the transformed sample."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         return self.partition.split(dataset, seed)
@@ -78,7 +78,7 @@ class _Chain:
 
 
 def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes a sample's input: first element, entry ``"image"`` (or first entry), or the sample itself."""
+    """Applies ``change`` to a sample's input: first element, entry ``"image"`` (or first), or the sample itself."""
 
     def changed(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or image.ndim == 0:

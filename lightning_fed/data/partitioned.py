@@ -105,7 +105,6 @@ class PartitionedData(FederatedDataModule):
         self.source.teardown(self._stage_of_source(stage))
 
     def population(self) -> Population:
-        """Returns the population of clients for the rounds; available after `setup`."""
         if self._population is None:
             raise RuntimeError(
                 "Expected `setup` before `population`, because the clients are unknown before: call `setup` first."
@@ -121,7 +120,6 @@ class PartitionedData(FederatedDataModule):
         return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
 
     def _stage_of_source(self, stage: str) -> str:
-        """Maps a Trainer stage to the stage for `source`: held-out data come from the source's training data."""
         return "fit" if stage == "validate" or (stage == "test" and self.test_fraction) else stage
 
     def _split(self) -> DatasetClients:

@@ -37,7 +37,7 @@ class PoissonSampling:
         self.key = key
 
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Draws the example indices of a batch, increasing, shape (examples,); the batch may be empty.
+        """Draws the indices of a batch's examples, increasing, shape (examples,); the batch may be empty.
 
         A client with fewer examples than ``batch_size`` gives all examples; ``number`` is the batch index in the visit.
         """
@@ -48,7 +48,7 @@ class PoissonSampling:
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Returns the indices from :meth:`draw`; for an empty batch, an example's index as placeholder.
+        """Returns the indices drawn by :meth:`draw`; for an empty batch, index 0 as a placeholder.
 
         The training step must ignore the placeholder's gradient.
         """
@@ -57,7 +57,7 @@ class PoissonSampling:
 
 
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
-    """Returns a loader with a map-style data set and no custom sampler; raises ``OptionError`` otherwise.
+    """Returns ``loader``, if suitable for Poisson sampling.
 
     Raises:
         OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
@@ -78,7 +78,7 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """Copies a loader (data set, collation, workers) for given batches: example indices, shape (examples,)."""
+    """Copies a loader (data set, collation, workers) to read ``batches``: example indices, shape (examples,) each."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Any = map(np.ndarray.tolist, batches)  # lists of positions

@@ -1,4 +1,4 @@
-"""The population: a federation's clients, with each client's data as a source for batches."""
+"""The population: a federation's clients, with each client's data as a source of batches."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class PlannedVisit:
         position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
-        pass_batches: Batches per pass, if a sampler gives passes different lengths.
-        is_over: Whether the client has answered before the last batch.
+        pass_batches: Batches in each pass, if a sampler gives passes different lengths; otherwise empty.
+        is_over: Whether the client has sent the update before the last batch.
         is_stream: Whether the visit ends when the client's loader ends.
         is_counted: Whether to count examples during the first pass.
     """
@@ -59,13 +59,13 @@ class PlannedVisit:
     pass_batches: tuple[int, ...] = ()
 
     def fail(self, fault: str, error: Exception) -> None:
-        """Marks the visit as failed by an exception. The traceback is stored as a text note."""
+        """Marks the visit as failed with the reason ``fault``; stores the exception with the traceback as text."""
         self.fault, self.error = fault, without_frames(error)
 
 
 @dataclass(slots=True)
 class VisitBatch:
-    """One batch of a visit, or an error with traceback text; ``is_last``: last batch of a loader without length."""
+    """A visit's batch, or an error with traceback text. ``is_last``: last batch of a loader without length."""
 
     position: int
     batch: Any = None
@@ -75,7 +75,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """Creates an item with an error, without traceback: frames would keep a loader's workers alive."""
+        """Creates an item for an error, without traceback, because frames would keep a loader's workers alive."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -139,13 +139,12 @@ class Population(ABC):
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        With ``isolated``, other running iterators are unaffected, and ``drop_last`` is ignored. ``groups`` are
-        ranges of visit indices, to interleave the batches (one batch per visit in turn); by default the visits run one
-        after another.
+        With ``isolated``, other running iterators are unaffected, and ``drop_last`` is ignored. ``groups`` are ranges
+        of visit indices: the visits in a group yield one batch in turn. By default one visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-        """Yields one pass over a client's data, in an order drawn for the visit; re-raises exceptions from the data.
+        """Yields one pass over a client's data, in an order drawn for the visit; raises exceptions from the data.
 
         An isolated pass includes examples that ``drop_last`` drops in training, unless the client's data are a loader.
         For data without a known length, the pass has as many batches as a visit, if visits count steps.
@@ -163,7 +162,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Number of batches after the limit ``overfit_batches``, out of ``per_epoch``; ``None`` if unknown."""
+        """Limits a pass with ``per_epoch`` batches to ``overfit_batches`` batches; ``None`` for an unknown number."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):
@@ -171,11 +170,11 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
-        """True if examples and batches are counted only during training, for a single client with unknown length."""
+        """True for a single client with data of unknown length, whose examples are counted during training."""
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if one isolated pass returns all the client's examples."""
+        """True if one isolated pass contains all examples of the client."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -194,7 +193,7 @@ def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
 
 
 def sequential_groups(visits: Sequence[Any]) -> list[range]:
-    """Returns one group per visit: a range with the visit's index only."""
+    """Returns one group per visit: a range with only the visit's index."""
     return [range(position, position + 1) for position in range(len(visits))]
 
 
@@ -226,7 +225,7 @@ def restore_torch_generators(states: tuple[torch.Tensor, Any]) -> None:
 
 
 def _device_module() -> Any:
-    """PyTorch's module for the accelerator (``torch.cuda``, ``torch.xpu``, ``torch.mps``); ``None`` unless used."""
+    """PyTorch's module for the accelerator in use (``torch.cuda``, ``torch.xpu``, ``torch.mps``), or ``None``."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
@@ -258,14 +257,14 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Copies all global generators' states, as tensors and primitives for checkpoints."""
+    """Copies the states of all global generators, as tensors and primitives for checkpoints."""
     numpy: Any = np.random.get_state()  # noqa: NPY002 - for the user's data sets
     name, keys, *rest = numpy
     return random.getstate(), (name, torch.from_numpy(keys.astype(np.int64)), *rest), torch_generator_states()
 
 
 def restore_generators(states: tuple[Any, ...] | None) -> None:
-    """Restores a result of :func:`generator_states`; does nothing for ``None``."""
+    """Restores states from :func:`generator_states`; does nothing for ``None``."""
     if states is None:
         return
     python, (name, keys, *rest), torch_states = states
@@ -279,7 +278,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for training; refuses a fit in a second thread, because threads share the global generators."""
+    """Context for a fit; refuses a fit in a second thread, because threads share the global generators."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:
@@ -398,7 +397,7 @@ KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
 
 
 def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
-    """Adds a client's classes to ``known``, from the attribute ``class_to_idx`` in image folders.
+    """Adds a client's class numbers to ``known``, from the attribute ``class_to_idx`` in image folders.
 
     Refuses a class with two numbers, and a number with two classes: an image folder numbers only existing classes, so
     on sites with different folders a number may mean different classes.

@@ -28,8 +28,8 @@ class RoundLoader:
     """Iterable over the batches of a round's visits, one client after another.
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
-    ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. A failed visit
-    is completed with ``None`` batches, which Lightning skips.
+    ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. After a
+    failure the visit's remaining batches are ``None``, which Lightning skips.
 
     With several processes, each process serves a share of the visits, padded to the same number of batches.
 
@@ -37,7 +37,7 @@ class RoundLoader:
         population: The clients' data.
         cohort: The round's clients.
         limit: Maximum number of batches in the round (``limit_train_batches``).
-        process_group: The round's processes.
+        process_group: The processes that share the round.
         visit_costs: Expected duration of visits; by default proportional to the batches.
         visit_groups: Rule for simultaneous visits; by default visits train one by one.
         clock: Time limit for visits, except simultaneous visits; by default visits have no time limit.
@@ -142,7 +142,7 @@ class RoundLoader:
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the user's loader, for a module's ``setup`` (for example to count classes)."""
+        """Returns an attribute of the user's training loader, for a module's ``setup`` (such as the data set)."""
         if name not in _OF_LOADER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:
@@ -154,7 +154,7 @@ class RoundLoader:
 
     @property
     def current(self) -> PlannedVisit | None:
-        """The visit of the last batch; ``None`` outside visits and for simultaneous visits."""
+        """The visit of the last batch; ``None`` between visits and for simultaneous visits."""
         return self.group[0] if len(self.group) == 1 else None
 
     @property
@@ -186,7 +186,7 @@ class RoundLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing, because the state is empty."""
+        """Does nothing, because :meth:`state_dict` is empty."""
 
     def _fetch_group(
         self, stream: Iterator[VisitBatch], positions: range, numbers: ClientGenerators, batches_left: int
@@ -223,7 +223,6 @@ class RoundLoader:
 
 
 def _count(planned: PlannedVisit, batch: Any, number: int) -> None:
-    """Adds a first-pass batch to the visit's counts. A batch without tensors counts as one example."""
     if planned.epoch_batches is None or number < planned.epoch_batches:
         try:
             planned.num_samples += batch_length(batch)

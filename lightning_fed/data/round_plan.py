@@ -27,13 +27,12 @@ _MOST = 100_000  # remembered clients
 
 
 class VisitGroups(NamedTuple):
-    """Rule to form groups for simultaneous visits.
+    """Rule to form groups of simultaneous visits.
 
     Args:
-        size: Maximum visits per group.
+        size: Maximum number of visits per group.
         is_equal: Whether all visits in a group must have the same number of batches.
-        draws: Whether the visits also draw from Python's and NumPy's generators, not only from PyTorch's.
-
+        draws: Whether visits also draw from Python's and NumPy's generators, not only from PyTorch's.
     """
 
     size: int
@@ -57,7 +56,7 @@ class PlannedRound:
     num_clients: int = 0  # in this process
 
     def record_failure(self, population: Population, client: Client, item: VisitBatch) -> str:
-        """Returns a description of an error in a client's data; logs the first such error in a fit."""
+        """Returns the reason for a client's failure from the error in ``item``; logs the first such error in a fit."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
@@ -75,7 +74,7 @@ class PlannedRound:
         return f"its data raised {reason}"
 
     def log_common_error(self) -> None:
-        """Logs an error if the data of all clients in this process raised an exception."""
+        """Logs an error if the data of every client in this process have raised an exception."""
         if self.reasons and len(self.reasons) == self.num_clients:
             reason, count = Counter(self.reasons).most_common(1)[0]
             assert self.round is not None
@@ -186,7 +185,6 @@ def _apply_limit(plan: PlannedRound, limit: int | float) -> None:
 def _take_share(
     plan: PlannedRound, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None
 ) -> None:
-    """Selects this process's share of the visits, and sets the length in batches, equal in all processes."""
     shares: Sequence[Sequence[int]] = [range(len(plan.visits))]
     if process_group.size > 1:
         shares = balance_loads((visit_costs or VisitCosts()).expected(plan.visits), process_group.size)
@@ -241,7 +239,7 @@ class VisitCosts:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """Estimates the duration of each visit; for unknown clients, with the mean over known clients."""
+        """Estimates the seconds for each visit; a client without an earlier visit gets the other clients' mean."""
         clients = [planned.visit.client for planned in visits]
         known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0
@@ -249,9 +247,9 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes items of ``work`` (durations) greedily over ``size`` processes, the largest item first.
+    """Distributes tasks over ``size`` processes, the longest task first, to balance the sums of durations (``work``).
 
-    Returns the increasing item indices of each process.
+    Returns the increasing task indices of each process.
     """
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size

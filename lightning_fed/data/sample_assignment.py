@@ -27,7 +27,7 @@ class PartitionError(OptionError):
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
-    """Creates a random generator that depends on purpose, seed and keys."""
+    """Creates a random generator, seeded by purpose, seed and further keys."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()), *keys)))
 
 
@@ -45,7 +45,7 @@ def draw_dirichlet(
 
 
 def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Cuts each count ``totals[r]`` into parts with the fractions ``shares[r]``; returns the part sizes."""
+    """Cuts ``totals[r]`` samples into parts with the fractions ``shares[r]``; returns sizes, shape of ``shares``."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
@@ -53,7 +53,7 @@ def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArra
 
 
 def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexArray) -> list[IndexArray]:
-    """Assigns ``counts[k, c]`` random samples of class c to client k. Remaining samples are not assigned."""
+    """Assigns ``counts[k, c]`` random samples of class c to client k; ``classes[i]`` is the class of sample i."""
     num_clients, num_classes = counts.shape
     order = rng.permutation(classes.size)
     order = order[np.argsort(classes[order], kind="stable")]  # sorted by class, random within a class
@@ -101,9 +101,9 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Repeats a draw of sample counts until each client has ``min_size`` samples.
+    """Repeats ``draw`` (sample counts) until each client has ``min_size`` samples.
 
-    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``None`` for the first reachable size of 10, 5, 2 and 1.
+    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``None``: the first reachable size of 10, 5, 2 and 1.
     """
     sizes = _SIZES if min_size is None else (min_size,)
     option = "" if min_size is None else "`min_size` * "
@@ -127,8 +127,5 @@ def draw_until_large(
 
 
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
-    """Draws a client's pixel permutation: pixel ``i`` of the permuted image is pixel ``permutation[i]`` of the image.
-
-    The cost does not depend on the number of clients. Training and test images are permuted in the same way.
-    """
+    """Draws a client's pixel permutation: pixel ``i`` of the permuted image is pixel ``permutation[i]`` before."""
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

@@ -24,8 +24,8 @@ _NUM_CACHED = 4
 class SamplerStream:
     """Passes of a sampler over a data set, divided among clients.
 
-    A pass depends only on ``seed``, the round, and the pass's number in the round: all clients share the pass. A
-    client's part is the pass without other clients' examples; empty batches are skipped. Stateful samplers are refused.
+    A pass depends only on ``seed``, the round, and the pass's index in the round: all clients share the pass. A
+    client's part consists of the client's examples in the pass, without empty batches. Stateful samplers are refused.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -76,7 +76,6 @@ class SamplerStream:
         return order[places[is_own]], batches[is_own]
 
     def _state(self) -> Any:
-        """Returns a fingerprint of the samplers' state, to detect samplers that change between passes."""
         return [
             fingerprint(vars(sampler), skipped=self._skipped)
             for sampler in self._samplers

@@ -1,4 +1,4 @@
-"""Time limit for client visits, enforced while data load or a training step runs."""
+"""Time limit for client visits, enforced during data loading and training steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _AGAIN = 1.0  # seconds until the alarm repeats, for code that swallows the exce
 
 
 class VisitClock:
-    """Timer to raise :class:`~lightning_fed.errors.VisitTimeout` in a client's visit after the time limit.
+    """Timer that raises :class:`~lightning_fed.errors.VisitTimeout` in a client's visit after the time limit.
 
     The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
-    process, but not a loop in C. Only code inside :meth:`interrupting` is interrupted, never code of the package. An
-    earlier alarm is restored afterwards.
+    process, but not a loop in C. Only code inside the context :meth:`interrupting` is interrupted. An earlier alarm
+    (of other code) is restored afterwards.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -62,7 +62,7 @@ class VisitClock:
             signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - since), 1e-3))
 
     def interrupting(self) -> AbstractContextManager[None]:
-        """Returns a context for interruptible code. Without a time limit the context has no cost."""
+        """Returns a context for code to interrupt after the time limit."""
         return nullcontext() if self.seconds is None else self._interrupting()
 
     @contextmanager
