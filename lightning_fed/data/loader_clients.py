@@ -59,9 +59,8 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Number of the client's examples: the sampler's or data set's length, otherwise counted in one pass.
 
-        A custom sampler's length takes precedence, because a geographic sampler draws many windows from few files. Of
-        several loaders, the loader that ends the pass counts. Without a length, the ``local_steps`` batches of a visit
-        count.
+        A custom sampler's length takes precedence, because a geographic sampler draws many windows from few files. With
+        several loaders, the loader that ends the pass counts; without a length, the batches of a visit.
         """
         return self._count(client, self._loader(client))
 

@@ -154,7 +154,7 @@ class RoundLoader:
 
     @property
     def current(self) -> PlannedVisit | None:
-        """The visit of the last batch; ``None`` between visits and for simultaneous visits."""
+        """The last batch's visit; ``None`` between visits and for simultaneous visits."""
         return self.group[0] if len(self.group) == 1 else None
 
     @property
