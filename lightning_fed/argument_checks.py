@@ -11,7 +11,7 @@ _MOST_LISTED = 16  # maximum number of names listed in an error
 
 
 def check_option(name: str, value: object, allowed: Any) -> None:
-    """Refuses an argument ``name`` whose value is not in ``allowed``, a sequence or a ``Literal``."""
+    """Refuses ``value`` for the argument ``name``, unless contained in ``allowed``, a sequence or a ``Literal``."""
     known = get_args(allowed) or allowed
     if value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)

@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """Yields a temporary path for writing; afterwards moves the file to ``path``, unless an exception was raised.
 
-    Missing folders are created. A note on an exception (for example, for a full disk) names the
-    unchanged file. Processes that write the same file need different suffixes.
+    Missing folders are created. After an exception (for example, for a full disk) a note names the unchanged file.
+    Processes that write the same file need different suffixes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")
@@ -97,7 +97,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Writes a checkpoint atomically. If writing fails, a note on the exception names the unchanged old file."""
+        """Writes a checkpoint atomically. After a failure a note on the exception names the unchanged earlier file."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -119,7 +119,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 def describe_objects(path: str | Path) -> str:
-    """Names the pickled objects in a checkpoint with their classes, without executing code."""
+    """Lists the classes of pickled objects in a checkpoint, without executing code."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(_find_pickle(archive)) as file:
             classes = dict(_find_objects(_InertUnpickler(file).load(), ""))

@@ -1,4 +1,4 @@
-"""Default logging to the console, and round numbers for display."""
+"""Default log on the console, and formats for round numbers and Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOGGER = logging.getLogger("lightning_fed")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes log lines to the console, unless the root logger has handlers, which would duplicate the lines."""
+    """Writes log lines to the console, unless the root logger has handlers, because lines would appear twice."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -21,7 +21,7 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Context that removes handlers added to the root logger inside, because only programs should add handlers."""
+    """Context that afterwards removes handlers added to the root logger, because only programs should add handlers."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def load_feature(module: str) -> ModuleType:
-    """Imports the module of an optional feature; if the module is missing, the error names the feature."""
+    """Imports the module of an optional feature; if a requirement is missing, the error names the feature."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -100,7 +100,6 @@ class TorchProcessGroup(ProcessGroup):
         return unpack(rest, self._broadcast_tensors(0, tensors if self.rank == 0 else None, forms))
 
     def _broadcast_tensors(self, source: int, tensors: Sequence[Tensor] | None, forms: Sequence[_Form]) -> list[Tensor]:
-        """Sends the tensors of process ``source`` to all processes; small tensors share a message."""
         received: list[Tensor] = []
         for group in _groups(forms):
             sent = None if tensors is None else tensors[len(received) : len(received) + len(group)]
@@ -128,8 +127,6 @@ class TorchProcessGroup(ProcessGroup):
 
 
 class _Form(NamedTuple):
-    """A tensor's shape, dtype and device, known before sending the tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_on_device: bool
@@ -137,12 +134,11 @@ class _Form(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Size in bytes, rounded up to a multiple of the alignment."""
         return -(-self.nbytes // _ALIGNED) * _ALIGNED
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits a picklable object into distinct tensors and the pickled rest. ``known`` tensors are replaced by indices.
+    """Splits a picklable object into pickled rest and distinct tensors; indices replace ``known`` tensors.
 
     Example:
         >>> w = torch.ones(2)
@@ -163,14 +159,14 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from a result of :func:`pack`, without copying tensors."""
+    """Rebuilds the object split by :func:`pack`, without copying tensors."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each tensor as an index into ``known``, or into the list ``tensors`` with all other tensors."""
+    """Pickles each tensor as an index: into ``known``, or into the list ``tensors`` for all other tensors."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

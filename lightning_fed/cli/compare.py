@@ -42,7 +42,7 @@ def run(args: Sequence[str]) -> None:
 def read_plan(
     parser: argparse.ArgumentParser, options: argparse.Namespace, fit_args: Sequence[str], **more: Any
 ) -> Plan:
-    """Builds a comparison's plan from parsed options; invalid options end the program with the parser's error."""
+    """Builds the plan of a comparison from parsed options; invalid options end the program with the parser's error."""
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan
@@ -57,7 +57,7 @@ def read_plan(
 
 
 def add_options(parser: argparse.ArgumentParser, out: str) -> None:
-    """Adds a comparison's command-line options to a parser; ``out`` is the default folder for results."""
+    """Adds the command-line options of a comparison to a parser; ``out`` is the default folder for results."""
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument(
         "--methods",

@@ -1,4 +1,4 @@
-"""Training for the demo: trains DeepLabV3+ on clients with different images, prints a table and draws a picture."""
+"""Training of the demo: DeepLabV3+ on clients with different images, with a table and a picture as result."""
 
 from __future__ import annotations
 
@@ -187,7 +187,6 @@ def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: S
 
 
 def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std: float | None) -> tuple[str, Tensor]:
-    """Scores a client's model; draws input, truth and prediction for a held-out image, shape (3, H, 3 W)."""
     scores = SegmentationScores(model.num_classes)
     examples = [held_out[index] for index in range(len(held_out))]
     images, masks = (torch.stack([example[part] for example in examples]) for part in (0, 1))

@@ -29,7 +29,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """Requirement for a package, and the installed version; ``None`` if the package is missing."""
+    """Requirement for a package, and the installed version; ``None`` for a missing package."""
 
     requirement: Requirement
     installed: str | None
@@ -85,7 +85,7 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of a report about installed packages, for this package's ``requirements``."""
+    """Yields report lines on the packages in ``requirements`` (lightning-fed's own requirements)."""
     yield f"{PACKAGE} {__version__}"
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield from ("", "Always needed", *(f"  {state}" for state in states_of(_needed(requirements))), "", "Devices")
@@ -107,7 +107,7 @@ def _needed(requirements: Sequence[str]) -> list[Requirement]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """True if a requirement is needed only with the package's optional extra ``extra``."""
+    """True if a requirement belongs only to the package's optional extra ``extra``."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 

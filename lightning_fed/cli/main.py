@@ -58,7 +58,7 @@ work, too: --model my_project.MyModule. `fit -c RECIPE --print_config` shows all
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the program ``lightning-fed`` with the process's arguments, or with ``args``."""
+    """Runs the program ``lightning-fed`` with ``args``, by default the process's arguments."""
     arguments = sys.argv[1:] if args is None else list(args)
     try:
         _dispatch(arguments, args is None)

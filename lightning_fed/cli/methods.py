@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_methods() -> dict[str, str]:
-    """Names and docstrings of all registered methods, sorted by name."""
+    """Maps the names of all registered methods, sorted, to the docstrings."""
     # Parses the sources, because importing the methods takes seconds.
     trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]
     statements = [statement for tree in trees for statement in tree.body]
@@ -60,7 +60,7 @@ def read_methods() -> dict[str, str]:
 
 
 def table_of_methods() -> str:
-    """Table with the name and the purpose of every registered method."""
+    """Formats the names and purposes of all registered methods as a table."""
     methods = read_methods()
     width = max(map(len, methods))
     lines = [f"{'METHOD':{width}}  FOR"]
@@ -103,7 +103,7 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""Reads the items "Sends", "Keeps", "Costs" and "For" in a method's docstring."""
+    r"""Maps "Sends", "Keeps", "Costs" and "For" to the texts of these items in a method's docstring."""
     points = re.findall(r"^- (Sends|Keeps|Costs|For): (.*(?:\n  .*)*)", text, re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in points}
 

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
-    """Formats a recipe's privacy budget as tables in Markdown, optionally with an audit of the noised sum."""
+    """Formats a recipe's privacy budget as Markdown tables; ``has_audit`` adds an audit of the noised sum."""
     from lightning_fed.privacy.accounting import calibrate
     from lightning_fed.privacy.audit import audit_mean
 

@@ -54,7 +54,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds federation, model, data and callbacks from a recipe file. Options in ``args`` replace the file's."""
+    """Builds federation, model, data and callbacks from a recipe file. Options in ``args`` have precedence."""
     from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():
@@ -81,7 +81,6 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
 
 
 def _clients_of(recipe: Recipe) -> Sequence[Client]:
-    """Returns the recipe's clients; empty, with a warning, if the data are needed but not on this machine."""
     data = recipe.data
     numbered = getattr(recipe.federation.partition, "num_clients", None)
     if numbered is not None:
@@ -99,7 +98,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes an app with a copy of the recipe, from templates by path in the app; refuses a folder that has an app."""
+    """Writes an app with a copy of the recipe; ``templates`` maps paths in the app to texts. Refuses an old app."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():

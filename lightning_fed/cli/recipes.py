@@ -42,7 +42,7 @@ def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """Returns a hint for a missing recipe file with the name of a packaged recipe, or ``None``."""
+    """Returns a hint if an argument is a missing file with the name of a packaged recipe; otherwise ``None``."""
     # Guides use paths of recipes in the repository, but an installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])
@@ -62,7 +62,7 @@ def recipe_folder() -> Path:
 
 
 def title_of(recipe: Path) -> str:
-    """Returns the first sentence of the comment at the start of a recipe."""
+    """Returns the first sentence of the comment at the start of a recipe file."""
     comment = []
     for line in recipe.read_text().splitlines():
         if not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""Stores for client state between visits: personal entries, optimizer state, and memory of callbacks.
+"""Stores for client state between visits: personal entries, optimizer state, and tensors of callbacks.
 
 Each round writes a new version, so a run resumed from an earlier checkpoint does not read tensors of later rounds.
 """
@@ -30,11 +30,11 @@ _DIGEST = "sha256"
 
 
 class ClientStore(ABC):
-    """Store for the tensors of each client between visits. Only tensors of the round's clients need memory."""
+    """Store for each client's tensors between visits. Only tensors of the round's clients need memory."""
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
-        """Returns a client's latest tensors, which the caller must not change; ``None`` without stored tensors."""
+        """Returns a client's latest tensors, which the caller must not change; ``None`` if the store has none."""
 
     def clients(self) -> Collection[Client]:
         """The clients with stored tensors. At the end of a fit, these clients measure BatchNorm statistics again."""
@@ -46,7 +46,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Ends ``round``: keeps the new tensors of ``clients`` (valid update), and removes all other new tensors."""
+        """Ends ``round``: keeps the new tensors of ``clients`` (valid updates), removes all other new tensors."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
@@ -60,11 +60,11 @@ class ClientStore(ABC):
         """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Returns the store's changes in ``round`` in picklable form, for :meth:`join` in other processes."""
+        """Returns the changes of ``round`` in this process in picklable form, for :meth:`join` in other processes."""
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Adds the changes in ``share``, a result of :meth:`share` in another process."""
+        """Adds the changes of another process: ``share`` is the result of :meth:`share` there."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
@@ -75,7 +75,7 @@ def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientSto
 
 
 class MemoryStore(ClientStore):
-    """Client store in memory and in every checkpoint, for up to hundreds of clients with small entries."""
+    """Client store in memory and in every checkpoint, for up to hundreds of clients with small personal entries."""
 
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}
@@ -105,7 +105,6 @@ class MemoryStore(ClientStore):
         return {"clients": plain_keys(states), "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the tensors of all clients; refuses a checkpoint from a :class:`FolderStore`."""
         if "folder" in state:
             raise ValueError(f"The checkpoint's client state is in a folder: set store={state['folder']!r}.")
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
@@ -115,7 +114,6 @@ class MemoryStore(ClientStore):
         return self._of_round if self._round == round else {}
 
     def join(self, round: int, share: Any) -> None:
-        """Stores the tensors from another process, because any process may train a client next."""
         for client, state in share.items():
             self.put(client, round, state)
 
@@ -223,7 +221,7 @@ class FolderStore(ClientStore):
                 self._kept.discard(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the state for a checkpoint. Deletes files that this and the previous checkpoint do not need."""
+        """Returns the state for a checkpoint; deletes files unneeded by this and the previous checkpoint."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):
@@ -267,12 +265,11 @@ class FolderStore(ClientStore):
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes a client's files from rounds before ``round``, except the latest of these files."""
+        """Deletes a client's files from rounds before ``round``, except the last of these files."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 
     def start(self, process_group: ProcessGroup) -> None:
-        """Starts all processes with the run number of the first process; only the first process deletes files."""
         if process_group.size > 1:
             last = self._last_run()
             self._run = process_group.broadcast((0 if last is None else last + 1) if self._run is None else self._run)

@@ -1,4 +1,4 @@
-"""The user's module as a client's model: loads broadcasts, stores client state, builds updates."""
+"""Use of the user's module as a client's model: loads broadcasts, stores client state, builds updates."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class LocalModel:
-    """The module in the role of each client's model in turn.
+    """Loads clients' models into the user's module, one after another.
 
     Shared entries come from the broadcast, and frozen entries from the server. Personal entries come from the client's
     store, or before the first visit from the server's initial values. Outside visits the module holds the global model.
     Every visit starts with the round's initial values of buffers with ``persistent=False``.
 
-    Loading copies values into most entries. For a sliced entry, the client's rows replace the parameter's data, so the
-    whole table is in memory once and is never copied.
+    Loading copies values into the module's entries, except for sliced entries (tables of which a client holds only some
+    rows): the client's rows replace the parameter's data, so the whole table is in memory once.
 
     Args:
         module: The module that trains.
@@ -174,11 +174,11 @@ class LocalModel:
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def load_client_entries(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a result of :meth:`client_entries` into the module, during a visit."""
+        """Loads the entries copied by :meth:`client_entries` into the module, during a visit."""
         self._load(state)
 
     def recall(self, client: Client) -> State:
-        """Reads a client's stored personal entries, optimizer state and memory; empty before the first visit."""
+        """Reads a client's stored state (personal entries, optimizer state, callback tensors), empty at first."""
         return self.store.get(client) or {}
 
     def store_client(
@@ -188,7 +188,7 @@ class LocalModel:
         optimizer_state: Mapping[str, Tensor],
         memory: Mapping[str, Tensor],
     ) -> None:
-        """Stores a client's personal entries, optimizer state and memory, if any, until the next visit."""
+        """Stores a client's personal entries, optimizer state and callback tensors (``memory``), if any."""
         self._find_entries(self.personal)
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
@@ -196,7 +196,7 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def model_key(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Returns a fingerprint of model weights, stored with BatchNorm statistics to identify the measured model.
+        """Returns a fingerprint of the model ``state``, stored with BatchNorm statistics measured with this model.
 
         Running statistics and sliced entries, which can be large, are excluded. Equal states give equal numbers.
         """
@@ -236,12 +236,11 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the update of ``client``; refuses changes to tensors outside ``state_dict`` since the visit began."""
+        """Builds the client's update; refuses changes during the visit to tensors outside ``state_dict``."""
         self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Copies entries into the module; for a sliced entry, replaces the parameter's data instead."""
         for name, owner in self.sliced.items():
             rows = state.get(name, owner)
             if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:
@@ -277,19 +276,19 @@ class LocalModel:
 
 
 def memory_of(stored: State) -> State:
-    """Selects the memory of callbacks and update steps from a client's stored state (:meth:`LocalModel.recall`)."""
+    """Selects the tensors of callbacks and update steps from a client's stored state (:meth:`LocalModel.recall`)."""
     return without_prefix(stored, _MEMORY)
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's callback memory under names with ``prefix``, as a change in ``round``."""
+    """Deletes a client's stored callback tensors with names starting with ``prefix``, as a change in ``round``."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)
 
 
 class UnsavedTensors:
-    """Tensors of a module outside ``state_dict``, reset for every client: visits pass on no information.
+    """Resets a module's tensors outside ``state_dict`` for every client, so that visits pass on no information.
 
     Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
     only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
@@ -351,7 +350,7 @@ class UnsavedTensors:
             tensor.copy_(start)
 
     def return_additions(self) -> None:
-        """Restores the tensors and layers added in visits, after the round."""
+        """Adds the tensors and layers added in visits to the module again, after the round."""
         additions, self._additions = self._additions, {}
         for (layer, name), (value, is_persistent) in additions.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

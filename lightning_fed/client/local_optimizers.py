@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and loss scale at a visit's start: reset, or restored from the last visit."""
+"""Optimizers, schedulers and loss scale at a visit's start: reset, or restored from the client's last visit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalOptimizers:
             optimizer with ``step_schedulers`` resumes from the median visit's final state.
 
     Attributes:
-        finals: Final scheduler states by visit index in the round; empty if no state outlives the visits.
+        finals: Final scheduler states, by the visit's index in the round; empty without schedulers and loss scale.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LocalOptimizers:
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Step count of every per-step scheduler in a state in :attr:`finals`; ``None`` without step counts."""
+        """Returns each per-step scheduler's steps in a visit with this ``final_state``; ``None`` if uncounted."""
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -77,9 +77,9 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets all state to the start of the round, and restores the client's stored buffers ``packed``, if any.
+        """Resets optimizers, schedulers and loss scale to the round's start; restores stored buffers (``packed``).
 
-        ``rows`` are pairs of a parameter with only some rows on the client, and the indices of these rows.
+        ``rows`` lists pairs: a parameter of which the client holds only some rows, and the indices of these rows.
         """
         if self.mode == "continue":
             return
@@ -88,12 +88,12 @@ class LocalOptimizers:
             unpack_optimizers(self.optimizers, packed)
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
-        """Restores a result of :meth:`capture`, except learning rates set by epoch schedulers since then."""
+        """Restores the state from :meth:`capture`, except learning rates set by epoch schedulers since then."""
         self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Records the schedulers' state; returns packed optimizers in ``"keep"`` mode. ``position``: visit index."""
+        """Records the schedulers' state for visit index ``position``; returns packed buffers in ``"keep"`` mode."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
@@ -101,8 +101,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
 
-        The schedulers resume from the visit with the (lower) median step count among visits with a valid update.
-        ``counting`` contains the indices of these visits in the round.
+        ``counting`` has the indices of visits with a valid update. Schedulers resume from the (lower) median visit by
+        steps.
         """
         if self.mode == "continue" and counting:
             return
@@ -114,9 +114,9 @@ class LocalOptimizers:
         self._step_again(middle["epoch_schedulers"])
 
     def _rates(self, groups: Sequence[Any], visited: Sequence[Any]) -> list[Any]:
-        """Returns ``groups`` with the hyper-parameters in ``visited`` if schedulers step in visits, else current.
+        """Returns ``groups`` with hyper-parameters from ``visited`` if schedulers step per batch, else current ones.
 
-        The arguments have one list of parameter groups per optimizer. All other values stay as in ``groups``.
+        Both arguments contain a list of parameter groups per optimizer.
         """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         sources = [
@@ -144,7 +144,7 @@ class LocalOptimizers:
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-        """State at the round's start for a checkpoint: optimizers, per-step schedulers, loss scale (may be empty)."""
+        """Returns the round's initial states of optimizers, per-step schedulers and loss scale, for a checkpoint."""
         start = self._start
         return self._optimizer_states(start), copy_tree(start["schedulers"]), copy_tree(start["scaler"])
 
@@ -158,7 +158,7 @@ class LocalOptimizers:
         ]
 
     def capture(self, buffers: bool = True) -> dict[str, Any]:
-        """Copies the current optimizer state (``buffers``: with buffers), scheduler states and loss scale."""
+        """Copies hyper-parameters, scheduler states and loss scale, and with ``buffers`` the optimizers' buffers."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.step_schedulers],
@@ -172,7 +172,6 @@ class LocalOptimizers:
     def _sliced(
         self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
     ) -> list[dict[Any, Any]]:
-        """Selects a client's ``rows`` (as in :meth:`start_visit`) in initial buffers, such as Adagrad's sums."""
         sliced = []
         for optimizer, states in zip(self.optimizers, buffers, strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -230,7 +229,7 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
 
 
 def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Restores buffers and counters from a result of :func:`pack_optimizers`, except hyper-parameters."""
+    """Restores optimizer buffers and counters from :func:`pack_optimizers`, but no hyper-parameters."""
     states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")

@@ -55,7 +55,7 @@ _METRIC = "reset metrics that are used in training in `on_client_start` of a `Fe
 
 @dataclass
 class _Known:
-    """Attributes of a module found in earlier rounds (changed, logged), and the number of searched rounds."""
+    """Attributes found in earlier rounds (changed, logged), and the number of searched rounds, for one module."""
 
     suspects: dict[str, ref[Any]] = field(default_factory=dict)  # owners; a second fit has other optimizers
     named: set[str] = field(default_factory=set)
@@ -121,7 +121,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Begins a visit; clears the state of optimizers stored in attributes."""
+        """Begins a visit; clears the state of optimizers stored in the module's attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
@@ -157,7 +157,7 @@ class CarriedAttributes:
         return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
-        """Logs attributes with values across visits; refuses optimizers, schedulers and callbacks with such values."""
+        """Logs attributes with values across visits; refuses such attributes in optimizers, schedulers, callbacks."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -225,7 +225,7 @@ class CarriedAttributes:
         return "; ".join(dict.fromkeys(advice))
 
     def stop(self) -> None:
-        """Removes all descriptors from classes, and all overrides from metrics and callbacks."""
+        """Stops the search: removes descriptors from classes, and overrides from metrics and callbacks."""
         for method in reversed(self._methods):
             method.restore()
         self._methods.clear()
@@ -266,7 +266,6 @@ class CarriedAttributes:
                 self._override(metric, attribute, partial(self._call_metric, name))
 
     def _call_metric(self, name: str, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the metric ``name``, and records a read or reset, except for calls inside ``forward``."""
         is_forward = method.name == "forward"
         if not self._num_forwards and id(method.owner) in self._updated:
             if method.name == "compute" and self._num_visits:
@@ -280,7 +279,6 @@ class CarriedAttributes:
             self._num_forwards -= is_forward
 
     def _metrics(self) -> Iterator[tuple[str, Metric]]:
-        """Yields the outermost metrics in the module, and metrics in containers, by name."""
         seen: set[int] = set()
         for path, layer in self._module.named_modules():
             values = {path: layer}
@@ -311,7 +309,6 @@ class CarriedAttributes:
         return result
 
     def _training_state(self) -> list[str]:
-        """Returns versions and norms of parameters and gradients (`.data` has no version), and optimizer options."""
         assert self._trainer is not None
         tensors = [tensor.detach() for tensor in self._module.parameters()]
         gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]
@@ -327,7 +324,6 @@ class CarriedAttributes:
         return [each for each in callbacks if type(each).__module__.partition(".")[0] not in LIBRARIES]
 
     def _owners(self) -> dict[str, Any]:
-        """Returns the searched objects (modules, callbacks, optimizers, schedulers) by prefix of attribute names."""
         layers = {f"{path}." if path else "": layer for path, layer in _layers(self._module)}
         owners: dict[str, Any] = {
             prefix: layer
@@ -375,7 +371,7 @@ class CarriedAttributes:
 class _Watched:
     """Data descriptor that reports reads and writes of an attribute, until :meth:`remove`.
 
-    ``note`` is called with the attribute's full name, and ``True`` for a read.
+    Calls ``note`` with the attribute's full name, and ``True`` for a read.
     """
 
     def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:
@@ -387,7 +383,7 @@ class _Watched:
 
     @staticmethod
     def is_possible(owner_type: type, attribute: str) -> bool:
-        """True if the attribute can be watched: in a Python class without a method or property of this name."""
+        """True for an attribute of a Python class without a method or property of this name."""
         is_of_python = bool(owner_type.__flags__ & 1 << 9)
         return (
             is_of_python
@@ -396,7 +392,6 @@ class _Watched:
         )
 
     def remove(self) -> None:
-        """Removes the descriptor from the class."""
         if self._own is _MISSING:
             delattr(self._type, self._attribute)
         else:
@@ -426,7 +421,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _class_values(owner_type: type) -> dict[str, Any]:
-    """Returns a class's attributes, variables in closures of methods, and global numbers used in methods."""
+    """Maps names to a class's attributes, variables in closures of methods, and global numbers in methods."""
     values: dict[str, Any] = {}
     for base in reversed(owner_type.__mro__):
         if base.__module__.partition(".")[0] in (*LIBRARIES, "torch", "builtins", "abc"):

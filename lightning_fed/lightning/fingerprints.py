@@ -28,7 +28,7 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns a value's fingerprint, down to ``depth`` nested levels; equal values have equal fingerprints.
+    """Returns a fingerprint of a value, down to ``depth`` nested levels; equal values have equal fingerprints.
 
     An unreadable attribute counts as unchanged, an iterator as changed. ``memory`` contains the addresses of
     parameters and buffers, ``skipped`` the ids of excluded objects.

@@ -1,7 +1,7 @@
 """All uses of undocumented behaviour in Lightning and torch. Each docstring names the behaviour.
 
 The only other place is the strategy (:mod:`lightning_fed.backends.client_parallel.strategy`). Each function has a test
-in ``tests/lightning/test_internals.py``. A failing test names the change in Lightning or torch.
+in ``tests/lightning/test_internals.py``, which fails after a change in Lightning or torch.
 """
 
 from __future__ import annotations
@@ -59,14 +59,12 @@ class OverriddenMethod:
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the replacement method with the given arguments."""
         return self.replacement(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.owner, self.name)  # the copy's original method
 
     def restore(self) -> None:
-        """Restores the original method on the object."""
         if self._was_on_instance:
             setattr(self.owner, self.name, self.original)
         else:
@@ -91,20 +89,20 @@ def ignored_warning(message: str, module: str = "") -> Iterator[None]:
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """Returns the Trainer's list of callbacks. Callers may add or move callbacks in the list."""
+    """Returns the Trainer's own list of callbacks, in which callers may add or move callbacks."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
 def datamodule_of(trainer: L.Trainer) -> Any:
-    """Returns the datamodule passed to the Trainer (an attribute of the Trainer); ``None`` without a datamodule."""
+    """Returns the datamodule passed to ``fit`` (the Trainer stores the datamodule in an attribute), or ``None``."""
     return getattr(trainer, "datamodule", None)
 
 
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
-    """Returns the training and validation data passed to ``fit``, ``None`` if not passed.
+    """Returns the training and validation data passed to ``fit``; ``None`` for missing data.
 
-    The fit loop and its validation loop store loaders, or an object with loader hooks, in a data source.
+    The fit loop and the validation loop store loaders, or an object with loader hooks, in a data source.
     """
     sources = (getattr(loop, "_data_source", None) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop))
     data = [getattr(source, "instance", None) for source in sources]
@@ -129,7 +127,6 @@ class HandedDataModule:
         datamodule.trainer = trainer
 
     def restore(self) -> None:
-        """Restores the data passed to ``fit``."""
         for source, data in self._sources:
             source.instance = data
         self._trainer.datamodule = self._before  # type: ignore[attr-defined]
@@ -169,7 +166,7 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
     """Sets the time of the last validation to ``seconds``, unless ``None``; returns the previous time.
 
-    If ``val_check_interval`` is a duration, Lightning restarts the count whenever a loader is requested.
+    With a duration as ``val_check_interval``, Lightning resets this time whenever a loader is requested.
     """
     before: float | None = getattr(trainer, "_last_val_time", None)
     if seconds is not None:
@@ -178,7 +175,7 @@ def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float
 
 
 def loader_to_overfit(loader: Any) -> Any:
-    """Returns training loaders without shuffling, as used by Lightning with ``overfit_batches``."""
+    """Returns training loaders without shuffling, as Lightning with ``overfit_batches`` does."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     _resolve_overfit_batches(combined, RunningStage.TRAINING)
@@ -186,7 +183,7 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
-    """Returns loaders with distributed samplers, as used by Lightning for a plain fit in several processes."""
+    """Returns loaders with distributed samplers, as Lightning does for a plain fit in several processes."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     stage = TrainerFn.FITTING, RunningStage.TRAINING
@@ -195,15 +192,15 @@ def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Runs Lightning's warning about loaders with few workers, as for the training loaders of a plain fit."""
+    """Runs Lightning's warning about loaders with few workers, as in a plain fit."""
     for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
         _worker_check(trainer, part, "train_dataloader")
 
 
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
-    """Sets ``trainer.is_last_batch``; returns the previous value.
+    """Sets ``trainer.is_last_batch``, stored in the epoch loop's batch progress; returns the previous value.
 
-    The value is stored in the epoch loop's batch progress. Lightning ends the epoch loop without this value.
+    Lightning does not read this value to end the epoch loop.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch
@@ -214,7 +211,7 @@ def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
 def ends_after_batch(trainer: L.Trainer) -> bool:
     """True if Lightning leaves the epoch loop after this batch, even before the last batch of the epoch.
 
-    Reasons are ``max_steps``, or a stop request if the fit loop allows an early stop.
+    Reasons are ``max_steps``, or a stop request that the fit loop accepts.
     """
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
         return True
@@ -239,20 +236,20 @@ def end_with_batch(trainer: L.Trainer) -> None:
 
 
 def batches_in_epoch(trainer: L.Trainer) -> int:
-    """Counts the batches started in the epoch; directly after a resume, the batches trained before."""
+    """Counts the batches started in the epoch; directly after a resume, the batches trained before the checkpoint."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
-    """Returns counts of epochs, batches and steps in checkpoint format: the state of the fit loop and inner loops."""
+    """Returns the fit loop's counts of epochs, batches and steps, as in a checkpoint."""
     return trainer.fit_loop.state_dict()
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Resets a checkpoint to an epoch's start, with ``global_step`` and :func:`fit_progress` at this start.
+    """Resets a checkpoint to the start of an epoch, with the ``global_step`` and :func:`fit_progress` of this start.
 
-    Lightning resumes after the batches counted in ``epoch_loop.batch_progress``. Without a ready batch, Lightning
-    assumes a checkpoint at the end of an epoch. ``window`` is the number of batches per optimizer step.
+    Lightning resumes after the batches counted in ``epoch_loop.batch_progress``. If no batch is counted as ready,
+    Lightning assumes a checkpoint at the end of an epoch. ``window`` is the number of batches per optimizer step.
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
     checkpoint["loops"]["fit_loop"] = loop
@@ -272,7 +269,7 @@ def forget_loaders(checkpoint: dict[str, Any]) -> None:
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Marks the epoch of a checkpoint as complete: a resumed Trainer begins the next epoch.
 
-    ``is_counted`` states whether Lightning has counted the last batch on the log's x-axis, after validation.
+    ``is_counted``: Lightning has already added the last batch to the log's x-axis, after validation.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -303,10 +300,7 @@ def _advance(progress: dict[str, Any], stage: str) -> None:
 
 
 def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
-    """Makes a fit start at ``epoch`` instead of 0.
-
-    The epoch progress of the fit loop loads a state, as from checkpoints.
-    """
+    """Makes a fit start at ``epoch`` instead of 0: the fit loop's progress loads a state, as from a checkpoint."""
     progress = trainer.fit_loop.epoch_progress
     for counts in (progress.total, progress.current):
         counts.load_state_dict(dict.fromkeys(counts.state_dict(), epoch))
@@ -357,12 +351,12 @@ def move_log_position(trainer: L.Trainer, count: int) -> None:
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Sets the schedulers that Lightning steps to ``configs``. Lightning reads the strategy's list at every step."""
+    """Makes Lightning step only the schedulers ``configs``. Lightning reads the strategy's list at every step."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 
 def loss_scaler(trainer: L.Trainer) -> Any:
-    """Returns the object with the loss scale (``state_dict``, ``load_state_dict``); ``None`` if losses are not scaled.
+    """Returns the object with the loss scale (``state_dict``, ``load_state_dict``); ``None`` for unscaled losses.
 
     The object is the precision plugin. Only plugins with loss scaling have a state.
     """
@@ -375,7 +369,7 @@ def loss_scaler_key(trainer: L.Trainer) -> str:
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """Returns the factor on gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales gradients.
+    """Returns the scale of gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales gradients later.
 
     ``torch.amp.GradScaler`` recognises such (fused) optimizers by a private attribute.
     """
@@ -386,7 +380,7 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 
 
 def loss_scale(trainer: L.Trainer) -> float:
-    """Returns the factor on the loss in a backward pass: 1 if the precision plugin has no ``scaler``."""
+    """Returns the factor on the loss in a backward pass: 1 for a precision plugin without ``scaler``."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -414,7 +408,7 @@ def batch_size_of(batch: Any) -> int:
 
 @cache
 def lightning_attributes() -> frozenset[str]:
-    """Names of all attributes of an empty ``LightningModule`` that ``torch.nn.Module`` lacks."""
+    """Names of all attributes that an empty ``LightningModule`` has, but a ``torch.nn.Module`` lacks."""
     return frozenset(vars(L.LightningModule())) - _MODULE_ATTRIBUTES
 
 

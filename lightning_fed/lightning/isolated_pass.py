@@ -1,4 +1,4 @@
-"""Runs steps of a user's module outside the Trainer's loop, without effect on logs, metrics and modes."""
+"""Runs steps of a user's module outside the Trainer's loop, without effect on logs, metrics and train/eval modes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which metrics compute values from this process only, uncached. Skips ``MetricCollection``."""
+    """Context in which ``metrics`` compute values from this process only, uncached. Skips ``MetricCollection``."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):
@@ -121,7 +121,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies the attributes that :func:`isolated_pass` restores (module, submodules, metrics), by name."""
+    """Copies the attributes of module, submodules and metrics restored by :func:`isolated_pass`, by name."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -154,7 +154,7 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 
 
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
-    """Calls ``module.<name>`` with ``batch``, a result of :func:`prepare_batch`, in the Trainer's precision.
+    """Calls ``module.<name>`` with a batch from :func:`prepare_batch`, in the Trainer's precision.
 
     ``indices`` are the batch index, which is optional for a step, and with several loaders the loader index.
     """
@@ -165,28 +165,28 @@ def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch
 
 
 def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
-    """Calls ``module.<name>(batch[, batch_idx])`` with a loader's batch."""
+    """Calls ``module.<name>(batch[, batch_idx])`` with a batch from a loader, on the Trainer's device and precision."""
     with trainer.precision_plugin.forward_context():
         batch = prepare_batch(trainer, module, batch)
     return run_prepared(trainer, module, name, batch, batch_idx)
 
 
 def loss_in(output: Any) -> Any:
-    """Returns the loss in a ``training_step``'s output; ``None`` for a skipped batch."""
+    """Returns the loss in the output of ``training_step``; ``None`` for a skipped batch."""
     return output["loss"] if isinstance(output, Mapping) else output
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Returns the name of a module's step method without an optimizer step; ``None`` without such a method."""
+    """Name of a step that runs the module without updating parameters; ``None`` without such a step."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None
 
 
 def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:
-    """Yields batches up to the first error in the data, and appends the error to ``faults``.
+    """Yields batches up to the first error in the data, and appends this error to ``faults``.
 
-    Errors in the module's step are raised elsewhere.
+    Errors in code using the batches are not caught.
     """
     try:
         yield from batches

@@ -43,19 +43,19 @@ class LogCall:
 
     @property
     def reduction(self) -> str | None:
-        """Name of the reduction over batches; ``None`` if Lightning does not support the reduction."""
+        """Name of the reduction over batches; ``None`` for a reduction that Lightning does not support."""
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         return _REDUCTIONS.get(reduce_fx)
 
     def weight(self, batch: Any) -> int:
-        """Weight of the value in a mean: the given batch size, else the size of the batch; 1 without a batch."""
+        """Weight of the value in a mean: the given batch size, else the size of ``batch``; 1 without a batch."""
         if self.batch_size is None and self.reduction == "mean" and batch is not None:
             return batch_size_of(batch)
         return self.batch_size or 1
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """Creates a replacement for ``LightningModule.log`` and ``log_dict`` that passes every call to ``take``."""
+    """Creates a replacement for ``LightningModule.log`` and ``log_dict``, which passes every call to ``take``."""
     return lambda *args, **options: take(LogCall(*args, **options))
 
 
@@ -74,12 +74,11 @@ class LoggedValue:
     weight: float = 0.0
 
     def add(self, value: Tensor, weight: float) -> None:
-        """Adds a value logged for one batch, with the weight in a mean."""
         value = at_least_float32(value)
         self.join(LoggedValue(self.reduce_fx, value * weight if self.reduce_fx == "mean" else value, weight))
 
     def join(self, added: LoggedValue) -> None:
-        """Adds the values in ``added``, from other batches."""
+        """Adds the values of ``added``, logged under the same name in other batches."""
         if self.total is None or added.total is None:
             self.total = added.total if self.total is None else self.total
         elif self.reduce_fx in ("max", "min"):
@@ -89,13 +88,12 @@ class LoggedValue:
         self.weight += added.weight
 
     def limited(self, weight: float) -> LoggedValue:
-        """Returns the mean with a weight of at most ``weight``; other reductions are unchanged."""
+        """Returns a copy whose weight in a mean is at most ``weight``; other reductions are unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
 
     def on_cpu(self) -> LoggedValue:
-        """Copies the value to the CPU in float64, for sending to other processes."""
         return replace(self, total=None if self.total is None else self.total.cpu().double())
 
     @property
@@ -119,7 +117,7 @@ class LoggedValues:
         suffix: Suffix for names of logged values with several loaders, as in Lightning.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
-        directions: Whether higher is better, by name, for metrics that declare a direction.
+        directions: For each name of a metric that declares a direction, whether higher values are better.
     """
 
     batch: Any = None
@@ -129,7 +127,7 @@ class LoggedValues:
     directions: dict[str, bool] = field(default_factory=dict)
 
     def take(self, call: LogCall) -> None:
-        """Adds the value of a ``log`` call, unless only logged per step."""
+        """Adds the value of a ``log`` call, unless the value is logged only per step."""
         if call.on_epoch is False:
             return
         name = self.full_name(call)
@@ -151,14 +149,14 @@ class LoggedValues:
         return f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
 
     def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:
-        """Replaces :attr:`sums` by the joint values in ``parts``, the sums of all processes."""
+        """Replaces :attr:`sums` by the joint values of all processes; ``parts`` has each process's ``sums``."""
         self.sums = {}
         for part in parts:
             for name, logged in part.items():
                 self.sums.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
 
     def results(self) -> dict[str, float]:
-        """Returns the reduced values since the last call, by name, and starts anew."""
+        """Returns the reduced values by name, and removes all logged values."""
         values = {name: logged.value for name, logged in self.sums.items()}
         values |= {name: float(metric.compute()) for name, metric in self.metrics.items()}
         self.sums, self.metrics = {}, {}

@@ -26,7 +26,7 @@ _TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values;
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers of any kind with running statistics, by the prefix of their entry names."""
+    """Maps the prefix of entry names to each BatchNorm layer (of any kind) with running statistics."""
     layers = {
         # All kinds have the same attributes, but no public base class.
         path: cast("nn.BatchNorm2d", layer)
@@ -64,7 +64,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Returns mean and biased variance per used layer, ``(channels,)``, and position counts, ``()``, by name."""
+        """Returns each used layer's mean and biased variance, ``(channels,)``, and position count, ``()``, by name."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -85,7 +85,7 @@ class InputStatistics:
 
 
 def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | None:
-    """Describes a fault (names, shapes, NaN, size) in a client's BatchNorm statistics, or returns ``None``."""
+    """Describes a fault (names, shapes, NaN, size) in a client's BatchNorm statistics; ``None`` without a fault."""
     fault = find_non_finite(extras)
     if fault is not None:
         return fault
@@ -117,8 +117,8 @@ def limit_counts(
 ) -> list[State]:
     """Limits the position counts in client reports, in proportion to each client's counted examples.
 
-    All clients get the median number of positions per example. The client with the largest ratio of counted to reported
-    examples keeps its count.
+    The limit is the median number of positions per example; the client with the largest ratio of counted to reported
+    examples retains the original count.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.

@@ -22,7 +22,7 @@ def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
 
 
 def find_target(batch: Any, target: BatchKey = None) -> Tensor:
-    """Finds the labels in a batch: by index, key or function, else the second element or a common key."""
+    """Finds a batch's labels by index, key or function; by default the second element or a common key."""
     second = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
     return _find(batch, target, TARGET_KEYS, second, "target")
 

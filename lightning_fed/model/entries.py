@@ -41,7 +41,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
-    """Parameter or buffer with the layer and the attribute name; ``path`` is the name in ``named_parameters()``."""
+    """Location of a parameter or buffer: layer and attribute name; ``path`` is the name in ``named_parameters()``."""
 
     path: str
     layer: nn.Module
@@ -62,7 +62,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by path (as in ``named_parameters()``), each tensor once; paths are no entry names."""
+    """Parameters and buffers by path (``named_parameters()``), each tensor once; paths may differ from entry names."""
     paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
     return {path: tensor for tensor, path in reversed(paths.items())}
 
@@ -84,7 +84,6 @@ def live_entries(module: nn.Module) -> State:
 
 
 def _find_state(module: nn.Module) -> tuple[State, dict[Tensor, str]]:
-    """Finds the tensors of all entries by name, and the entry name for each parameter and buffer."""
     state = {
         name: value
         for name, value in module.state_dict().items()
@@ -154,7 +153,7 @@ def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
-    """Names of the module's entries that belong to one layer inside the module."""
+    """Names of the module's entries in ``layer``, a layer inside the module."""
     names = _entry_names(module)
     return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
 
@@ -266,7 +265,7 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of entries equal in both states (dtype, shape, device, values; NaN is unequal), with one device sync."""
+    """Names of entries with equal dtype, shape, device and values in both states (NaN is unequal)."""
     common = [name for name in left if name in right]
     same = {name for name in common if left[name] is right[name]}
     alike = [name for name in common if name not in same and _form(left[name]) == _form(right[name])]

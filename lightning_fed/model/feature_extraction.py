@@ -68,7 +68,7 @@ def extract_features(
 
 
 class _Sample:
-    """Random sample of feature vectors without replacement, updated batch by batch: keeps the smallest random keys."""
+    """Random sample of feature vectors without replacement, updated per batch: the smallest random keys remain."""
 
     def __init__(self, size: int | None, seed: int) -> None:
         self.vectors: Tensor | None = None
@@ -78,7 +78,6 @@ class _Sample:
         self._generator = torch.Generator().manual_seed(seed)
 
     def take(self, features: Tensor) -> None:
-        """Adds a batch's feature vectors to the sample; ignores later passes of the batch through the layer."""
         if not self.is_awaited:
             return
         self.is_awaited = False
@@ -95,7 +94,7 @@ class _Sample:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager for evaluation mode without gradients; afterwards restores the training mode of each layer."""
+    """Context for evaluation mode without gradients; afterwards restores the training mode of each layer."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

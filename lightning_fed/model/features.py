@@ -20,7 +20,7 @@ class LogitsLayer(nn.Module):
 
 
 class FeatureLayer(NamedTuple):
-    """Feature location in a model: a layer's input or output (``side``); ``path`` as in ``named_modules``."""
+    """Location of a model's features: input or output (``side``) of a layer; ``path`` as in ``named_modules``."""
 
     path: str
     side: Literal["input", "output"] = "output"
@@ -49,7 +49,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Name of the child module that extracts features in a segmentation model; ``None`` for other layers."""
+    """Name of the child module that extracts features in a segmentation model; ``None`` for other modules."""
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
         if encoder in parts and any(follower in parts for follower in followers):
@@ -58,7 +58,7 @@ def encoder_of(layer: nn.Module) -> str | None:
 
 
 def require_classifier(module: nn.Module) -> str:
-    """Returns the name from :func:`find_classifier`, or raises ``ValueError``."""
+    """Returns the classifier's name from :func:`find_classifier`, or raises ``ValueError``."""
     classifier = find_classifier(module)
     if classifier is None:
         raise ValueError(
@@ -97,7 +97,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
 
 def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
-    """Number of classes: the number of logits, but 2 for a single logit; ``None`` without a classifier."""
+    """Number of classes: the classifier's logits, but 2 for a single logit; ``None`` without a classifier."""
     name = find_classifier(module, optimized)
     if name is None:
         return None
@@ -113,7 +113,7 @@ def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | N
 
 
 def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Replaces the layer ``name`` in a module; returns the module, or the new layer for an empty name."""
+    """Replaces the layer ``name`` in a module; returns the module, or for an empty ``name`` the new layer."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")
@@ -194,7 +194,7 @@ def has_channels_last(layer: nn.Module) -> bool:
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """Runs compiled models eagerly, because compiled code does not call new hooks."""
+    """Context in which compiled models run eagerly, because compiled code does not call new hooks."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     return nullcontext() if set_stance is None else set_stance("force_eager")
 

@@ -1,4 +1,4 @@
-"""Random initial parameters for a module, drawn by shuffling existing initial parameters."""
+"""Random initial parameters for a module, drawn by shuffling the existing initial parameters."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
 
 
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
-    r"""Resizes label maps by nearest neighbour: position i of n gets the label at :math:`\lfloor i m / n \rfloor` of m.
+    r"""Resizes label maps ``(N, *label_size)`` to ``(N, *size)`` by nearest neighbour.
 
-    The result equals ``torch.nn.functional.interpolate(mode="nearest")``, but large labels and positions are not
-    rounded. Labels have shape ``(N, *label_size)``, results ``(N, *size)``.
+    Position i of n gets the label at position :math:`\lfloor i m / n \rfloor` of m. The result equals
+    ``torch.nn.functional.interpolate(mode="nearest")``, but large labels and positions are not rounded.
 
     Example:
         >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()

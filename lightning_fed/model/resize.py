@@ -1,4 +1,4 @@
-"""Changes the widths of layers in place."""
+"""Changes of layer widths (such as ``out_features``) in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_fed.model.entries import entry_tensors
 
 
 class AttributeChange(NamedTuple):
-    """Changed width attribute of a layer, such as ``out_features``, with the previous value."""
+    """Change of a layer's width attribute, such as ``out_features``, with the previous value."""
 
     layer: nn.Module
     name: str
@@ -82,7 +82,7 @@ def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
 
 
 def layer_numbers(layer: nn.Module) -> dict[str, Any]:
-    """Size attributes of a layer (such as ``in_features``), computed from the current shapes of its tensors."""
+    """Maps a layer's size attributes (such as ``in_features``) to the sizes in the layer's current tensors."""
     if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
         first, second = layer.weight.shape[:2]
         if layer.transposed:

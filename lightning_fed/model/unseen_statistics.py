@@ -1,4 +1,4 @@
-"""BatchNorm for data of unknown clients, using batch statistics as in domain adaptation (AdaBN).
+"""BatchNorm for data of unknown clients, with batch statistics as in domain adaptation (AdaBN).
 
 Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", DART 2020 (SiloBN).
 Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.

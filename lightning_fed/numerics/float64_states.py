@@ -49,5 +49,4 @@ class Float64Mean(Float64States):
         self.count = self.count + values.numel()
 
     def compute(self) -> Tensor:
-        """Returns the mean over all added values, or NaN without values."""
         return (self.total / self.count).to(self.dtype).to(self.device)

@@ -29,7 +29,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 @torch.no_grad()
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors; contiguous tensors with equal dtype and device share buffers, in order."""
+    """Copies tensors; contiguous tensors with equal dtype and device become neighbours in memory, in order."""
     groups, counts = dict[Any, list[int]](), Counter[Any]()
     for position, value in enumerate(tensors):
         kind = (value.dtype, value.device) if value.is_contiguous() else position
@@ -47,7 +47,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Applies an elementwise ``function(flat_run, index_of_first_tensor)`` to all runs (:func:`find_runs`)."""
+    """Applies an elementwise ``function(flat_run, index_of_first_tensor)`` to each run of neighbours in memory."""
     results = list(tensors)
     for run in find_runs(tensors):
         members = [tensors[at] for at in run]
@@ -57,7 +57,7 @@ def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor
 
 
 def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Groups list indices into runs: in every list a run's tensors are adjacent in memory, with one dtype."""
+    """Groups indices into runs: in every list, a run's tensors have one dtype, and are neighbours in memory."""
     runs: list[list[int]] = []
     open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
     for position, group in enumerate(zip(*lists, strict=True)):
@@ -105,7 +105,7 @@ def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
-    """Adds each value, times ``weight``, to the sum at the same index: float64 or complex128; values: any dtype."""
+    """Adds each value (of any dtype) times ``weight`` to the sum (float64 or complex128) at the same index."""
     for total, value in join(sums, values):
         for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):
             part.add_(to_float64(addend), alpha=weight)  # a separate cast makes the addition faster
@@ -122,7 +122,7 @@ def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Returns for each pair of tensors whether all values are equal, with one device synchronisation."""
+    """Compares pairs of tensors, with one device synchronisation; ``True`` for a pair with equal values."""
     if all(value.is_cpu for value in left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]

@@ -9,7 +9,7 @@ _WITHOUT_FLOAT64 = ("mps",)  # Apple's
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Returns a device for float64 values: ``device``, or the CPU if ``device`` lacks float64."""
+    """Returns ``device``, or the CPU if ``device`` lacks float64."""
     return torch.device("cpu") if device.type in _WITHOUT_FLOAT64 else device
 
 
@@ -20,7 +20,7 @@ def to_float64(value: Tensor, copy: bool = False) -> Tensor:
 
 
 def cast_back(value: Tensor, like: Tensor) -> Tensor:
-    """Casts a result of :func:`to_float64` to the dtype and device of ``like``."""
+    """Casts a tensor from :func:`to_float64` to the dtype and device of ``like``."""
     return value.to(like.dtype).to(like.device)
 
 

@@ -64,7 +64,6 @@ class RowSums:
             self._merge_parts()
 
     def merge(self, other: RowSums) -> None:
-        """Adds all rows and weights in ``other``, which stays unchanged."""
         for rows, sums, weights in other._parts:
             self.add_sums(rows, sums, weights)
         self.total += other.total
@@ -73,8 +72,7 @@ class RowSums:
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
         """Returns a copy of the table ``base``, shape ``(n, *)``, with the weighted means in the added rows.
 
-        Rows without a client are unchanged. ``total`` is the sum of
-        all weights for ``"global"``, by default the sum of the added weights.
+        ``total`` is the sum of all weights for ``"global"``, by default the sum of the added weights.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()
@@ -103,7 +101,7 @@ class RowSums:
 
 
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
-    """Describes the error in requested row indices of a table; ``None`` for valid indices."""
+    """Describes the error in ``rows``, the indices of requested rows in ``table``; ``None`` for valid indices."""
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():

@@ -1,4 +1,4 @@
-"""Nested arguments and outputs: tuples, lists, dictionaries and registered containers."""
+"""Nested containers (tuples, lists, dictionaries and registered containers) of tensors and other values."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 
 
 def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moves each tensor, for example from a checkpoint, to the device of the state entry with the same name.
+    """Moves each tensor, for example from a checkpoint, to the device of the tensor with the same name in ``state``.
 
-    Tensors without such an entry are not moved.
+    Tensors without such a name are not moved.
     """
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}
 
@@ -48,9 +48,8 @@ def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> d
 def copy_tree(value: Any, copied: dict[int, Any] | None = None) -> Any:
     """Copies the state of a scheduler or optimizer; later steps do not change the copy.
 
-    Unlike ``copy.deepcopy``, the function runs no code of other classes, because ``deepcopy`` of a scheduler that
-    forwards attribute access to another scheduler would recurse without end. Optimizers, modules, functions and objects
-    with a custom constructor are not copied, only referenced.
+    Optimizers, modules, functions and objects with a custom constructor are only referenced. Unlike ``copy.deepcopy``,
+    the function runs no code of other classes: for a scheduler that forwards attributes, ``deepcopy`` may not end.
     """
     copied = {} if copied is None else copied
     result: Any

@@ -50,8 +50,8 @@ class WeightedMean:
     ) -> None:
         """Adds one state with a weight and the number of examples (``size``). All states have equal names and shapes.
 
-        A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. ``rows`` has the row
-        indices of each partial entry: int64, shape ``(rows,)``.
+        A missing floating-point entry counts as unchanged from ``base`` in :meth:`mean`. ``rows`` maps each partial
+        entry to the indices of the entry's rows: int64, shape ``(rows,)``.
         """
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
@@ -77,7 +77,7 @@ class WeightedMean:
 
     @torch.no_grad()
     def merge(self, other: WeightedMean) -> None:
-        """Adds all states from ``other``, which stays unchanged."""
+        """Adds all states from ``other``, the mean of another process."""
         for name, value in other._sums.items():
             if name in self._sums:
                 self._sums[name].add_(value.to(self._sums[name].device))

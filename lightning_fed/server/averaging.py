@@ -41,7 +41,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a running mean, except unsent entries (with adapters, most entries)."""
+        """Adds an update to a running mean, except entries that the client has not sent."""
         moved = {
             name: value
             for name, value in update.state.items()

@@ -1,4 +1,4 @@
-"""Schedule for a fit (cohorts, stragglers, dropouts and seeds), a pure function of (seed, round).
+"""Schedule for a fit (cohorts, stragglers, dropouts and seeds): a pure function of (seed, round).
 
 The schedule neither reads nor changes a global generator. A round costs O(cohort), not O(population).
 """
@@ -51,7 +51,7 @@ class Visit:
     is_straggler: bool = False
 
     def num_batches(self, batches_per_epoch: int) -> int:
-        """Number of training batches in this visit, for a client with ``batches_per_epoch`` batches."""
+        """Number of training batches in this visit, for a client with ``batches_per_epoch`` batches per pass."""
         if batches_per_epoch == 0:
             return 0
         if self.steps is not None:
@@ -63,7 +63,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's clients: planned visits, and the chosen clients that never report (``dropped``)."""
+    """A round's clients: planned visits, and clients that were drawn but never report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()
@@ -220,7 +220,7 @@ class Schedule:
         return derive_seed(self.seed, round, _END)
 
     def visit_of(self, round: int, client: Client) -> Visit:
-        """Returns a client's visit in a round without stragglers, with the same seed as in the cohort."""
+        """Returns a client's complete visit (no straggler) in a round, with the same seed as in the cohort."""
         return self._visit(round, client, is_straggler=False)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:

@@ -54,10 +54,7 @@ class RoundReport:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
-        """Joins the reports of one round from several processes.
-
-        ``positions`` maps each client to the index in the cohort: the joined report lists clients in this order.
-        """
+        """Joins several processes' reports of one round, with clients ordered by cohort index (``positions``)."""
         report = cls(parts[0].round)
         for name in ("received", "counted", "failed", "refused", "metrics", "norms"):
             joint = {client: value for part in parts for client, value in getattr(part, name).items()}
@@ -74,8 +71,8 @@ class HeldEntries:
     All clients have the initial model. After the server has changed an entry, or an entry is no longer trained, the
     next broadcast to each client contains the entry. ``values`` are the untrained entries in the current or last round.
 
-    State: ``since``, the round of each entry's last change, by name; ``clients`` and ``rounds``, the last round with a
-    valid update, for clients after a change.
+    Checkpoints contain ``since``, the round of each entry's last change by name, and ``clients`` with ``rounds``, each
+    client's last round with a valid update.
 
     Example:
         >>> import torch
@@ -95,11 +92,10 @@ class HeldEntries:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the untrained entries."""
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Completes :attr:`values` after loading a checkpoint, with missing entries from the model (``entries``)."""
+        """Completes :attr:`values` after loading a checkpoint: missing entries come from the model (``entries``)."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
@@ -115,22 +111,18 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of entries in ``state`` already on the client. ``has_present``: the client has this round's model."""
+        """Names of entries in ``state`` already on the client. ``has_present``: client has this round's model."""
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Records that ``clients`` have the round's model; does nothing while all entries have the initial values."""
+        """Records that ``clients`` have the model of ``round``; does nothing while entries have initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
     def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """State for checkpoints, described in the class docstring.
-
-        ``entries`` is the initial model of a resumed fit. Entries that differ are excluded, because no client has the
-        new values.
-        """
+        """Returns the state for checkpoints, without entries that differ from ``entries`` (a resumed fit's model)."""
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}
         changed = now.keys() - identical_entries(self.values, now)
@@ -139,7 +131,6 @@ class HeldEntries:
         return {} if self._is_new else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a result of :meth:`state_dict`. An empty state is the initial state."""
         self._since, self.values = dict(state.get("since", {})), {}
         self._is_new = not state
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
@@ -183,12 +174,12 @@ class ServerInterface(ABC):
         """Returns the broadcast for a client; the caller may change the broadcast before :meth:`sent`."""
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts the bytes of a broadcast to a client, after all changes by the caller."""
+        """Counts the bytes of a broadcast to a client, after all changes by callbacks."""
         self.report.down_bytes += broadcast.nbytes
 
     @abstractmethod
     def count(self, update: ClientUpdate) -> bool:
-        """Counts the bytes of a received update; returns ``False`` and excludes the client if none was requested."""
+        """Counts the bytes of a received update; excludes a client without a broadcast, and returns ``False``."""
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
@@ -205,7 +196,7 @@ class ServerInterface(ABC):
         """Marks clients without a received update as failed."""
 
     def abandon_round(self) -> None:  # noqa: B027 - optional
-        """Reverts the round: restores the state of rule and update steps from before."""
+        """Ends the round without an aggregate: restores the earlier state of the rule and the update steps."""
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         """Excludes a client from the round, and logs the reason; always returns ``False``."""
@@ -222,7 +213,7 @@ class ServerInterface(ABC):
 
 
 class _Expected(NamedTuple):
-    """Expected update from a client: names, shapes and dtypes (``form``), and the broadcast's entries and rows."""
+    """Valid form of a client's update: names, shapes and dtypes (``form``), and entries and rows of the broadcast."""
 
     form: State
     sent: State
@@ -286,7 +277,7 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts the bytes of a broadcast, in a whole model without the entries already on the client."""
+        """Counts the bytes of a broadcast, without the entries already on the client."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         if client in self._expected:
@@ -301,7 +292,6 @@ class Server(ServerInterface):
         return expected is not None or self.fail(update.client, "it sent an update that was not requested")
 
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks an update after :meth:`count`, and passes the update to the steps and the aggregation rule."""
         client = update.client
         form, sent, _ = self._expected.pop(client)
         fault = find_bad_count(update.num_samples) or find_fault(update.state, form)
@@ -331,7 +321,7 @@ class Server(ServerInterface):
     def finish_round(self) -> State | None:
         """Aggregates the round's updates; returns the new shared entries, or ``None`` without a valid aggregate.
 
-        If the rule has no new model yet, the result is the state passed to :meth:`start_round`.
+        A rule without a new model in this round gives the state passed to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()
@@ -345,7 +335,6 @@ class Server(ServerInterface):
         return state
 
     def abandon_round(self) -> None:
-        """Reverts the round: resets the rule and the update steps to their state at the start."""
         self.chain.load_state_dict(self.state_before)
 
     def _aggregate(self) -> State | None:
@@ -370,7 +359,6 @@ class Server(ServerInterface):
                 return self._state if state is None else state
 
     def _inspect(self, update: ClientUpdate, sent: State) -> None:
-        """Records the norm of a client's update; refuses values that are implausible or too far from the model."""
         fault = find_implausible(update.sent)
         if fault is not None:
             raise BadUpdate(fault)
@@ -390,7 +378,6 @@ class Server(ServerInterface):
         return self.refuse(client, reason, error)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
-        """Replaces the sliced entries of a broadcast by the rows that the client requested."""
         if not self.rule.accepts_rows:
             raise ValueError(
                 f"Expected a rule that supports partial rows of {sorted(request.rows)}, but "

@@ -58,7 +58,7 @@ class MaxMedianNorm(CollectingStep):
     updates as ``fed/shortened``.
 
     Args:
-        multiple: Factor on the median norm, greater than 0.
+        multiple: Factor for the median norm, greater than 0.
 
     Raises:
         ValueError: If ``multiple`` is not a positive number, or if client models have different shapes.
@@ -103,7 +103,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses sliced entries (a client holds only some rows), because the step compares whole entries."""
+    """Refuses sliced entries (of which a client holds only some rows), because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "
@@ -112,7 +112,7 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
 
 
 def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
-    """Refuses a rule with any attribute in ``capabilities``, because the step subtracts a single global model."""
+    """Refuses a rule with an attribute in ``capabilities``, because the step subtracts a single global model."""
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
             f"Expected no `{type(step).__name__}` with {type(rule).__name__}, because not all clients start from one "

@@ -76,12 +76,12 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Maps each step's name to a text with the options, innermost step first."""
+        """Maps each step's name to a text with the step's options, innermost step first."""
         return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """The information visible to the server in a round, after all steps; see :attr:`UpdateStep.reveals`."""
+        """Client information visible to the server in a round, after all steps; see :attr:`UpdateStep.reveals`."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -98,14 +98,14 @@ class Chain:
         self.rule.start(info, state)
 
     def form(self, broadcast: Broadcast) -> State:
-        """Names, shapes and dtypes in a client's answer to a broadcast, after all steps."""
+        """Returns tensors with the names, shapes and dtypes of a client's update to a broadcast, after all steps."""
         form = self.rule.expected(broadcast) if self.rule.resizes else broadcast.state
         for step in self.steps:
             form = step.form(form)
         return form
 
     def counted(self, num_samples: int) -> int:
-        """Returns the number of examples for a client's weight, after all steps; ``num_samples`` before the steps."""
+        """Returns a client's number of examples as a weight, after all steps, from the real ``num_samples``."""
         return counted_samples(self.steps, num_samples)
 
     # Client
@@ -143,7 +143,7 @@ class Chain:
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Merges ``other``, the :attr:`part` of another process; refuses a part of another rule or step."""
+        """Merges the :attr:`part` of another process (``other``); refuses a part of another rule or step."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -151,13 +151,13 @@ class Chain:
 
     @property
     def part(self) -> Any:
-        """Updates of this process, in the outermost collecting step or in the rule."""
+        """Updates collected in this process, in the outermost collecting step or in the rule."""
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
-        """Releases all collected updates, and computes the new state.
+        """Passes all collected updates to the rule, and computes the new state.
 
-        If updates are invalid, raises ``BadUpdates``: call the method again after excluding these clients.
+        Invalid updates raise ``BadUpdates``: call the method again after excluding these clients.
         """
         faults: dict[Client, str] = {}
         for index in reversed(range(len(self.steps))):
@@ -196,7 +196,7 @@ class Chain:
         return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a result of :meth:`state_dict`. Steps without a saved state start anew; unused states are logged."""
+        """Restores the state from :meth:`state_dict`. Steps without saved state start anew; logs unused states."""
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
@@ -235,14 +235,14 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Number of examples for a client's weight after all weight steps; ``num_samples`` before the steps."""
+    """Number of examples as a client's weight after all weight steps, from the real ``num_samples``."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples
 
 
 def _describe_step(step: UpdateStep) -> str:
-    """Describes a step's class and constructor arguments; each argument is read from the attribute of this name."""
+    """Describes a step's class and constructor arguments, read from attributes with the arguments' names."""
     attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: attributes[name] for name in arguments if name in attributes}

@@ -19,7 +19,7 @@ Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates of a round, stored until the round is complete; containers of several processes can be merged."""
+    """Updates of a round, stored until the round is complete; objects from several processes can be merged."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -30,11 +30,11 @@ class Held(ABC):
 
     @abstractmethod
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Stores a client's update, trained from ``sent``; an invalid update raises ``BadUpdate``."""
+        """Stores a client's update, trained from the state ``sent``; an invalid update raises ``BadUpdate``."""
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds the updates stored in ``other``, the container of another process."""
+        """Adds the updates stored in ``other``, from another process."""
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
@@ -63,7 +63,7 @@ class UpdateStep:
     reveals: Literal["update", "sum", "model"] = "update"
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses incompatible rules or steps (innermost first) with ``ValueError`` when the chain is built."""
+        """Refuses incompatible rules, or ``steps`` of the chain (innermost first), with ``ValueError``."""
 
     def callbacks(self) -> Sequence[Any]:
         """Lightning callbacks that the step requires, for example to check the Trainer before a fit."""
@@ -74,7 +74,7 @@ class UpdateStep:
         self.info, self.state = info, state
 
     def form(self, state: State) -> State:
-        """Returns tensors with an encoded update's names, shapes and dtypes; ``state`` is the unencoded update."""
+        """Returns tensors with an encoded update's names, shapes and dtypes; ``state`` is the original update."""
         return state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
@@ -105,15 +105,18 @@ class UpdateStep:
         return update
 
     def hold(self) -> Held | None:
-        """Returns a container that collects the updates of a round, or ``None`` to pass on each update."""
+        """Returns an object that collects the updates of a round, or ``None`` to pass on each update immediately."""
         return None
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule, inner to outer: for example a server optimizer. May change ``new`` in place."""
+        """Server side, after the rule, inner to outer: returns the model after a change, for example by an optimizer.
+
+        ``start`` is the global model before the round. The method may change ``new``, the rule's result, in place.
+        """
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last aggregated round, by full name. ``norms`` are the norms of the received updates."""
+        """Metrics of the last aggregated round, by full name. ``norms`` are the received updates' norms by client."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +124,7 @@ class UpdateStep:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a result of :meth:`state_dict`. An empty state is the state of a new fit."""
+        """Restores the state from :meth:`state_dict`. An empty state is the state of a new fit."""
 
 
 class CollectingStep(UpdateStep, ABC):
@@ -152,7 +155,6 @@ class HeldUpdates(Held):
         self.updates |= other.updates
 
     def release(self) -> Sequence[Arrived]:
-        """Returns the updates computed by :meth:`CollectingStep.collect`."""
         try:
             arrived: Sequence[Arrived] = self._step.collect(
                 [self.updates[client] for client in sorted(self.updates, key=client_key)]
