@@ -76,7 +76,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes one entry's update to float64. A wrong shape or dtype of ``extra`` raises :class:`BadUpdate`."""
+        """Decodes an update to float64 in the shape of ``like``. A wrong ``extra`` raises :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
         return state | {name: self.code_like(state[name]) for name in self.names(state)}

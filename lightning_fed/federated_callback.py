@@ -147,10 +147,7 @@ class FederatedCallback(TrainerCallback):
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Called when the module has loaded a client's model outside a visit, for evaluation or measurement.
-
-        ``client`` is ``None`` for the global model.
-        """
+        """Called after loading a client's (``None``: the global) model outside visits, such as for evaluation."""
 
 
 class AskableCallback(FederatedCallback, ABC):

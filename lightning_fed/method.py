@@ -146,8 +146,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
     """Builds a method from a name and options, or from a rule; a method object is returned unchanged.
 
-    The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments for the named method's class,
-    or for callbacks in the method.
+    The name may include options (``"fedss:num_negatives=40"``). ``options`` are for the method or a callback.
 
     Raises:
         ValueError: If the name or an option is unknown, or an option without a default is missing.

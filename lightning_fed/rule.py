@@ -49,7 +49,7 @@ def trained_entries(info: RoundInfo, state: State) -> list[str]:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """A rule's wishes for a round's cohort, before the server draws the cohort.
+    """A rule's requests for a round's cohort, before the server draws the cohort.
 
     Args:
         drawn: Index of an earlier round whose cohort trains again; ``None`` for a new cohort.
@@ -156,7 +156,7 @@ class Aggregator(RuleCapabilities, ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """The rule's numbers to log after the aggregation, by full name."""
+        """Numbers of the rule to log after the aggregation, by name in the log, such as ``fesem/moved``."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,10 +75,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Number of examples and received scalars (by channel and entry) from one client.
-
-    ``octaves`` has the binary exponents of the bounded numbers, by channel and entry.
-    """
+    """One client's number of examples, received numbers, and binary exponents (``octaves``) of bounded numbers."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -87,10 +84,10 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over clients with scalars of similar magnitude. Parts can be merged in any order.
+    """Sums over a round's updates from clients whose bounded numbers have equal binary exponents.
 
-    The rule excludes whole parts, because a single client cannot be removed from a sum. ``means`` maps each channel to
-    a mean. ``sums`` maps entries to additional sums of the rule; each sum has a method ``merge``.
+    Parts can be merged in any order. The rule excludes whole parts, because a single client cannot be removed from a
+    sum. ``means`` maps a channel to its mean; ``sums`` maps an entry to a further sum with a method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -168,7 +165,7 @@ class ChannelRule(AveragingAggregator):
         """Raises an error before the fit if the method does not support the Trainer or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Returns the visit's corrections by entry, constant during the visit. Vectorised visits stack corrections."""
+        """Returns gradient corrections by entry, constant during the visit. Vectorised visits stack corrections."""
         return {}
 
     def follow_step(
@@ -191,7 +188,7 @@ class ChannelRule(AveragingAggregator):
     # The server
 
     def begin_round(self, trainer: L.Trainer) -> None:
-        """Reads the options of the server's Trainer at the start of a round."""
+        """Server side, at the start of a round: may read settings of the Trainer, such as the learning rate."""
 
     def weight(self, update: ClientUpdate) -> float:
         return float(update.num_samples)
@@ -248,7 +245,6 @@ class ChannelRule(AveragingAggregator):
         return joined
 
     def aggregate(self) -> State:
-        """Computes the client models' mean, then the new global model with :meth:`finish`."""
         part = self.join()
         return self.finish(super().aggregate(), part)
 
@@ -357,7 +353,6 @@ class ChannelCallback(FederatedCallback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Calls the rule's hooks for this optimizer step, and adds the rule's correction terms to the gradients."""
         visits = find_federation(trainer).current_visits
         if not visits or is_step_left_out(trainer, optimizer):
             return

@@ -48,9 +48,8 @@ class AdaptiveAggregation(FederatedCallback):
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    Gradients come from ``training_step`` in evaluation mode and do not change the random numbers of training.
-    Evaluation uses the client's last model (``fed/val_acc/mean``), or the global model before the first visit. A client
-    is excluded if loading its data fails.
+    Gradients come from ``training_step`` in evaluation mode with separate random numbers. Evaluation uses the client's
+    last model (``fed/val_acc/mean``), initially the global model. A client is excluded if loading its data fails.
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
@@ -116,7 +115,6 @@ class AdaptiveAggregation(FederatedCallback):
     def _learn(
         self, trainer: L.Trainer, module: L.LightningModule, mixtures: list[_Mixture], batches: Iterator[Any]
     ) -> float | None:
-        """Trains the mixing weights in one pass over ``batches``; returns the last batch's loss."""
         last_loss = None
         with isolated_pass(module, gradients=True):
             for mixture in mixtures:

@@ -161,7 +161,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sums of one entry's updates, relative to the first client's length; FedAvg's sums for equal lengths."""
+    """Weighted sums of one entry's updates, divided by step lengths; for equal lengths FedAvg's sums bit for bit."""
 
     def __init__(self) -> None:
         self.first = 0.0

@@ -82,7 +82,6 @@ class HeadThenBody(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Freezes the head and trains the body, after the last batch of the head's epochs."""
         if self._left:
             self._left -= 1
             if not self._left:

@@ -29,7 +29,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Factor for the terms of all parameters."""
+        """Number multiplied with the terms of all parameters."""
         return 1.0
 
     @abstractmethod

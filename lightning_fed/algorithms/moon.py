@@ -156,7 +156,6 @@ class ContrastiveTerm(FederatedCallback):
         maps[-1].register_hook(lambda gradient: gradient + term.to(gradient.dtype))  # type: ignore[no-untyped-call]
 
     def _gradient(self, trainer: L.Trainer, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """Computes the contrastive loss's gradient with respect to the features, multiplied by the loss scale."""
         scale = loss_scale(trainer)
         if trainer.lightning_module.automatic_optimization:
             scale /= trainer.accumulate_grad_batches
@@ -169,7 +168,7 @@ class ContrastiveTerm(FederatedCallback):
 
 
 def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, temperature: float = 0.5) -> Tensor:
-    r"""Computes MOON's loss for features :math:`z`, :math:`z_g` and :math:`z_p`, each in shape ``(N, d)``.
+    r"""MOON's loss, a scalar; features have shape ``(N, d)``: current :math:`z`, global :math:`z_g`, last :math:`z_p`.
 
     .. math:: -\frac{1}{N} \sum \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
     """

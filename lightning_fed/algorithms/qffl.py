@@ -50,8 +50,7 @@ class QFFL(ChannelRule):
     - For: better results on the worst clients; automatic optimization only.
 
     Args:
-        q: Exponent, at least 0; a larger value gives more weight to large losses. The authors use values from 0.001
-            (text) to 5, tuned per data set.
+        q: Exponent, at least 0; larger values increase the weight of large losses. The authors use 0.001 (text) to 5.
         lipschitz: Constant :math:`L`, positive; ``None`` for the inverse of the server's learning rate in the round.
 
     Raises:

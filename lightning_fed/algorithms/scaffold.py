@@ -25,8 +25,7 @@ class SCAFFOLD(ChannelRule):
     .. math:: y \leftarrow y - \eta (g - c_i + c), \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i, \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
-    Here :math:`S` is the set of clients in the round and :math:`N` the number of all clients; :math:`c` and :math:`c_i`
-    start at 0. After the visit
+    Here :math:`S` are the round's clients among :math:`N`, and :math:`c` and :math:`c_i` start at 0. After the visit
 
     .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
 

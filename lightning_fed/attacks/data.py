@@ -89,9 +89,8 @@ class Backdoor(DataAttack):
                   [0., 1., 1.],
                   [0., 1., 1.]]]])
 
-    References:
-        Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020; trigger from Gu,
-        Dolan-Gavitt & Garg, "BadNets", 2017.
+    Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020; trigger from Gu,
+    Dolan-Gavitt & Garg, "BadNets", 2017.
     """
 
     def __init__(

@@ -115,8 +115,7 @@ class IPM(OmniscientAttack):
         tau: Factor :math:`\tau`.
         seed: Seed for drawing clients.
 
-    References:
-        Xie, Koyejo & Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation", UAI 2019.
+    Xie, Koyejo & Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation", UAI 2019.
 
     Example:
         >>> IPM(clients=2, tau=0.5).tau
@@ -141,9 +140,7 @@ class ALIE(OmniscientAttack):
         z: Number of standard deviations. The paper uses 1.5 for MNIST and 1 for CIFAR-10.
         seed: Seed for drawing clients.
 
-    References:
-        Baruch, Baruch & Goldberg, "A Little Is Enough: Circumventing Defenses For Distributed Learning", NeurIPS 2019,
-        Algorithm 3.
+    Baruch, Baruch & Goldberg, "A Little Is Enough: Circumventing Defenses For Distributed Learning", 2019, Algorithm 3.
 
     Example:
         >>> ALIE(clients=2, z=1.0).z
@@ -169,9 +166,7 @@ class Mimic(OmniscientAttack):
         clients: Malicious clients, or the number to draw.
         seed: Seed for drawing clients.
 
-    References:
-        Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022, section
-        3.2.
+    Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022, 3.2.
 
     Example:
         >>> Mimic(clients=2).clients

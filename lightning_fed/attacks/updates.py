@@ -65,9 +65,7 @@ class Scaling(UpdateAttack):
         >>> Scaling(clients=1, scale=10).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
         tensor(21.)
 
-    References:
-        Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020 ("model
-        replacement").
+    Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020.
     """
 
     def __init__(self, clients: Sequence[Client] | int, scale: float = 10.0, seed: int = 0) -> None:

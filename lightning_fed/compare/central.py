@@ -78,10 +78,9 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """Loader with one epoch per round, made from consecutive batches of passes over the wrapped loader.
+    """Loader with one epoch per round, made from consecutive batches of passes over the wrapped loader."""
 
-    Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
-    """
+    # Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
 
     def __init__(self, loader: Any, passes: Fraction, trainer: L.Trainer, seed: int) -> None:
         self._loader, self._trainer, self._seed = loader, trainer, seed

@@ -295,7 +295,6 @@ def _over_parts(by_seed: Sequence[Mapping[tuple[str, float | None], Cell]], meth
 
 
 def _shown(numbers: Sequence[float], digits: int, is_fixed: bool = False) -> str:
-    """Formats mean and standard deviation; ``is_fixed`` omits a standard deviation below the last digit."""
     mean, std = _mean_std(numbers)
     if mean is None:
         return ""
@@ -309,7 +308,6 @@ def _number(value: float, digits: int) -> str:
 
 
 def _shown_rounds(*parts: Sequence[int | None]) -> str:
-    """Formats the mean number of rounds to the target; ``parts`` have one number per seed, or ``None``."""
     reached = [[number for number in part if number is not None] for part in parts]
     count, total = sum(map(len, reached)), sum(map(len, parts))
     if total and not count:

@@ -55,7 +55,7 @@ class Run:
 
 
 class RoundCurve(Callback):
-    """Records every round's values and training time; ``on_round`` counts from 1. Stops the fit near the deadline."""
+    """Records every round's values and training time, and calls ``on_round`` with both; stops at the deadline."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
@@ -112,8 +112,7 @@ def train(
     """Trains a run, and returns the results as JSON-compatible values; ``None`` after the ``deadline``.
 
     An interrupted run resumes after the last round, from ``last.ckpt`` in ``folder``. ``on_round`` receives the round's
-    number (from 1), the number of rounds, and the values. ``decision`` is an earlier run's decision for
-    ``batch_norm="auto"``.
+    number (from 1), the number of rounds, and the values. ``decision``: an earlier run's for ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)

@@ -30,8 +30,7 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 class ArrayDataModule(LightningDataModule, ABC):
     """Data module with three data sets in memory (abstract: subclasses implement `load_split`).
 
-    Each split is read once, in `setup` or at first use. Splits and subsets are pure functions of `seed` and do not use
-    the global generators.
+    Each split is read once, in `setup` or at first use. Splits and subsets are pure functions of `seed`.
 
     Args:
         class_names: Class names.
@@ -146,8 +145,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 class FileDataModule(ArrayDataModule):
     """Data module for files (abstract: subclasses implement `load_split`).
 
-    With `normalize`, images are standardised by the training images' mean and standard deviation; otherwise values
-    range from 0 to 1.
+    With `normalize`, images are standardised by the training images' mean and standard deviation; else in [0, 1].
     """
 
     augment = False

@@ -87,7 +87,6 @@ class FEMNIST(FileDataModule):
         )
 
     def _is_held_out(self, writers: np.ndarray) -> np.ndarray:
-        """Returns a mask of the samples for validation, drawn per writer; `writers` has the writer of each sample."""
         is_held_out = np.zeros(len(writers), dtype=bool)
         for writer in np.unique(writers):
             samples = np.flatnonzero(writers == writer)

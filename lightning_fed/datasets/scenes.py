@@ -58,13 +58,11 @@ def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> 
 
 
 def _rotated(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rotates pixel coordinates: returns coordinates along and across the direction `angle`, both (H, W)."""
     cosine, sine = np.cos(angle), np.sin(angle)
     return cosine * x + sine * y, cosine * y - sine * x
 
 
 def _colour(rng: np.random.Generator, ground: np.ndarray) -> np.ndarray:
-    """Draws a random vivid colour (3,), with one high and one low channel, in contrast to the background colour."""
     colour = rng.permutation([rng.uniform(0.7, 1), rng.random(), rng.uniform(0, 0.3)])
     if np.abs(colour - ground).mean() < 0.2:
         colour = 1 - colour
@@ -86,7 +84,6 @@ def _texture(
 
 
 def _paint(image: np.ndarray, colour: np.ndarray, distance: np.ndarray) -> None:
-    """Paints a colour (3, 1, 1) or (3, H, W) in an image where the distance to an outline (H, W) is negative."""
     cover = (0.5 - distance * image.shape[-1]).clip(0, 1)
     image += cover * (colour - image)
 

@@ -127,7 +127,7 @@ def state_of(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Raises ``ValueError`` if the entry names in ``state`` differ from the module's entry names."""
+    """Raises ``ValueError`` if the module and ``state`` have different entry names; the error names ``label``."""
     expected, actual = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

@@ -77,10 +77,8 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits neurons with coupled positions into exchangeable groups; returns each group with the number of blocks.
-
-    Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
-    """
+    """Splits neurons with coupled positions into exchangeable groups; returns each group with the number of blocks."""
+    # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)
     for neuron in family:
         blocks[neuron.blocks].append(neuron)

@@ -29,8 +29,7 @@ def matched_mean(
 ) -> dict[str, Tensor]:
     r"""Averages client states after matching: each neuron over the clients with the neuron. Returns the mean state.
 
-    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (0 for missing neurons), row *i* of an entry
-    is
+    With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (missing neurons: 0), row *i* of an entry is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
@@ -115,7 +114,6 @@ def agreement(
 
 
 def _squared_lengths(state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor:
-    """Squared norm of each neuron's incoming weights (or only bias and normalization values), float64, on the CPU."""
     lengths = torch.zeros(group.size, dtype=torch.float64)
     for value in (neuron_features(state, group, ("out",)) or neuron_features(state, group, ("vec",))).values():
         lengths += to_float64(value).square().sum(1).cpu()

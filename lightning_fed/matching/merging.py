@@ -143,8 +143,7 @@ class MatchedAverage:
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.
             module: Module that receives the merged state, changed in place; ``None`` for a copy of the first module.
-            example_input: Input for ``forward``, used for tracing; by default two inputs from ``data``, or the module's
-                ``example_input_array``.
+            example_input: Input for ``forward``, used for tracing; by default from ``data`` or ``example_input_array``.
             data: Batches used to measure BatchNorm's running statistics, such as a ``DataLoader``; read once.
             weights: Weight of each network, greater than 0; equal by default.
         """
@@ -232,7 +231,6 @@ def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
 
 
 def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> list[dict[str, Tensor]]:
-    """Reads the states of all networks, and moves the tensors to the devices of the module's entries."""
     if not networks:
         raise ValueError("Expected `networks` to contain at least one network, but got none.")
     module_tensors, states = entry_tensors(module), list[dict[str, Tensor]]()

@@ -106,7 +106,7 @@ class TracedActivation:
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """State entry with possibly permuted axes: the entry's axis lengths, and the axis for each view dimension."""
+    """View of a state entry with permuted axes: ``axes[dim]`` is the entry's axis for the view's dimension ``dim``."""
 
     name: str
     lengths: tuple[int, ...]

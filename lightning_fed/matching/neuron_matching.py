@@ -160,7 +160,7 @@ def match_neurons(
 
 
 class _Matcher:
-    """Assignment of client neurons in progress. If all precisions are scalars, the precisions have one column."""
+    """Matching in progress: the global neuron of each client neuron. Scalar precisions are stored as one column."""
 
     def __init__(
         self,
@@ -191,7 +191,6 @@ class _Matcher:
         self.precisions = self.sums[:, : self.num_columns]  # P
 
     def run(self, generator: np.random.Generator, passes: int) -> int:
-        """Matches each client once, and again in up to ``passes`` passes; returns the number of passes used."""
         for client in sorted(range(len(self.neurons)), key=lambda client: -len(self.neurons[client])):
             self._match(client)
         partition = self.partition()
@@ -205,7 +204,6 @@ class _Matcher:
         return passes
 
     def partition(self) -> NDArray[np.int64]:
-        """Maps each client neuron to the first client neuron with the same global neuron."""
         _, first, inverse = np.unique(np.concatenate(self.assignments), return_index=True, return_inverse=True)
         return first[inverse]
 
@@ -288,7 +286,6 @@ class _Matcher:
         self.owners[self.assignments[client]] += times
 
     def _remove(self, client: int) -> None:
-        """Removes a client from the assignment, with global neurons that no other client owns."""
         self._add(client, -1)
         self.assignments[client] = self.assignments[client][:0]
         is_owned = self.owners > 0

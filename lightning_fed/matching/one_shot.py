@@ -111,8 +111,7 @@ def match_states(
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
     Raises:
-        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or for
-            errors in the functions above.
+        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, or another argument is invalid.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -197,7 +196,6 @@ def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
 
 
 def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:
-    """Axes used to compare a group's neurons: axes in entries without neurons from groups still to match."""
     unmatched = {axis for later in waiting for axis in later.entries}
     by_role = {axis for axis, entry in group.entries.items() if entry.role in (*roles, "both")}
     comparable = {
@@ -207,7 +205,6 @@ def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles:
 
 
 def _ordered(neurons: Sequence[Tensor], blocks: int) -> list[Tensor]:
-    """Permutes each network's neurons towards the mean of the previous networks; returns the neurons' new indices."""
     mean, assignments = torch.zeros_like(neurons[0]), []
     for count, network in enumerate(neurons):
         order = align_neurons(mean, network, blocks) if count else torch.arange(len(network), device=network.device)

@@ -277,7 +277,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits positions ``(neurons, copies)`` into runs (first column, start, repeat), or returns ``None``."""
+    """Splits positions ``(neurons, copies)`` into runs (first column, start, repeat); ``None`` if impossible."""
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:

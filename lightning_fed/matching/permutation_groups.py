@@ -147,10 +147,7 @@ class PermutationGroups:
     def grow(
         self, state: Mapping[str, Tensor], sizes: Mapping[str, int], assignments: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Adds neurons with value 0, see :func:`~lightning_fed.matching.grow_neurons`.
-
-        By default, neurons keep their index.
-        """
+        """Adds neurons with value 0, see :func:`~lightning_fed.matching.grow_neurons`; by default at the end."""
         indices = [torch.arange(group.size) for group in self.groups]
         for name, assignment in (assignments or {}).items():
             indices[self._index(name)] = assignment
@@ -185,7 +182,6 @@ def _trace(
     names: Mapping[str, str],
     tensors: Mapping[str, Tensor],
 ) -> Tracer | None:
-    """Traces neuron ids through a module, or warns and returns ``None`` if `torch.export` fails."""
     entries = {tensor: names[name] for name, tensor in tensors.items()}
     slots = tensor_slots(module)
     paths = {slot.path: entries[slot.tensor] for slot in slots if slot.tensor in entries}
@@ -227,7 +223,6 @@ def _traced_names(tracer: Tracer) -> set[str]:
 
 
 def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tracer) -> list[str]:
-    """Names of parameters with several axes that the traced operations do not use."""
     traced = _traced_names(tracer)
     parameters = {name: value for name, value in tensors.items() if isinstance(value, nn.Parameter)}
     return [name for name, value in parameters.items() if value.ndim > 1 and names[name] not in traced]

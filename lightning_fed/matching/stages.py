@@ -90,7 +90,7 @@ def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[
     """Finds the entries of output layers: layers after all hidden layers with as many rows as the last layer.
 
     A layer with fixed neurons may precede the output layer. Running statistics and integers are excluded. ``names`` are
-    the entries in the last stage, ``form`` all exchanged entries.
+    entry names in the last stage; ``form`` has all exchanged entries.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

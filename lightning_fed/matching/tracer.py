@@ -173,12 +173,12 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Couples an axis of a parameter with input neurons. Positions without a neuron are pinned."""
+        """Unites the ids on a parameter's axis with the input neurons' ``ids``; pins positions without a neuron."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Couples vectors with one value per neuron (bias, normalization). Missing arguments are skipped."""
+        """Unites the ids of vectors with one value per neuron (bias, normalization) with ``ids``; skips ``None``."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
@@ -232,7 +232,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Combines two operands with equal shape, each broadcast along its ``broad`` dimensions."""
+        """Returns the ids after an elementwise operation; each operand is broadcast along its ``broad`` dimensions."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

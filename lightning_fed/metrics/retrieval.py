@@ -59,10 +59,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, labels: Tensor) -> None:
-        """Adds embeddings with shape ``(n, d)`` and integer labels with shape ``(n,)``.
-
-        The metric's dtype must represent each label exactly (float32: up to 16,777,216).
-        """
+        """Adds embeddings ``(n, d)`` and integer labels ``(n,)``, which the metric's dtype must represent exactly."""
         self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
         if labels.shape != embeddings.shape[:1]:
             raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")

@@ -104,8 +104,7 @@ def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupN
 
 
 def _is_timm_fused(module: nn.Module) -> bool:
-    """True if a module is timm's fused normalisation and activation; does not import timm."""
-    if "timm" not in sys.modules:
+    if "timm" not in sys.modules:  # no import of timm
         return False
     from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
 

@@ -95,8 +95,6 @@ def calibrate(
 ) -> Budget:
     """Finds the smallest noise for an epsilon after all rounds, with a noise multiplier from 0.05 to 10,000.
 
-    For the other arguments see :class:`Budget`.
-
     Args:
         epsilon: Bound after all rounds.
         delta: See :class:`Budget`.

@@ -24,7 +24,7 @@ from lightning_fed.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of a privacy audit with canary clients: bounds of epsilon.
+    """Result of a privacy audit with canary clients: bounds for epsilon.
 
     Args:
         num_canaries: Number of canary clients, each included at random.
@@ -122,8 +122,7 @@ def empirical_epsilon(
         >>> round(empirical_epsilon(100, 100, 100, 0.0), 2), empirical_epsilon(100, 100, 50, 0.0)
         (3.49, 0.0)
 
-    References:
-        Steinke et al., NeurIPS 2023, Theorem 5.2 and Appendix D.
+    Reference: Steinke et al., NeurIPS 2023, Theorem 5.2 and Appendix D.
     """
 
     def p_value(epsilon: float) -> float:

@@ -59,8 +59,7 @@ class CentralDP(UpdateStep):
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
     The denominator is the expected cohort size, and all clients have equal weight. The norm covers all shared
-    floating-point entries. Updates longer than C, beyond rounding errors, are excluded. Integer entries keep the
-    server's value.
+    floating-point entries. Updates longer than C (beyond rounding) are excluded. Integers keep the server's value.
 
     With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
@@ -109,8 +108,7 @@ class CentralDP(UpdateStep):
         >>> [type(step).__name__ for step in federation.server.chain.steps]
         ['ServerOptimizer', 'CentralDP']
 
-    References:
-        McMahan et al., ICLR 2018, Algorithm 1.
+    Reference: McMahan et al., ICLR 2018, Algorithm 1.
     """
 
     reveals: Literal["model"] = "model"
@@ -223,10 +221,7 @@ class CentralDP(UpdateStep):
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules other than an average, a second `CentralDP`, and steps that compare clients.
-
-        Otherwise one client could change the contributions of other clients, beyond the accounted sensitivity.
-        """
+        """Refuses rules other than averages, several `CentralDP`, and steps in which one client affects others."""
         if type(rule) is not FedAvg:
             raise OptionError(
                 "Expected an averaging method for differential privacy ('fedavg', 'fedprox', or a server optimizer),"
@@ -312,7 +307,7 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Returns the noise for an entry (name ``""`` for the count), float64: a function of (key, round, name)."""
+        """Returns an entry's noise, float64, from (key, round, name); ``""`` names the count of unclipped updates."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
@@ -431,7 +426,6 @@ class PrivacyBudget(FederatedCallback):
         self._stop_in_time(trainer)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Stops the fit if the next round would exceed the budget."""
         if self.step.budget is not None and self.step.key is not None:
             _FITS.setdefault(_names(trainer), {})[self.step.key] = self.step.budget, self.step.rounds
         self._stop_in_time(trainer)

@@ -54,10 +54,7 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """Privacy account of a client: number of examples, sampling and noised steps.
-
-    ``batch_size`` is the expected size, and ``last`` the number of steps in the last visit (1 without a federation).
-    """
+    """Privacy account of a client: examples, expected batch size, noised steps, and steps in the last visit."""
 
     num_samples: int
     batch_size: int
@@ -76,7 +73,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Returns the account after a further visit ``other``; all steps get the larger sampling probability."""
+        """Returns the account after another visit ``other``; all steps get the larger sampling probability."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -96,8 +93,7 @@ class DPSGD(FederatedCallback):
 
     The module's optimizer steps with :math:`\tilde g`; :math:`B` is the loader's batch size. In segmentation an example
     is an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one
-    backward pass; the module is not changed. The loss must be a mean over examples; this is checked on a few examples
-    in the first batch of each visit.
+    backward pass. The loss must be a mean over examples; a check uses the first batch of each visit.
 
     In a federation each example of a client is protected. The bound holds against observers of the client's updates,
     including the server. Each client has a separate account. Clients may only send values derived from noised steps, so
@@ -109,15 +105,14 @@ class DPSGD(FederatedCallback):
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
-        noise_multiplier: Noise multiplier z: the noise's standard deviation divided by the clipping norm; 0 gives no
-            privacy.
+        noise_multiplier: Noise multiplier z: the noise's standard deviation over the clipping norm; 0 gives no privacy.
         delta: Probability :math:`\delta` of exceeding the bound, less than one over a client's number of examples.
         max_epsilon: The fit stops before a client's next visit (without a federation: a step) could exceed this bound;
             by default ``epsilon``. A client whose first visit would exceed the bound is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: Known key for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
         epsilon: Bound after all epochs, replaces ``noise_multiplier``: the smallest noise is computed for clients that
-            join every round. Not available on Flower, because the numbers of examples stay on the clients: use
+            join every round. Not available on Flower, where the server does not know numbers of examples: use
             :func:`calibrate`.
 
     Raises:
@@ -138,8 +133,7 @@ class DPSGD(FederatedCallback):
     Example:
         >>> trainer = L.Trainer(callbacks=[DPSGD(1.0, 1.1, delta=1e-5)], logger=False, enable_checkpointing=False)
 
-    References:
-        Abadi et al., CCS 2016, Algorithm 1.
+    Reference: Abadi et al., CCS 2016, Algorithm 1.
     """
 
     keeps_privacy = True
@@ -202,7 +196,7 @@ class DPSGD(FederatedCallback):
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Describes the options, for checkpoints. :meth:`load_state_dict` compares the noise multiplier."""
+        """Clipping norm and delta as text for checkpoints; :meth:`load_state_dict` compares the noise multiplier."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
@@ -277,7 +271,6 @@ class DPSGD(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Checks that only noised steps have changed the model."""
         if self._visit is not None:
             self._visit.check_untrained()
 
@@ -327,7 +320,6 @@ class DPSGD(FederatedCallback):
 
     @torch.no_grad()
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replaces the gradients by the noised sum of clipped example gradients."""
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
@@ -383,7 +375,6 @@ class DPSGD(FederatedCallback):
             self._stop_in_time(trainer, trainer.current_epoch + trainer.is_last_batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Without a federation, logs epsilon and checks that only noised steps have changed the model."""
         if self._visit is not None and self._visit.client is None:
             self._visit.check_untrained()
             pl_module.log_dict({"dp/epsilon": self.epsilon(), "dp/delta": self.delta})
@@ -446,7 +437,6 @@ class DPSGD(FederatedCallback):
         self._round_accounts = {}
 
     def _read_account(self, trainer: L.Trainer, client: Client) -> None:
-        """Reads a client's account from a file on the client's machine; refuses accounts with other noise."""
         path = _account_path(trainer, client)
         if path is None or not path.exists():
             return
@@ -601,7 +591,6 @@ class _Visit:
         self._initial_entries = {name: value.detach().clone() for name, value in self._untrained().items()}
 
     def check_untrained(self) -> None:
-        """Raises an error if an entry without noised optimizer steps has changed in training."""
         for name, value in self._untrained().items():
             if name in self._initial_entries and not torch.equal(value, self._initial_entries[name]):
                 raise MisconfigurationException(
@@ -652,7 +641,6 @@ def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
 
 
 def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
-    """Path of a client's privacy account, shared by all fits; ``None`` with a server in this process."""
     federation = federation_of(trainer)
     if federation is None or federation.has_server:
         return None

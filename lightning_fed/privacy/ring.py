@@ -68,11 +68,11 @@ class Ring:
 
     @property
     def scale(self) -> float:
-        """Integer that represents the value 1.0: inverse of the resolution."""
+        """Integer that represents the value 1.0 (the inverse of the resolution)."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Tensors sent with the broadcast, from which a client computes the same scale: client number and scale."""
+        """Extra tensors of the broadcast: number of clients and scale, for the same encoding on all clients."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
@@ -90,10 +90,7 @@ class Ring:
 
     @torch.no_grad()
     def encode(self, value: Tensor, generator: np.random.Generator) -> Tensor:
-        """Encodes a weighted update as int32, rounded stochastically.
-
-        The norm is at most ``max_weight`` times ``clip``.
-        """
+        """Encodes a weighted update with norm up to ``max_weight * clip`` as int32, rounded stochastically."""
         scaled = to_float64(value) * self.scale
         noise = torch.from_numpy(np.asarray(generator.random(tuple(value.shape)))).to(scaled.device)
         return in_ring((scaled + noise).floor().long())

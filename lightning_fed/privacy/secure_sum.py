@@ -70,8 +70,7 @@ class SecureSum(UpdateStep):
         >>> from lightning_fed.steps import UniformWeights
         >>> federation = Federation("fedadam", steps=[UniformWeights(), SecureSum(clip=10.0)])
 
-    References:
-        Bonawitz et al., CCS 2017, Figure 4, for an honest but curious server.
+    Reference: Bonawitz et al., CCS 2017, Figure 4, for an honest but curious server.
     """
 
     reveals: Literal["sum"] = "sum"
@@ -135,10 +134,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces the model by the encoded, weighted update.
-
-        An update with NaN or infinite values raises ``ClientFault``, because integers would hide these values.
-        """
+        """Replaces the model by the encoded, weighted update; NaN or infinite values raise ``ClientFault``."""
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
@@ -182,7 +178,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Returns the mean as one update with the total weight; raises ``BadUpdates`` for an impossible weight."""
+        """Returns the mean of an encoded sum as one update; raises ``BadUpdates`` for an impossible total weight."""
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])

@@ -32,11 +32,12 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Computes a site's sums over cases for each pair of models; empty if the site has too few cases.
+    """Computes a site's answer to a study: the kind of score, and sums over cases by pair of models and by seed.
 
     Args:
         runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. The cases must be equal.
-        min_support: Smallest number of cases, or patients; for an area under the ROC curve, half for each class.
+        min_support: Smallest number of cases (or patients) for an answer, half in each class for an area under the ROC
+            curve. With fewer cases the sums are an empty dictionary.
 
     Example:
         >>> site = {"cases": ["a", "b"], "patients": None}
@@ -63,7 +64,7 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:
-    """Estimates two models' difference from a site's sums; also returns the number of cases and both values."""
+    """Estimates the difference between two models from a site's sums; also returns the case count and both scores."""
     if kind == "areas":
         return difference_of_areas(sums), int(sums[0] + sums[1]), (sums[2], sums[3])
     if kind == "replicates":

@@ -30,7 +30,7 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study: the plan, and the sums by site.
+    """Results of a study: the plan, and the sums over cases (``answers``) by site.
 
     The models are the primary method, other federated methods, ``central`` if trained, and ``local``.
     """
@@ -47,10 +47,9 @@ class Study:
 
 @dataclass(frozen=True)
 class SiteGain:
-    """Gain from one method over another method at a site, positive if better; without a name, over all sites.
+    """Gain of ``method`` over ``baseline`` at a site, positive if better; an empty ``site`` means all sites.
 
-    ``count`` is the number of cases (or sites), ``adjusted`` the p-value for several sites, ``detectable`` the smallest
-    gain with a power of 80 %.
+    ``count``: cases (or sites). ``adjusted``: p-value with Holm's correction. ``detectable``: gain with 80 % power.
     """
 
     site: str
@@ -80,7 +79,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Computes each site's sums from the scores in :func:`~lightning_fed.compare.run_comparison`'s results."""
+    """Creates a study from the results of :func:`~lightning_fed.compare.run_comparison`."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:

@@ -103,7 +103,7 @@ class SiteScores(AskableCallback):
         write_text_atomically(path, json.dumps(self.state()))
 
     def load(self, path: Path) -> bool:
-        """Loads scores from a file; returns false if the file is missing or from other options."""
+        """Loads saved scores; returns false if the file is missing, or has another metric, stage or patient key."""
         saved = json.loads(path.read_text()) if path.exists() else {}
         if saved | {"scores": self.scores} != self.state():
             return False
@@ -230,7 +230,6 @@ def score_site(
 
 
 def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str | None) -> dict[str, Any] | None:
-    """Returns the scores of positive and of negative cases, if the metric ``key`` is an area under the ROC curve."""
     curve = None if key is None else metrics[metric_of(key)]
     if key is None or not isinstance(curve, BinaryAUROC) or curve.thresholds is not None or curve.max_fpr is not None:
         return None
@@ -240,7 +239,7 @@ def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str
 
 
 def bootstrap(module: L.LightningModule, client: Client, key: str, states: list[MetricStates]) -> dict[str, Any]:
-    """Computes a metric for bootstrap replicates of a site's cases, with equal draws for all models."""
+    """Computes the metric ``key`` for bootstrap replicates of a site's cases, drawn equally for all models."""
     with isolated_pass(module):
         metrics = named_metrics(module)
         with computing(metrics.values(), compute_measured):

@@ -74,7 +74,7 @@ class RandomEffects(Estimate):
 
 
 def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Floats:
-    """Six moments for two models' scores ``(..., n)`` on equal cases: n, sums, sums of squares, sum of products.
+    """Six moments for two models' scores minus ``shift``, ``(..., n)``: n, sums, sums of squares, product sum.
 
     Example:
         >>> paired_sums([0.5, 1.0], [0.5, 0.5]).tolist()
@@ -112,7 +112,7 @@ def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
 
 
 def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floats]:
-    """Shares of lower negatives by positive score, and of higher positives by negative; equal scores count half.
+    """Share of negatives below each positive score, and share of positives above each negative; ties count half.
 
     Both means equal the area under the ROC curve (DeLong, DeLong and Clarke-Pearson, Biometrics 1988).
 
@@ -173,8 +173,7 @@ def difference_of_replicates(sums: ArrayLike) -> Estimate:
 def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
     """Mean difference over sites ``(..., k)``: random effects (DerSimonian and Laird 1986).
 
-    The variance is Hartung and Knapp's (2001), but never below the variance for known weights (Röver, Knapp and
-    Friede 2015).
+    The variance is Hartung and Knapp's (2001), but at least the variance for known weights (Röver et al. 2015).
 
     Raises:
         ValueError: With fewer than two sites, or a variance of 0.

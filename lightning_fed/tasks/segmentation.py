@@ -46,8 +46,7 @@ class SegmentationTask(Task):
         num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
         encoder_name: Encoder of the architecture, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
         encoder_weights: Pretrained encoder weights: ``"imagenet"`` (a download), or a file path with smp's or timm's
-            names; None starts from random weights. To load a task's checkpoint without this file, pass None to
-            ``load_from_checkpoint``.
+            names; None for random weights. Pass None to ``load_from_checkpoint`` if the file is missing.
         in_channels: Number of image channels.
         model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).

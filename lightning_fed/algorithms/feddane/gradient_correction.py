@@ -51,9 +51,8 @@ class GradientCorrection(GradientTerm):
 
     Gradients come from ``training_step`` with automatic optimization, in evaluation mode, so dropout adds no noise.
     BatchNorm uses batch statistics as in training, and running statistics stay unchanged. Batches are fetched in the
-    main process; loaders with persistent workers are refused, because such loaders support only one pass at a time. The
-    correction applies to shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss
-    excludes the correction.
+    main process; loaders with persistent workers, limited to one pass at a time, are refused. The correction applies to
+    shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the correction.
 
     Raises:
         MisconfigurationException: In ``fit``, with manual optimization.
@@ -148,7 +147,6 @@ class GradientCorrection(GradientTerm):
     def _measure(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, is_reloaded: bool = False
     ) -> ClientUpdate:
-        """Computes the module's mean gradient on all data of one client; the result is a message to the server."""
         federation, round = find_federation(trainer), trainer.current_epoch
         schedule, population, faults = federation.schedule, federation.population, list[Exception]()
         try:

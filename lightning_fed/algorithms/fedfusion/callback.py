@@ -47,11 +47,10 @@ class FeatureFusion(FederatedCallback):
 
     In ``setup`` the module gets a submodule ``feature_fusion`` with the operator :math:`F`, initialised with the
     federation's seed; see :func:`~lightning_fed.modules.fuse`. A visit starts with a frozen copy :math:`E_g` of the
-    received extractor, in evaluation mode; the copy is never sent. :math:`E_l`, :math:`F` and :math:`C` train and are
-    averaged by any aggregator. Messages also contain :math:`F`: 1 number per level with ``"single"``, :math:`C` with
-    ``"multi"``, and :math:`2C^2 + C` with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps :math:`F` on the clients.
-    After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP 2019, Algorithm
-    1; https://github.com/thu-media/FedFusion.
+    received extractor, never sent. :math:`E_l`, :math:`F` and :math:`C` train and are averaged by any aggregator.
+    Messages also contain :math:`F`: 1 number per level with ``"single"``, :math:`C` with ``"multi"``, and :math:`2C^2 +
+    C` with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps :math:`F` on the clients. After the fit
+    :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP 2019, Algorithm 1.
 
     Args:
         at: Layer with the features as output, or ``"auto"``, see :func:`~lightning_fed.modules.find_extractor`.
@@ -297,7 +296,6 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Stores the previous global model's extractor, and logs summaries of the global model's fusion operators."""
         if is_new:
             self._reference = self._round_reference
         self._stage, self._round_reference = "rest", {}
@@ -308,7 +306,6 @@ class FeatureFusion(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, trainer.current_epoch, values)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Sets the frozen global extractor for evaluation; for a client's model with the client's personal entries."""
         if client is not None and self._stage == "training":
             self.fusion.refer()
             return

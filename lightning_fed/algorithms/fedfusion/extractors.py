@@ -65,8 +65,7 @@ def find_extractor(
         classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
 
     Raises:
-        ValueError: If the layer does not exist, or is outside the network; with ``"auto"``, if the network has several
-            classifiers (timm's distilled networks).
+        ValueError: If the layer does not exist, or is outside the network; with ``"auto"``, for several classifiers.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
@@ -144,7 +143,7 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``.
+    A module without a classifier needs a layer with a known name, such as ``encoder``. Errors call ``at`` ``option``.
     """
     if at != "auto":
         return find_extractor(module, at, network)
@@ -159,7 +158,6 @@ def find_extractor_in_fit(
 
 
 def _find_extractor_module(layers: Mapping[str, nn.Module], classifier: str | None) -> FeatureLayer | None:
-    """Finds a child module with the features as output, such as ``features``, next to the classifier."""
     for name, layer in layers.items():
         if classifier is not None and not f"{classifier}.".startswith(f"{name}." if name else ""):
             continue

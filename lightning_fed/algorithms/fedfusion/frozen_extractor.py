@@ -90,7 +90,7 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Frees layers after the feature layer; returns the features and the last executed layer with parameters."""
+        """Runs the network on the arguments and frees later layers; returns features and last layer with parameters."""
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
         def record_finished(module: nn.Module, args: Any, output: Any) -> None:

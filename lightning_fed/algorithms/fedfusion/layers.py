@@ -118,10 +118,7 @@ class FusionLayer(nn.Module):
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies values into the frozen extractor and enables fusion with the extractor's features.
-
-        The source is a network or a dictionary of values by name; ``None`` copies the network's current values.
-        """
+        """Enables fusion with a frozen copy of ``source``: a network, values by name, or ``None`` for this network."""
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
             self._is_referring, self._reference = True, None
@@ -267,8 +264,7 @@ def _select_levels(
 class FusedExtractor(nn.Module):
     """A feature extractor with fusion, F(E_l, E_g): an extractor E_l, an operator F, and a frozen copy E_g.
 
-    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Before :meth:`refer`, features are fused with
-    themselves.
+    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Before :meth:`refer`, F(E_l, E_l) is used.
 
     Args:
         local: The extractor E_l.

@@ -35,9 +35,8 @@ def fuse(
 ) -> FusionLayer:
     """Adds feature fusion to a model, in place; returns the layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters. All other modules retain position and name. The model
-    can load a checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer`, features
-    are fused with themselves.
+    The new submodule contains the operators' parameters; other modules retain position and name. Loading a checkpoint
+    without fusion leaves operators unchanged. Before :meth:`FusionLayer.refer`, features are fused with themselves.
 
     Args:
         module: The model.
@@ -51,8 +50,7 @@ def fuse(
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
     Raises:
-        ValueError: If an option is invalid, the layer does not exist, the channels cannot be inferred, or the model
-            already has fusion.
+        ValueError: If an option is invalid, the layer or the channels cannot be found, or the model already has fusion.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask

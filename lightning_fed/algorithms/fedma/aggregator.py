@@ -151,8 +151,7 @@ class FedMA(Aggregator):
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
         """Sets the network's permutation groups, stages and entries before the first round of a fit.
 
-        Groups and entries have the clients' widths. Only shapes and dtypes of the entries are used. A resumed pass must
-        have the same stages.
+        Groups and entries have the clients' widths; entry values are unused. A resumed pass requires the same stages.
         """
         current = self._open_pass
         if current is not None:
@@ -324,7 +323,6 @@ class FedMA(Aggregator):
         return current if current is not None and round <= current.round + 1 else MatchingPass(round, round)
 
     def _resized_entries(self, current: MatchingPass) -> State:
-        """Placeholders for the model's entries, with the shapes and dtypes for the pass's current widths."""
         shapes = {name: list(value.shape) for name, value in self._client_entries.items()}
         for group in self._groups.resized(current.sizes):
             for (name, axis), entry in group.entries.items():

@@ -299,7 +299,6 @@ class LayerwiseTraining(FederatedCallback):
         rule.put_statistics(measured)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Deletes stored client models from finished passes."""
         federation = find_federation(trainer)
         if _rule(federation).widths:
             self._initial = {}
@@ -370,10 +369,7 @@ class LayerwiseTraining(FederatedCallback):
 
     @contextmanager
     def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-        """Context manager that yields example arguments for ``forward``.
-
-        For a module without ``forward``, ``training_step`` replaces ``forward`` inside the context.
-        """
+        """Context with example arguments for ``forward``; ``training_step`` replaces a missing ``forward`` inside."""
         if has_forward(module):
             yield self._example(find_federation(trainer), module)
             return
@@ -408,7 +404,6 @@ def _rule(federation: Federation) -> FedMA:
 
 
 def _growable_axes(groups: PermutationGroups) -> dict[str, list[int]]:
-    """Indices of the axes that may become longer, by entry name (also for tied entries)."""
     axes: dict[str, set[int]] = {}
     for name, axis in (entry for group in groups if group.is_growable for entry in group.entries):
         for tied_name in (name, *(alias for alias, first in groups.tied.items() if first == name)):

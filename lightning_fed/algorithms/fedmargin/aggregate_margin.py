@@ -79,12 +79,7 @@ class AggregateMeanMargin(Float64States):
         self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, features: Tensor, labels: Tensor) -> None:
-        """Adds a batch; label maps are resized to the feature maps.
-
-        Args:
-            features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``.
-            labels: Classes, shape ``(N,)`` or ``(N, *label_size)``.
-        """
+        """Adds features ``(N, d)`` or ``(N, d, *size)``, and labels ``(N,)`` or ``(N, *label_size)``, then resized."""
         if features.ndim > 1 and features.shape[1] != self.num_features:
             raise ValueError(f"Expected {self.num_features} features (`num_features`), but got {features.shape[1]}.")
         sums, counts = class_sums(

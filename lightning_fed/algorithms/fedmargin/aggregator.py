@@ -173,7 +173,6 @@ class FedMargin(Aggregator):
         self._info, self._state, self.updates = info, state, []
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the global state, with the aggregate prototypes if the margin compares classes."""
         extras: State = {}
         if self.margin in ("hypothesis", "relative") and self.prototypes is not None:
             extras = pack_prototypes(self.prototypes)
@@ -190,10 +189,7 @@ class FedMargin(Aggregator):
         self.updates += other.updates
 
     def aggregate(self) -> State:
-        """Computes the new global model: a step of size ``server_lr`` towards the clients' weighted mean.
-
-        Excludes clients whose number of features differs from the majority, or whose prototypes are outliers.
-        """
+        """Moves the global model towards the clients' weighted mean; excludes clients with bad prototypes."""
         num_features = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
         faults = find_outlying_prototypes(extras) | find_mismatched_prototypes(extras, num_features)
@@ -233,7 +229,6 @@ class FedMargin(Aggregator):
         self.prototypes = Prototypes(state["means"], state["counts"]) if state else None
 
     def _measure_weights(self) -> Tensor:
-        """Computes margins and attention from the clients' prototypes, stores the report, and returns the weights."""
         updates = self.updates
         num_samples = [update.num_samples for update in updates]
         lpm = [self._local_margin(update) for update in updates]
@@ -272,7 +267,6 @@ class FedMargin(Aggregator):
         return math.nan
 
     def _unpack(self) -> dict[int, Prototypes]:
-        """Unpacks the prototypes in the round's updates, by index of the update, with rows for all observed classes."""
         packed = {
             number: update.extras
             for number, update in enumerate(self.updates)

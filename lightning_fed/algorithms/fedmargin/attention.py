@@ -21,8 +21,7 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     r"""Attention weights of the clients in a round, shape ``(K,)``, float64; sum 1. Larger margins give larger weights.
 
-    The equations are a reconstruction. The paper states only: "as prototypes deviate from reference prototypes [...],
-    higher attention is applied".
+    Reconstruction of "as prototypes deviate from reference prototypes [...], higher attention is applied" (paper).
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}

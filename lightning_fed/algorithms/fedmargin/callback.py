@@ -142,12 +142,10 @@ class ClassPrototypes(FederatedCallback):
         self._checkpoint_layer = state_dict["layer"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In a federation: finds the feature layer and the number of classes."""
         if federation_of(trainer):
             self._find_roles(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """With a plain Trainer: finds the feature layer and the number of classes, after the loader was created."""
         if not federation_of(trainer):
             self._find_roles(trainer, pl_module)
 
@@ -258,7 +256,6 @@ class ClassPrototypes(FederatedCallback):
     def _measure_client(
         self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit
     ) -> Prototypes | None:
-        """Returns a client's prototypes, or ``None`` with a warning if loading the data fails."""
         faults = list[Exception]()
         batches = until_fault(find_federation(trainer).population.one_pass(planned.visit, isolated=True), faults)
         with seeded_generators(), closing(batches):
@@ -329,7 +326,6 @@ class ClassPrototypes(FederatedCallback):
     # Measuring
 
     def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
-        """Returns the prototypes of ``batches`` with the module's current weights; ``None`` without batches."""
         batches = itertools.islice(batches, self.max_batches)
         sums = measure_feature_sums(trainer, module, self._layer, batches, self._options)
         sums.gather(trainer)

@@ -125,8 +125,7 @@ def aggregate_prototype_margin(
     Args:
         after: Prototypes after local training.
         reference: Aggregate prototypes, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Kind of margin per class, see :func:`class_margins`. "gain" is replaced by "hypothesis", because "gain"
-            compares a client with itself.
+        margin: Kind of margin, see :func:`class_margins`. "hypothesis" replaces "gain", a comparison in one client.
         class_reduction: Same as in :func:`local_prototype_margin`.
 
     Raises:

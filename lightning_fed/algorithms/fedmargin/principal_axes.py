@@ -24,10 +24,7 @@ class PrincipalAxes(NamedTuple):
         return (points.double() - self.center) @ self.axes.T
 
     def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:
-        """Rotates or reflects the axes within the spanned plane, to match the axes of ``reference``.
-
-        Schoenemann, "A generalized solution of the orthogonal Procrustes problem", 1966.
-        """
+        """Rotates or reflects the axes within the spanned plane to match ``reference`` (Schoenemann 1966)."""
         left, _, right = torch.linalg.svd(reference.axes @ self.axes.T)
         return PrincipalAxes(self.center, left @ right @ self.axes)
 

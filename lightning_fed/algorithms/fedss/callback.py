@@ -141,7 +141,6 @@ class SampledSoftmax(FederatedCallback):
         self._batch += 1
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Returns the batch with labels replaced by column indices of the logits."""
         if self._held is None:
             return batch
         self._set_head_classes(module)  # another callback may use the model in an earlier hook

@@ -55,8 +55,7 @@ class SampledSoftmaxHead(LogitsLayer):
         margin_of: Quantity with the margin: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Raises:
-        ValueError: If a size or ``scale`` is not positive, ``margin`` is invalid, or linear logits have a scale or
-            margin.
+        ValueError: If a size, ``scale`` or ``margin`` is invalid, or linear logits have a scale or margin.
 
     Example:
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
@@ -151,10 +150,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return local
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Converts class labels to column indices of the training logits, int64; negative labels stay unchanged.
-
-        A layer with rows for all classes returns the labels unchanged.
-        """
+        """Converts class labels to columns of the training logits, int64; negative labels stay unchanged."""
         return target if self._batch is None else self._batch.held.relabel(target)
 
     # --- logits -------------------------------------------------------------------------------------------------------

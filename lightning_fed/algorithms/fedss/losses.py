@@ -195,8 +195,7 @@ def sampled_softmax_loss(
         reduction: Mean or sum over labelled examples, or one value per example.
 
     Raises:
-        ValueError: If an option is unknown, shapes do not match, a target is outside the client's classes, or "full"
-            lacks classes.
+        ValueError: If an option is unknown, shapes differ, a target is not a positive class, or "full" lacks classes.
 
     Example:
         >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])

@@ -69,10 +69,7 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """Returns a copy with all positive classes and only some negatives.
-
-        ``columns`` are indices into ``classes``, int64, strictly increasing, including all positives.
-        """
+        """Returns a copy with the classes at ``columns``: int64, strictly increasing, including all positives."""
         _check_increasing("columns", columns)
         count = len(self.classes)
         if len(columns) and (columns[0] < 0 or columns[-1] >= count):

@@ -58,8 +58,7 @@ class FeSEM(Aggregator):
         seed: Seed for the initialisation.
 
     Raises:
-        ValueError: If ``num_centers`` is below 1, ``init`` is unknown or ``seed`` is negative; in a round, if
-            ``assign_on`` matches nothing.
+        ValueError: If an argument is unknown or outside its range; in a round, if ``assign_on`` matches nothing.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

@@ -65,7 +65,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Maps N states to points, shape ``(N, N)``, float64, with the states' pairwise distances (classical scaling)."""
+    """Maps N states to points, shape ``(N, N)``, float64, with equal distances over ``names`` (classical scaling)."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]

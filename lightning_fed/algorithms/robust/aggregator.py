@@ -100,7 +100,7 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Combines the round's updates. Excludes clients with an infinite norm, or all clients for too few updates."""
+        """Combines the round's updates. Excludes clients with infinite norms, or all clients for too few updates."""
         clients = self.clients
         states = [self.updates[client] for client in clients]
         names = number_entries(self._state)
@@ -128,7 +128,7 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Malicious clients among ``count`` updates: f minus refused clients, or by default the rule's maximum."""
+        """Malicious clients among ``count`` updates: f minus refused clients; if f is ``None``, the rule's maximum."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least

@@ -135,7 +135,6 @@ class Bulyan(RobustAggregator):
 
 
 def _mean_of_lowest(steps: Steps, num_malicious: int, count: int) -> tuple[State, Tensor]:
-    """Mean over the ``count`` client updates with the lowest Krum scores, and a mask of these clients."""
     order = krum_order(squared_distances(steps.gram), num_malicious)
     chosen = torch.zeros(len(steps), dtype=torch.float64)
     chosen[order[:count]] = 1.0

@@ -63,7 +63,7 @@ class Steps:
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
-        """Inner products between each client update and ``direction`` (float64 entries), shape ``(rows,)``."""
+        """Inner product of each client update with ``direction`` (float64 tensor by entry name), shape ``(rows,)``."""
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
             direction_values = _as_real(direction[name])
@@ -73,7 +73,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus a weighted sum of client updates; ``plus`` is an additional update with a weight."""
+        """Global model plus client updates times ``weights``, shape ``(rows,)``, plus a further (weight, update)."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
@@ -121,7 +121,6 @@ class Steps:
         return state
 
     def _chunks(self, name: str) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields one entry in chunks of k elements: client values, shape ``(clients, k)``, and global values."""
         start = _as_real(self.start[name])
         values = [_as_real(state[name]) for state in self._states]
         width = max(1, CHUNK_ELEMENTS // max(1, len(values)))

@@ -58,8 +58,7 @@ def maximum_mean_discrepancy(
         chunk_size: Number of samples per block.
 
     Raises:
-        ValueError: If shapes are inconsistent, a set has too few samples, an option is unknown or outside the allowed
-            range, or the median distance is 0.
+        ValueError: If shapes are inconsistent, samples are too few, an option is invalid, or the median distance is 0.
 
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -202,10 +201,8 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
-    """Counts sample pairs by the leading bits of the squared distance; for pairs with bits ``head`` by the next bits.
-
-    For non-negative floats, the bit patterns read as integers have the same order as the floats.
-    """
+    """Counts sample pairs by leading bits of the squared distance; for pairs with bits ``head`` by the next bits."""
+    # For non-negative floats, the bit patterns read as integers have the same order as the floats.
     counts = torch.zeros(1 << _BITS, dtype=torch.int64, device=samples.device)
     for distances in _pair_distances(samples, shift, chunk_size):
         bits = distances.float().abs().view(torch.int32)  # a NaN, which may be negative, is sorted last
@@ -221,7 +218,6 @@ def _kernel_sum(distances: Iterator[Tensor], factors: Sequence[float]) -> float:
 
 
 def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    """Yields the squared distances between samples in blocks, with each pair of samples once."""
     chunks = torch.split(samples, chunk_size)
     for index, chunk in enumerate(chunks):
         block = squared_distances(chunk, chunk, shift)

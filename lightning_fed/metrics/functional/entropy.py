@@ -76,8 +76,7 @@ def feature_entropy(
         size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned).
 
     Raises:
-        ValueError: If ``activation`` is unknown, there are fewer than two channels, or ``size`` is given for features
-            other than maps.
+        ValueError: If ``activation`` is unknown, channels are fewer than two, or features with ``size`` are not maps.
 
     Example:
         >>> feature_entropy(torch.tensor([[2.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), normalize=True)
@@ -104,8 +103,8 @@ def _shares(features: Tensor, activation: Activation) -> Tensor:
     return torch.where(total == 0, 1 / features.shape[1], values / total.where(total != 0, 1.0))
 
 
+# Chunks of pixels limit memory.
 def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies a function over channels in chunks of pixels, to limit memory."""
     flat = values.flatten(2) if values.ndim > 2 else values.unsqueeze(2)
     images, pixels = chunk_steps(*flat.shape)
     rows = [

@@ -57,8 +57,7 @@ def mean_average_precision_at_r(
         chunk_size: Number of queries, and of images, per block.
 
     Raises:
-        ValueError: If shapes are inconsistent, no query is given, labels are not integers, or an option is unknown or
-            outside the allowed range.
+        ValueError: If shapes are inconsistent, no query is given, labels are not integers, or an option is invalid.
 
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
