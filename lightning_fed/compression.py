@@ -76,7 +76,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes an update to float64 in the shape of ``like``. A wrong ``extra`` raises :class:`BadUpdate`."""
+        """Decodes an update to float64 in the shape of ``like``; malformed extra values raise :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
         return state | {name: self.code_like(state[name]) for name in self.names(state)}
@@ -357,7 +357,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Callback for :class:`Downlink`: records each client's model version, as in the last accepted update."""
+    """Callback for :class:`Downlink`: records for each client the model version in the last accepted update."""
 
     supports_vectorize = True
     keeps_privacy = True

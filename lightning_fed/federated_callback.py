@@ -41,7 +41,7 @@ class FederatedCallback(TrainerCallback):
     In a visit: :meth:`on_client_request`, :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`,
     for each batch :meth:`on_client_batch` and Lightning's hooks, :meth:`on_client_end`, :meth:`on_server_receive`,
     :meth:`on_client_visit_end`. After the last visit: :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
-    Outside visits: :meth:`on_model_loaded`. Changes by all hooks are part of the message.
+    Outside visits: :meth:`on_model_loaded`. Messages include the changes made by hooks.
 
     Clipping, weights, encoding, masks and noise belong to an update step (:mod:`lightning_fed.steps`). Some features
     read attributes of a callback, see the `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.

@@ -173,7 +173,7 @@ def _site_scores(plan: Plan, monitor: str) -> list[SiteScores]:
 
 
 def load_results(plan: Plan) -> list[dict[str, Any]]:
-    """Loads the results of all finished runs, as from :func:`run_comparison`."""
+    """Loads the results of all finished runs, in the form returned by :func:`run_comparison`."""
     runs, target, _ = _prepare(plan)
     folders = [plan.out / "runs" / run.name for run in runs]
     return [_load(folder, target) for folder in folders if (folder / "result.json").exists()]

@@ -80,7 +80,7 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
 
 
 def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
-    """Yields ratios between rows of a layer's tensors; for recurrent layers also ratios to hidden columns."""
+    """Yields coupled widths within a layer: the rows of weight and bias, in recurrent layers also hidden columns."""
     shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))

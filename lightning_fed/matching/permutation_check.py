@@ -20,10 +20,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance relative t
 
 
 class PermutationCheck:
-    """Runs a module in evaluation mode with perturbed values, within :func:`restored_afterwards`.
+    """Checks permutation groups: runs a module with perturbed values, within :func:`restored_afterwards`.
 
     All values in the state and the inputs are perturbed, because zeros and ones from the initialisation, or dead
-    channels, would hide dependencies. Runs in float64, or in float32 if float64 fails.
+    channels, would hide dependencies. Runs in evaluation mode and float64, or in float32 if float64 fails.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Packs traced results in the structure of the operation's return value. Missing results are never used."""
+        """Packs activations like the operation's return value; results without an activation become ``None``."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
@@ -80,7 +80,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported network; ``names`` maps program names to entries, ``constants`` maps to other buffers."""
+        """Traces an exported network; ``names`` maps program names to entry names, ``constants`` to other buffers."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})

@@ -361,7 +361,7 @@ class DPSGD(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks for an optimizer step. Without a federation, stops the fit if the budget is exhausted."""
+        """Checks that the optimizer has stepped. Without a federation, stops the fit if the budget is exhausted."""
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
@@ -393,7 +393,7 @@ class DPSGD(FederatedCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the accounts; raises ``ValueError`` if earlier steps had different noise."""
+        """Restores the clients' privacy accounts; raises ``ValueError`` if earlier steps had different noise."""
         saved = state_dict["noise_multiplier"]
         if self.planned_epsilon is not None:
             self.noise_multiplier = saved

@@ -80,7 +80,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses vectorised clients, and callbacks (except ``own``) that may send values without noise."""
+    """Refuses vectorised clients, and callbacks other than ``own`` (DPSGD) that may send values without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."

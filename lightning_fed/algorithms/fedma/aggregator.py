@@ -183,7 +183,7 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """Matching pass in progress, and the index of this round's stage; ``None`` if the pass has ended."""
+        """Stage matched in this round, and the matching pass in progress; ``None`` if the pass has ended."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None

@@ -369,7 +369,7 @@ class LayerwiseTraining(FederatedCallback):
 
     @contextmanager
     def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-        """Context with example arguments for ``forward``; ``training_step`` replaces a missing ``forward`` inside."""
+        """Context that yields arguments for ``forward``; ``training_step`` stands in for a missing ``forward``."""
         if has_forward(module):
             yield self._example(find_federation(trainer), module)
             return

@@ -57,7 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses a checkpoint if shapes differ from the module's shapes along an axis outside ``growable``."""
+    """Refuses a checkpoint if an axis outside ``growable`` differs in ``shapes``, pairs of module and file shape."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):
