@@ -45,8 +45,7 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     """Builds a plain Trainer with one epoch per round of the recipe, without stragglers.
 
     The number of batches in an epoch matches a round: the clients' examples times ``local_epochs``. An epoch may
-    contain several passes over the pooled data, or part of a pass. Therefore schedulers, validation, callbacks and
-    ``max_epochs`` count the same units as in a federation.
+    contain several passes over the pooled data, or a part. Schedulers, validation and callbacks then count rounds.
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation

@@ -111,9 +111,8 @@ class DPSGD(FederatedCallback):
             by default ``epsilon``. A client whose first visit would exceed the bound is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: Known key for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
-        epsilon: Bound after all epochs, replaces ``noise_multiplier``: the smallest noise is computed for clients that
-            join every round. Not available on Flower, where the server does not know numbers of examples: use
-            :func:`calibrate`.
+        epsilon: Bound after all epochs, instead of ``noise_multiplier``: the smallest noise is computed for clients in
+            every round. Not on Flower, where only clients know numbers of examples: use :func:`calibrate`.
 
     Raises:
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are

@@ -108,8 +108,7 @@ def clipped_sum(
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    Examples with non-finite gradients contribute 0. Gradients are divided by the number of examples. ``max_norm=inf``
-    disables clipping.
+    Non-finite gradients contribute 0. Gradients are divided by the number of examples. ``inf`` disables clipping.
     """
     if not gradients:
         return {}

@@ -22,9 +22,8 @@ class GeometricMedian(RobustAggregator):
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
-    Requires at least ``2 f + 1`` clients. The paper weights clients by examples; here weights are equal.
-    ``num_malicious`` affects only BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms
-    1 and 2.
+    Requires at least ``2 f + 1`` clients, all with equal weight (in the paper by examples). ``num_malicious`` affects
+    only BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
