@@ -108,7 +108,7 @@ def clipped_sum(
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    Non-finite gradients contribute 0. Gradients are divided by the number of examples. ``inf`` disables clipping.
+    Non-finite gradients become 0. Gradients are divided by the number of examples. ``max_norm=inf`` disables clipping.
     """
     if not gradients:
         return {}
