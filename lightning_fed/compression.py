@@ -101,7 +101,7 @@ class Compression(UpdateStep, ABC):
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
-                raise BadUpdate(f"its code for {name!r} has no scale or positions")
+                raise BadUpdate(f"its compressed update of {name!r} has no scale or positions")
             start = to_float64(sent[name])
             update.state[name] = cast_back(start + self.decode(update.state[name], extra, start), sent[name])
         return update
@@ -215,7 +215,7 @@ class TopK(Compression):
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
         is_list = extra.dtype == torch.int32 and extra.shape == code.shape
         if not is_list or int(extra[0]) < 0 or int(extra[-1]) >= like.numel() or not is_increasing(extra):
-            raise BadUpdate("it sends invalid positions")
+            raise BadUpdate("its compressed update has invalid positions")
         step = torch.zeros(like.numel(), dtype=torch.float64, device=like.device)
         step[extra.long().to(like.device)] = code.to(like.device, torch.float64)
         return step.reshape(like.shape)
@@ -373,5 +373,5 @@ class HeldModels(FederatedCallback):
 def read_scale(extra: Tensor) -> Tensor:
     """Returns the scale in an update's extra value. An invalid scale raises :class:`BadUpdate`."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
-        raise BadUpdate("it sends an invalid scale")
+        raise BadUpdate("its compressed update has an invalid scale")
     return extra

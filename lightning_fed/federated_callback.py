@@ -16,7 +16,7 @@ VISIT_HOOKS = (
     *("on_client_request", "on_server_send", "on_client_receive", "on_client_start", "on_client_batch"),
     *("on_client_end", "on_server_receive", "on_client_visit_end"),
 )
-"""Hooks of callbacks in a visit, on both sides."""
+"""Names of the hooks called in a visit, on the client and on the server."""
 
 
 class TrainerCallback(L.Callback):

@@ -71,7 +71,7 @@ METHODS: dict[str, type[Method] | type[Aggregator]] = {}
 """All methods by name, in lower case and without underscores."""
 
 COMPANIONS: dict[type[Aggregator], Callable[[Any], Sequence[Callback]]] = {}
-"""Functions by rule that build callbacks for the client's side."""
+"""Maps the class of a rule to a function that builds the callbacks of the rule's clients."""
 
 _MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
 

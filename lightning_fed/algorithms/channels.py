@@ -29,7 +29,7 @@ from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _OCTAVES = 7
-"""A bounded number is at most about 2 ** 7 times the round's median."""
+"""Largest accepted number with ``bounds="above"``: about 2 ** 7 times the round's median."""
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
 
 _OCTAVES = 2
-"""Accepted distance of a length from the median with equal numbers of steps: a factor of 4 to 8."""
+"""Accepted octaves between a step length and the median with equal numbers of steps: a factor of 4 to 8."""
 
 _BATCH_SIZES = 3
-"""More distance with epochs, because honest clients have other batch sizes: a factor of 32 to 64."""
+"""Additional octaves with epochs, because honest batch sizes differ: together a factor of 32 to 64."""
 
 
 @register(callbacks=lambda rule: [ChannelCallback(rule), *([ProximalTerm(rule.mu)] if rule.mu else [])])

@@ -96,7 +96,7 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
     try:
         draw(results, folder / "curves.png", target, last)
     except ModuleNotFoundError:
-        _log.warning("No figure of the curves: install matplotlib with `pip install lightning-fed[demo]`.")
+        _log.warning("The curves are not drawn: install matplotlib with `pip install lightning-fed[demo]`.")
     return text
 
 

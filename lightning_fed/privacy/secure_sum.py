@@ -214,7 +214,7 @@ class RingSum(Held):
         """Adds a client's update. A malformed or surplus update raises :class:`BadUpdate`."""
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
-            raise BadUpdate(f"the secure sum has room for only {self._step.ring.clients} clients")
+            raise BadUpdate(f"the secure sum accepts at most {self._step.ring.clients} clients")
         self._join(self._step.vector(update))
         self.clients.append(update.client)
 
@@ -260,7 +260,7 @@ class RingSettings(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
-        refuse_statistics(pl_module, federation, "each for itself")
+        refuse_statistics(pl_module, federation, "outside the secure sum")
         if not federation.has_server:
             return
         population = len(federation.find_population().clients)

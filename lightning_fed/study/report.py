@@ -22,7 +22,7 @@ from lightning_fed.study.answers import Answer, Kind, answer_site, estimate
 from lightning_fed.study.statistics import Estimate, holm, random_effects
 
 LEVEL = 0.05
-"""Error rate of the verdicts."""
+"""Significance level of the verdicts ("helps", "hurts")."""
 
 TOO_FEW, UNKNOWN = "too few cases", "no difference shown"
 _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table

@@ -170,7 +170,7 @@ def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
     elif any(isinstance(callback, EarlyStopping) for callback in callbacks_of(trainer)):
         reason = "equal numbers of rounds for all methods, but got `EarlyStopping`: remove the callback"
     if reason:
-        raise MisconfigurationException(f"Expected for a study {reason}.")
+        raise MisconfigurationException(f"A study needs {reason}.")
 
 
 def score_site(

@@ -1058,7 +1058,7 @@ def test_the_loss_of_what_diverges(loss, shown, tmp_path):
 def test_without_matplotlib(pictures, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(made_up(), tmp_path / "out")
-    assert caplog.messages == ["No figure of the curves: install matplotlib with `pip install lightning-fed[demo]`."]
+    assert caplog.messages == ["The curves are not drawn: install matplotlib with `pip install lightning-fed[demo]`."]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "summary.csv", "summary.md"]
 
 

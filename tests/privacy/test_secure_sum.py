@@ -149,7 +149,7 @@ def test_the_mean_and_its_parts():
     merged = chain_of(ring)
     for part in (updates[4:], [], updates[:4]):
         merged.merge(pickle.loads(pickle.dumps(chain_of(ring, part).part)))
-    with pytest.raises(BadUpdate, match="the secure sum has room for only 6 clients"):
+    with pytest.raises(BadUpdate, match="the secure sum accepts at most 6 clients"):
         merged.receive(updates[0], START)
     assert_same(whole, merged.aggregate())
 
@@ -478,5 +478,5 @@ def test_fits_that_cannot_be(steps, options, message, federated_trainer):
 
 def test_statistics_would_travel_alone(federated_trainer):
     module = models.Module(models.norm_mlp())
-    with pytest.raises(MisconfigurationException, match="would leave the clients each for itself"):
+    with pytest.raises(MisconfigurationException, match="would leave the clients outside the secure sum"):
         fit(federated_trainer, 1, [UniformWeights(), SecureSum(1.0)], module=module, batch_norm="recalibrate")

@@ -96,7 +96,7 @@ class GradientCorrection(GradientTerm):
                 self._step_error = fault.step_error or self._step_error
                 continue
             except Exception as error:
-                error.add_note(f"In round {round_number(round)}, in the gradient of client {client!r}.")
+                error.add_note(f"Raised in round {round_number(round)}, in the gradient pass of client {client!r}.")
                 raise
             server.report.up_bytes += answer.nbytes
             reason = find_non_finite(answer.extras)
