@@ -40,7 +40,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def file_name(client: Client) -> str:
-    """Safe file name for a client's key with any characters."""
+    """Converts a client's key with any characters to a safe file name."""
     return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
 
 

@@ -249,7 +249,7 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Computes the new global model from the models' mean (``state``, may be changed in place) and all sums."""
+        """Computes the new global model from the models' mean ``state`` (may be overwritten) and the sums ``part``."""
         return state
 
     def share(self, part: Part) -> float:

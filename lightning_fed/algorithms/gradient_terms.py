@@ -29,7 +29,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Number multiplied with the terms of all parameters."""
+        """Factor of the terms, equal for all parameters."""
         return 1.0
 
     @abstractmethod

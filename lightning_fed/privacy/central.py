@@ -329,7 +329,7 @@ class CentralDP(UpdateStep):
 
 
 class PrivateSum(Held):
-    """Running sum over a round's clipped updates, in the memory for one model."""
+    """Running sum of a round's clipped updates, with the memory for one model."""
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)

@@ -79,7 +79,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Creates a study from the results of :func:`~lightning_fed.compare.run_comparison`."""
+    """Creates a study from :func:`~lightning_fed.compare.run_comparison`'s results; ``megabytes``: sent by model."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:

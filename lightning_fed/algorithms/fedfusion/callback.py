@@ -197,7 +197,7 @@ class FeatureFusion(FederatedCallback):
             self._use_global_reference()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuses to resume from a checkpoint without fusion, because its optimizers do not know the operator."""
+        """Refuses to resume from a checkpoint without fusion: the saved optimizer states lack the operator."""
         names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
         has_fusion = any(name in checkpoint["state_dict"] for name in names)
         self._is_untrained = self._is_untrained and not has_fusion

@@ -143,7 +143,7 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    A module without a classifier needs a layer with a known name, such as ``encoder``. Errors call ``at`` ``option``.
+    A module without a classifier needs a layer named like ``encoder``. ``option`` names ``at`` in error messages.
     """
     if at != "auto":
         return find_extractor(module, at, network)

@@ -79,7 +79,7 @@ class AggregateMeanMargin(Float64States):
         self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, features: Tensor, labels: Tensor) -> None:
-        """Adds features ``(N, d)`` or ``(N, d, *size)``, and labels ``(N,)`` or ``(N, *label_size)``, then resized."""
+        """Adds features ``(N, d)`` or ``(N, d, *size)``; labels ``(N,)`` or ``(N, *label_size)`` are resized."""
         if features.ndim > 1 and features.shape[1] != self.num_features:
             raise ValueError(f"Expected {self.num_features} features (`num_features`), but got {features.shape[1]}.")
         sums, counts = class_sums(

@@ -150,7 +150,7 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Raises ``ValueError`` if training batches gave no features, except skipped batches.
+        """Raises ``ValueError`` if a training batch gave no features, unless the batch was skipped.
 
         With manual optimization, skipped batches are unknown: then only training without any features is an error.
         """

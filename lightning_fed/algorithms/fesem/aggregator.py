@@ -134,7 +134,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Number of the clients' examples by centre index; the key ``None`` counts clients without a centre."""
+        """Number of the clients' examples by centre index; the key ``None`` is for clients without a centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)

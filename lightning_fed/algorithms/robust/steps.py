@@ -73,7 +73,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus client updates times ``weights``, shape ``(rows,)``, plus a further (weight, update)."""
+        """Global model plus client updates times ``weights``, shape ``(rows,)``; ``plus``: another (weight, update)."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
