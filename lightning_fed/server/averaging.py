@@ -41,7 +41,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a running mean, except entries that the client has not sent."""
+        """Adds an update to a running mean, except unsent (unchanged) entries."""
         moved = {
             name: value
             for name, value in update.state.items()

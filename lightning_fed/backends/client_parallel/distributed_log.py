@@ -29,9 +29,9 @@ _IRRELEVANT_WARNINGS = (
 
 @dataclass
 class _Entry:
-    """Options and last value of one name logged with ``LightningModule.log``.
+    """Options and last value of a name logged with ``LightningModule.log``.
 
-    ``metric`` is the attribute path of a logged metric; ``position`` is the index in the round of the last visit.
+    ``metric`` is a logged metric's attribute path; ``position`` is the index of the last visit in the round.
     """
 
     options: dict[str, Any]
@@ -81,7 +81,6 @@ class DistributedLog(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Stores the batch, because its size is the weight of logged values."""
         self._values.batch = batch
 
     def on_validation_batch_start(
@@ -120,11 +119,11 @@ class DistributedLog(L.Callback):
         self._values.batch, self._values.suffix = None, ""
 
     def start_visit(self, position: int) -> None:
-        """Assigns all values logged from now on to the visit with this index in the round."""
+        """Assigns all values logged from now on to the visit with index ``position`` in the round."""
         self._position, self._values.batch = position, None
 
     def take_entries(self) -> LogPart:
-        """Returns the logged values since :meth:`start_round` on the CPU. Later values go directly to Lightning."""
+        """Returns the values logged since :meth:`start_round`, on the CPU. Later values go directly to Lightning."""
         entries, values = self._entries, self._values
         self._entries, self._values, self._is_on = {}, LoggedValues(), False
         for entry in entries.values():
@@ -132,7 +131,7 @@ class DistributedLog(L.Callback):
         return entries, {name: logged.on_cpu() for name, logged in values.sums.items()}
 
     def log_all(self, parts: Sequence[LogPart]) -> None:
-        """Logs values aggregated over all processes; ``parts`` has each rank's result of :meth:`take_entries`."""
+        """Logs values aggregated over all processes; ``parts`` are the results of :meth:`take_entries` by rank."""
         joint, values = dict[str, _Entry](), LoggedValues()
         values.pool(sums for _, sums in parts)
         for name, entry in (item for entries, _ in parts for item in entries.items()):

@@ -73,11 +73,9 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The process group; a group with a single process before ``setup_environment``."""
         return self._processes
 
     def callbacks(self) -> Sequence[L.Callback]:
-        """Returns the callbacks needed by the strategy: the replacement for ``LightningModule.log``."""
         return [DistributedLog()]
 
     def synchronise(self, fit: FederatedFit) -> RoundSynchronisation:
@@ -87,7 +85,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the fit; 1 while clients train, so modules do not synchronise values."""
+        """Number of processes in the fit; during visits 1, so that modules do not synchronise values."""
         return 1 if self._processes.is_independent else super().world_size
 
     def setup_environment(self) -> None:
@@ -108,20 +106,16 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             self._broadcast_module(module)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over all processes; during visits, returns the tensor unchanged."""
         return tensor if self._processes.is_independent else super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers a tensor from all processes; during visits, returns the tensor unchanged."""
         return tensor if self._processes.is_independent else super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all processes, except during visits."""
         if not self._processes.is_independent:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcasts an object from process ``src``; during visits, returns the object unchanged."""
         return obj if self._processes.is_independent else super().broadcast(obj, src)
 
     def teardown(self) -> None:

@@ -39,9 +39,8 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 class _Share:
     """Results of one process for a round, sent to all other processes.
 
-    ``visit_costs`` are seconds per batch by client, ``finals`` the schedulers' final states (``LocalOptimizers``),
-    ``stored`` the client states (see ``ClientStore.share``), and ``noted`` the values that callbacks yield in
-    ``share_round``.
+    ``visit_costs`` are seconds per batch by client, ``finals`` the schedulers' final states by visit index, ``stored``
+    the client states (``ClientStore.share``), and ``noted`` the values that callbacks yield in ``share_round``.
     """
 
     is_cut: bool
@@ -56,7 +55,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends a list with each process's value into a callback's ``share_round`` generator; refuses a second yield."""
+    """Sends ``values`` (one per process) into a callback's ``share_round`` generator; refuses a second yield."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
@@ -65,7 +64,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises processes once per round; ``balance`` is the balanced quantity, ``"batches"`` or ``"time"``."""
+    """Synchronises processes once per round; ``balance`` is the quantity to balance, ``"batches"`` or ``"time"``."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -93,7 +92,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._visit_start = time.perf_counter()
 
     def postpone_stop(self) -> None:
-        """Postpones a request to stop until all processes can stop together, after the round."""
+        """Postpones a stop request of the Trainer until all processes can stop together, after the round."""
         trainer = self._trainer
         if trainer.should_stop:
             trainer.should_stop, self._should_stop = False, True
@@ -103,7 +102,6 @@ class ProcessSynchronisation(RoundSynchronisation):
             self._seconds[planned.visit.client] = (time.perf_counter() - self._visit_start) / planned.num_batches
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
-        """Exchanges the visits' results of a round between all processes, and merges the partial aggregates."""
         server, trainer, module = self._server, self._trainer, self._trainer.lightning_module
         number = server.report.round
         self.postpone_stop()
@@ -148,7 +146,6 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._merge(state)
 
     def check_state(self, local: LocalModel) -> None:
-        """Raises ``RuntimeError`` if the processes' global models differ by more than rounding."""
         state = {name: local.entries[name] for name in local.shared}
         norms = self._processes.gather(float(norm(state.values())))
         if len(set(norms)) == 1:
@@ -167,7 +164,6 @@ class ProcessSynchronisation(RoundSynchronisation):
         self.release()
 
     def abort(self) -> None:
-        """Makes this process permanently independent of the other processes."""
         self._processes.is_independent = True
 
     def release(self) -> None:
@@ -183,7 +179,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 class ParallelVisits(VisitDriver):
-    """Drives the visits in one of several processes, without knowledge of other processes' batches."""
+    """Runs the visits of one of several processes, without knowledge of other processes' batches."""
 
     may_end_early = False
 

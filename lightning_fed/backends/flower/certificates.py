@@ -19,10 +19,10 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> list[Path]:
-    """Writes the server's certificate for host ``names`` and the key; also the authority's pair if missing.
+    """Writes the server's certificate for the host ``names``, with key; also the authority's certificate if missing.
 
-    The authority's certificate is valid for ten times as long, so nodes keep ``ca.crt`` when the server's certificate
-    changes.
+    The authority's certificate is valid for ten times as many days, so nodes keep ``ca.crt`` when the server's
+    certificate changes.
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(
@@ -54,7 +54,7 @@ def write_node_key(folder: Path, name: str) -> list[Path]:
 
 
 def _issue(folder: Path, file: str, title: str, days: int, names: Sequence[str] = ()) -> list[Path]:
-    """Writes a key and a certificate for host ``names``, signed by the authority; without names, for the authority."""
+    """Writes a key and a certificate for host ``names``, signed by the authority; without names, the authority's."""
     key, is_authority = ec.generate_private_key(ec.SECP256R1()), not names
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
     now = datetime.datetime.now(datetime.UTC)

@@ -27,7 +27,7 @@ class Broken(Exception):
 
 
 def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:
-    """Checks name, port, certificate, gateway, versions, clocks and the node's key; yields a line per passed check."""
+    """Checks name, port, certificate, gateway, versions, clocks and the node's key; yields a line after every check."""
     name, port = split_address(address)
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
@@ -97,7 +97,6 @@ def _find_skew(date: str | None) -> float:
 
 
 def _start_supernode(address: str, ca: Path, key: Path) -> str:
-    """Starts a SuperNode, waits for the server's approval, and returns the node number."""
     if not key.is_file():
         raise Broken(f"key: {str(key)!r} is missing; make a key with `lightning-fed flower certificates --node`")
     command = [

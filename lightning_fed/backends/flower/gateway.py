@@ -1,4 +1,4 @@
-"""Gateway: the server's only port for other machines. The gateway only passes on calls from registered SuperNodes.
+"""Gateway: the server's only port for other machines, which only passes on calls from registered SuperNodes.
 
 Flower's SuperLink serves all interfaces on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
 ``/v1/control/`` to start and stop runs, read logs, and register nodes, because Flower's free edition has no login.
@@ -106,13 +106,13 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from a machine: a *stranger* until the first call with the signature of a registered node."""
+    """Connection from a machine: a *stranger* until the first call signed by a registered node."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
 
     def close(self) -> None:
-        """Closes the connection, which then no longer counts towards the limit for unsigned connections."""
+        """Closes the connection, and removes the connection from the strangers."""
         if Listener.strangers.get(self.peer) is self:
             del Listener.strangers[self.peer]
         super().close()
@@ -121,7 +121,7 @@ class Connection(socket.socket):
 class Listener(socket.socket):
     """Listening socket with a limit for strangers: connections without a validly signed call so far.
 
-    ``strangers`` has the connections of all listeners in the process, by address and port, the oldest first.
+    ``strangers`` lists these connections of all listeners in the process by network address, the oldest first.
     """
 
     strangers: ClassVar[dict[tuple[Any, ...], Connection]] = {}
@@ -135,7 +135,7 @@ class Listener(socket.socket):
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. At the limit, closes the oldest unsigned connection of this or the busiest network."""
+        """Accepts a connection; at the limit, closes the oldest stranger of this network or the busiest network."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
         if self._burst >= _BURST:  # lets other tasks run: every connection needs memory for TLS
@@ -159,7 +159,7 @@ class Listener(socket.socket):
 
 
 def watch(connection: Connection) -> None:
-    """Closes a connection after ten seconds, unless a validly signed call has removed it from the strangers."""
+    """Closes a connection after ten seconds, unless the connection is no longer a stranger."""
     Listener.strangers[connection.peer] = connection
     asyncio.get_running_loop().call_later(_STRANGER_SECONDS, _end, connection)
 
@@ -258,7 +258,6 @@ class _TooLargeError(Exception):
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:
-    """Yields pieces of a request's body; refuses a body above the size limit or with an early end."""
     size, has_more = 0, True
     while has_more:
         message = await receive()

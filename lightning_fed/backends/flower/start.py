@@ -159,9 +159,9 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts a process per command, each after the previous address in ``listening`` accepts connections.
+    """Starts one process per command, each once the previous process accepts connections at its ``listening`` address.
 
-    Logs ``ready``. After one exit or a signal, ends all processes; an exit raises ``SystemExit`` with the status.
+    Then logs ``ready``. After one exit or a signal, ends all processes; an exit raises ``SystemExit`` with the status.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

@@ -40,7 +40,7 @@ _COLLECTION = 3600.0  # seconds after the time limit for reading answers that ar
 
 
 def split_bytes(data: bytes) -> list[memoryview]:
-    """Splits a packet's bytes into several arrays, because Flower makes four copies of each array."""
+    """Splits a packet's bytes into several arrays, because Flower copies each array four times in memory."""
     return [memoryview(data)[start : start + _ARRAY] for start in range(0, max(len(data), 1), _ARRAY)]
 
 
@@ -67,7 +67,7 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport(Transport):
-    """Sends packets over Flower's grid. Asks each node for its clients, also after the node has reconnected.
+    """Sends packets over Flower's grid. Asks each node for the names of its clients, again after a reconnection.
 
     ``bound`` maps a client to the permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other
     nodes receive no message. With ``None``, the first connected node to name a client serves the client.
@@ -138,7 +138,7 @@ class FlowerTransport(Transport):
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Asks a client's node for its clients again, because the node restarted with other data."""
+        """Makes the client's node name its clients again, because the node restarted with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]
@@ -161,7 +161,6 @@ class FlowerTransport(Transport):
         return node
 
     def discover(self) -> None:
-        """Asks new nodes for their clients, and removes disconnected nodes. Returns immediately."""
         connected = self._find_nodes()
         for node in [node for node in self._nodes if node not in connected]:
             _log.warning("The node of the clients %s has disconnected.", self._nodes.pop(node))

@@ -68,7 +68,6 @@ class FlareTransport(Transport):
         """Does nothing, because NVFLARE itself knows the connected sites."""
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Sends a task to a client's site, and cancels older tasks for the client."""
         if self.connection(client) is None:
             return None
         for old in [name for name, (other, _) in self._tasks.items() if other == client]:
@@ -93,7 +92,6 @@ class FlareTransport(Transport):
         """Does nothing, because each client always has the same site."""
 
     def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        """Stores an answer. NVFLARE's threads call this method."""
         name, result = client_task.task.msg_root_id, client_task.result
         client_task.result = None  # the task would hold the result in memory until the end of the job
         self._tasks.pop(name, None)

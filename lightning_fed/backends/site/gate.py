@@ -1,4 +1,4 @@
-"""Policy check on a site: checks and records every order (server message) and every answer."""
+"""Policy check on a site (a client's machine): checks and records every server message (order) and every answer."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text
 
 
 class SiteGate:
-    """Checks orders (server messages) and answers against the site's policy, and appends both to the record.
+    """Checks orders (server messages) and answers against the site's policy, and appends both to the record file.
 
-    For every message, the gate reads the policy again before the visit and before the answer is sent. If the policy is
-    unreadable or the record is damaged, the answer is a constant text. If no policy is required, the gate is active as
-    soon as the policy file, a record, or a file with a similar name exists.
+    The gate reads the policy before every visit, and again before sending the answer. If the policy is unreadable or
+    the record is damaged, the answer is a constant text. If no policy is required, the gate is active as soon as the
+    policy file, a record, or a file with a similar name exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -63,7 +63,7 @@ class SiteGate:
             _log.info("No policy at %s: every answer is sent.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        """Checks a packet, calls ``answer`` with the packet without its signature, and returns the checked answer."""
+        """Checks a packet, calls ``answer`` with the unsigned packet, and returns the checked answer."""
         bare, order = Packet(split_signature(packet.text)[0], packet.data), read_order(kind, packet.text, packet.data)
         # The order names a line of a record: the site had a policy.
         if not self.is_in_force() and (order is None or order.head is None):
@@ -118,7 +118,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Checks and records an order (or a reply), and returns the packet to send; ``None`` if the visit may begin."""
+        """Checks and records an order (or a ``reply``); returns the packet to send, ``None`` to begin the visit."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)
@@ -147,7 +147,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns the matching pattern by rule name and the entry names in the answer; refuses a forbidden answer."""
+        """Maps rule names to matching patterns, and lists the answer's entry names; refuses a forbidden answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

@@ -59,7 +59,7 @@ class PolicyError(Exception):
 
 
 class Refusal(ClientFault):
-    """Raised to refuse a server's message, with the violated policy rule and a reason for the site's log."""
+    """Raised to refuse a server's message: the violated policy rule, and a reason for the site's log."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Client's settings under a site policy: method name, update steps (innermost first) and callbacks."""
+    """Client program's settings, checked by a site policy: method name, update steps (innermost first), callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -79,9 +79,8 @@ class Half:
 class Order:
     """Server's message to a site; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
 
-    ``text`` is without the signature, ``client`` is ``None`` for the query for all names, ``stage`` belongs to a secure
-    sum, ``sum_size`` is ``None`` for an unknown number of clients, and ``head`` is the record's last line known to the
-    server.
+    ``text`` has no signature. ``client`` is ``None`` in the query for client names, and ``sum_size`` for an unknown
+    number of clients. ``stage`` belongs to a secure sum. ``head`` is the last record line known to the server.
     """
 
     answer: str
@@ -98,14 +97,14 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """Update step or callback required by a site policy, with minimum and maximum values for attributes."""
+    """Update step or callback that a site policy requires, with minimum and maximum values for attributes."""
 
     name: str
     at_least: Mapping[str, float] = field(default_factory=dict)
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns the reason why a client violates the requirement, or ``None``."""
+        """Returns the reason why a client program violates the requirement, or ``None``."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -182,7 +181,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message before training. Returns the matching pattern by rule name; raises ``Refusal``."""
+        """Checks a server's message before training. Maps rule names to matching patterns; raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -215,7 +214,7 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an outgoing answer. Returns the matching pattern by rule name, and all entry names in the answer."""
+        """Checks an answer before sending; returns matching patterns by rule name, and the answer's entry names."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
@@ -342,7 +341,7 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
 
 
 def _simple_name(name: str) -> str:
-    """Name of a value or metric in a tensor name: ``val_loss`` in ``value|p|val_loss``, ``acc`` in ``state|acc|tp``."""
+    """Value or metric in a tensor's name: ``val_loss`` in ``value|p|val_loss``, ``acc`` in ``state|acc|tp``."""
     kind, _, rest = name.partition("|")
     if kind in ("state", "updates"):
         key = rest.partition("|")[0]

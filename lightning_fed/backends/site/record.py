@@ -97,7 +97,7 @@ def read_record(path: Path) -> Iterator[Line]:
 
 
 def write_line(head: str, content: Mapping[str, Any]) -> bytes:
-    """Encodes the line that follows the line with digest ``head``."""
+    """Encodes ``content`` as the line after the line with digest ``head``."""
     text = json.dumps(dict(content), sort_keys=True).encode()
     return f"{_digest(head, text)} ".encode() + text + b"\n"
 
@@ -167,7 +167,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True for a line with this number and digest, or a number from an archived record."""
+        """True for the number and digest of a line in this record, or for a number in an archived record."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

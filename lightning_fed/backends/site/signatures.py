@@ -70,7 +70,7 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Hash of a message: type, expiry time, text and data, independent of the signature's encoding."""
+    """Hash of a message: type, expiry time, text and data. The signature's encoding does not matter."""
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Checks for models and settings that cannot train several clients at once (vectorised visits)."""
+"""Checks of models and settings for vectorised visits (simultaneous training of several clients)."""
 
 from __future__ import annotations
 
@@ -69,11 +69,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
-    """Raises ``Obstacle`` if the parameters and buffers in ``names`` cannot be stacked over clients.
-
-    Raises:
-        Obstacle: If the tensors cannot be stacked.
-    """
+    """Raises ``Obstacle`` if the parameters and buffers in ``names`` cannot be stacked over clients."""
     known = set(names)
     names_by_storage: dict[int, str] = {}
     for name, value in tensors_by_path(module).items():

@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Vectorized(VisitsAtOnce):
-    """Trains several small clients at once: a value for ``visits=``.
+    """Trains several small clients simultaneously: a value for ``visits=``.
 
-    If the module cannot train several clients at once, the clients train sequentially, and the log states the reason.
+    If this is not possible for the module, the clients train one after another, and the log states the reason.
 
     Args:
-        clients: Maximum number of clients that train at once.
+        clients: Maximum number of clients that train simultaneously.
 
     Raises:
         ValueError: If ``clients`` is not a positive integer.
@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measured limits: clients trained at once, and gain over sequential visits, for models up to a size."""
+    """Measurement for models up to a size: fastest number of simultaneous clients, and gain over one by one."""
 
     most_parameters: int
     has_convolutions: bool
@@ -104,9 +104,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class Fastest(VisitsAtOnce):
-    """``visits="fastest"``: as many clients at once as in the fastest measurement for the model, cohort and device.
+    """``visits="fastest"``: as many simultaneous clients as were fastest in measurements for model, cohort and device.
 
-    The rule does not measure during the fit: machines with equal devices, and resumed fits, train alike.
+    The measurements come from the package, not from the fit: equal devices, and resumed fits, train alike.
     """
 
     clients = 64
@@ -130,7 +130,7 @@ class Fastest(VisitsAtOnce):
 
 
 def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:
-    """Returns the number of clients at once (1 for single visits), and the measured gain over single visits.
+    """Returns the number of simultaneous clients (1: one by one), and the measured gain over visits one by one.
 
     Example:
         >>> choose_clients(nn.Linear(784, 10), 30, "cpu"), choose_clients(nn.Linear(784, 10), 2, "cpu")

@@ -76,11 +76,10 @@ class StackedModel:
         }
 
     def check_step(self) -> None:
-        """Checks that all clients' losses used the same parameters, in a step with batches of several shapes.
+        """Checks that the losses of all clients used the same parameters, in a step with batches of several shapes.
 
-        Raises ``RuntimeError`` if the clients' losses depend on different parameters. In sequential training, the
-        optimizer skips a parameter without a gradient. In a stack, the client's row has gradient zero, so momentum and
-        weight decay change the row.
+        Raises ``RuntimeError`` otherwise: in sequential training, the optimizer skips a parameter without a gradient,
+        but in a stack the client's row has gradient zero, so momentum and weight decay change the row.
         """
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}
@@ -94,7 +93,7 @@ class StackedModel:
 
     @torch.no_grad()
     def save_row(self, row: int) -> None:
-        """Saves a client's stacked values after the client's last batch, while other clients continue."""
+        """Saves the values of the client with index ``row`` after its last batch, while other clients continue."""
         self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:
@@ -118,7 +117,7 @@ class StackedModel:
     def step(
         self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
     ) -> Tensor:
-        """Runs the training step for the clients in a batch, and returns losses with shape ``(clients,)``.
+        """Runs ``training_step`` for the clients in ``part``; returns their losses, shape ``(clients,)``.
 
         After an error, buffers and random generators are restored.
         """
@@ -232,7 +231,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Caller(nn.Module):
-    """Module whose forward pass calls a function, because ``functional_call`` needs a module."""
+    """Module that calls a function in the forward pass, because ``functional_call`` needs a module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -255,7 +254,7 @@ def _add_name(names: set[str], name: str, gradient: Tensor) -> None:
 
 
 def empty_stack(value: Tensor, size: int) -> Tensor:
-    """Allocates memory for ``size`` tensors with the shape and dtype of ``value``, stacked along the first axis."""
+    """Allocates a tensor for ``size`` tensors like ``value`` (shape, dtype), stacked along a new first axis."""
     if value.ndim == 2:  # batched matrix products return transposed gradients
         return value.new_empty(size, *value.shape[::-1]).mT
     return value.new_empty(size, *value.shape)

@@ -1,4 +1,4 @@
-"""Training loop steps for several clients at once in one stacked model."""
+"""Training steps for several clients simultaneously in one stacked model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Drives the visits of a group in lockstep, under ``torch.func.vmap``. A visit without a group trains alone."""
+    """Runs the visits in a group batch by batch under ``torch.func.vmap``. A visit without a group trains alone."""
 
     may_end_early = False  # simultaneous visits end without an update
 
@@ -70,7 +70,6 @@ class StackedVisits(VisitDriver):
         return joint_loss(losses) if losses else self._skip_batch()
 
     def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Runs the module's backward pass. An error in a joint backward pass ends the fit."""
         if self.current is not None:
             super().backward(backward, args, kwargs)
         else:

@@ -1,4 +1,4 @@
-"""Trial before vectorised visits: compares two clients trained at once with the same clients trained sequentially."""
+"""Trial before vectorised visits: compares two clients trained simultaneously with the clients trained one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOW_TOLERANCE = 0.1  # tolerance for low precision
 
 
 def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
-    """Trains two clients on a batch, at once and sequentially; raises ``Obstacle`` if results differ.
+    """Trains two clients on a batch, simultaneously and one by one; raises ``Obstacle`` if results differ.
 
     Returns whether the step draws random numbers. The trial restores the module's values, metrics and attributes; the
     caller restores the random generators.
@@ -140,7 +140,7 @@ class _TwoClients:
         return self._results(loss, lambda value: [value])
 
     def _run_at_once(self, batch: Any, draws: bool, is_isolated: bool = False) -> tuple[Tensor, ...]:
-        """Returns the results of both clients trained at once; with ``is_isolated``, the module contains only NaN."""
+        """Returns both clients' results from simultaneous training. ``is_isolated``: the module contains only NaN."""
         stack = StackedModel(self._module, self._names, len(_SEEDS), draws)
         self._logged = []
         for client in range(len(_SEEDS)):
@@ -225,7 +225,6 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 
 
 def _has_escaped(value: Any) -> bool:
-    """True if a value contains a tensor from a finished ``vmap``."""
     if isinstance(value, Tensor):
         return is_vmap_tensor(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """Last finished visit of a client. A repeated request (equal ``data``) gets the same update without training."""
+    """Update of a client's last visit. A repeated request (equal ``data``) gets this update without training."""
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)
@@ -36,7 +36,7 @@ class AnswerFile:
             return None
 
     def store(self, answer: Packet) -> None:
-        """Replaces the stored answer. If writing fails, the client must train again when the answer is lost."""
+        """Replaces the stored answer. After a failed write the client trains again if the answer is lost."""
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))

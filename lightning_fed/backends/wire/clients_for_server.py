@@ -88,7 +88,7 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """Remote clients of a federation. ``client_store`` records the last round in which each client stored state."""
+    """Remote clients of a federation. ``client_store`` records the last round for which each client stored state."""
 
     has_server = True
 
@@ -108,11 +108,11 @@ class RemoteClientSide(RemoteSide):
         return Cohort((), cohort.dropped)
 
     def start(self, fit: FederatedFit) -> None:
-        """Does nothing, because the round uses the Trainer's optimizers and schedulers."""
+        """Does nothing, because the server uses the Trainer's optimizers and schedulers unchanged."""
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
     def exchange(self, round: Round) -> None:
-        """Runs a round's visits on remote clients in cohort order. A faulty answer excludes only the sender."""
+        """Runs a round's visits on remote clients, in cohort order. An invalid answer excludes only the client."""
         fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
@@ -162,7 +162,7 @@ class RemoteClientSide(RemoteSide):
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: _RemoteVisit, request: _Reply | None) -> Flow:
-        """Runs the server side of a visit, with the events of :meth:`ClientVisit.run`: request, training, answer."""
+        """Runs the server side of a visit: yields the request, training and answer as in :meth:`ClientVisit.run`."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
             if not isinstance(request, Request):
@@ -228,7 +228,6 @@ class RemoteClientSide(RemoteSide):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Sends a callback's query with the model, and yields the clients' answers in the order of ``visits``."""
         entries = live_entries(fit.module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
@@ -288,9 +287,9 @@ class RemoteClientSide(RemoteSide):
     def _ask(
         self, server: ServerInterface, kind: str, messages: Iterable[tuple[Visit, Broadcast, str]]
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends (visit, broadcast, hash of the client's request) per client, and yields the answers in order.
+        """Sends ``messages`` (visit, broadcast, hash of the client's request), and yields the answers in order.
 
-        A client that does not store the omitted entries receives all entries in a second message.
+        A client without the entries omitted from the message receives all entries in a second message.
         """
         sent: dict[Client, tuple[Visit, Broadcast, str]] = {}
         digests: dict[frozenset[str], str] = {frozenset(): ""}
@@ -340,7 +339,7 @@ class RemoteClientSide(RemoteSide):
             yield client, answers.get(client, reply)
 
     def _requests(self, fit: FederatedFit, visits: Sequence[Visit], model: State) -> dict[Client, _Reply]:
-        """Asks the clients for requests (such as the needed rows), and returns the replies; empty without requests."""
+        """Asks clients for requests (such as the needed rows); returns replies by client, empty without requests."""
         callbacks = federated_callbacks(fit.trainer)
         if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):
             return {}
@@ -372,7 +371,7 @@ def _is_lacking(reply: Packet | str) -> bool:
 
 
 def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
-    """Adds the entries missing in an update from the broadcast ``sent``; refuses an unexpected ``count``."""
+    """Adds the ``count`` entries missing in an update from the broadcast ``sent``; refuses another number."""
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())
@@ -393,7 +392,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps reported by a client for a visit: in total, by scheduler (if any), and the state of the loss scale."""
+    """Optimizer steps that a client reports for a visit: total, by scheduler (if any), and the loss scale's state."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -403,8 +402,8 @@ class _Steps:
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     """Reads the step counts and the loss scale from an answer.
 
-    The server repeats scheduler steps by count, because a learning rate must not come from a client. A loss scale comes
-    from the client and must be plausible.
+    The server steps schedulers by count, because a learning rate must not come from a client. A loss scale comes from
+    the client and must be plausible.
     """
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
@@ -429,7 +428,7 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
 
 def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str, Any]:
-    """Returns the optimizer state after a visit: repeats the visit's number of steps for each per-step scheduler."""
+    """Returns the optimizer state after a visit: moves each per-step scheduler by the reported number of steps."""
     optimizers.start_visit()
     for number in range(max(steps, default=0)):
         for scheduler, count in zip(optimizers.step_schedulers, steps, strict=True):
@@ -442,7 +441,7 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 
 @dataclass
 class _RemoteVisit:
-    """A visit on another machine: index in the round, digest of a request, server's message, and reported steps."""
+    """Visit on another machine: index in the round, hash of the client's request, server's message, reported steps."""
 
     visit: Visit
     position: int
@@ -452,11 +451,11 @@ class _RemoteVisit:
 
 
 class _Unreadable(Fault):
-    """Fault with the reason why a client's reply is unreadable."""
+    """Fault of a client with an unreadable reply."""
 
 
 def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise: str) -> None:
-    """Excludes a client without a valid answer: as refused after an invalid answer, as failed without an answer."""
+    """Excludes a client without a valid answer: refused for an invalid answer, failed for a missing answer."""
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)
     else:
@@ -464,7 +463,7 @@ def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise:
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> _Reply:
-    """Reads a client's reply: a request, an update or a fault. An unreadable reply gives a fault."""
+    """Reads a client's reply: a request, an update with report, or a fault (also for an unreadable reply)."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:

@@ -16,9 +16,9 @@ from lightning_fed.data.population import Population
 
 
 class HalfData(EvaluationData):
-    """Validation data and batch hooks of a datamodule, on the server or client side of a federation.
+    """Validation data and batch hooks of a datamodule, in the server program or the client program of a federation.
 
-    On a server without data, ``data=ClientsBatch()`` replaces the clients' validation and test data.
+    On a server without data, ``data=ClientsBatch()`` stands for the clients' validation and test data.
     """
 
     def __init__(self, data: Any = None) -> None:
@@ -36,7 +36,7 @@ class HalfData(EvaluationData):
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Sets up data, and returns the population and the validation data. A ``partition`` splits a plain datamodule."""
+    """Sets up ``data``; returns the clients, and the validation data. A ``partition`` splits a plain datamodule."""
     partition = federation.partition
     if isinstance(data, Mapping):
         data = FederatedDataModule(data)

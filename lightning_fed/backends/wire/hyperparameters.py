@@ -38,7 +38,7 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Selects the received ``numbers`` that also exist in the local state ``like``; refuses another structure.
+    """Selects the received ``numbers`` whose names exist in the local state ``like``; refuses another structure.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
@@ -65,7 +65,7 @@ def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Loads received options (such as ``lr``) into the parameter groups; ``groups`` is by optimizer and group."""
+    """Loads received options (such as ``lr``): ``groups`` has options for each optimizer and parameter group."""
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(
@@ -83,16 +83,16 @@ def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Seque
 
 
 def load_numbers(owner: Any, numbers: Mapping[str, Any]) -> None:
-    """Loads received numbers into a scheduler or loss scaler."""
+    """Loads received ``numbers`` into a scheduler or loss scaler (``owner``)."""
     owner.load_state_dict({**owner.state_dict(), **numbers})
 
 
 def on_device(state: State, device: torch.device) -> State:
-    """Moves a state to a device."""
+    """Moves all tensors of a state to a device."""
     return {name: value.to(device) for name, value in state.items()}
 
 
 def digest_request(request: Request) -> str:
-    """Hash of a client's request."""
+    """Hash of a client's request (rows and extras)."""
     parts = {"rows": request.rows, "extras": request.extras}
     return digest({f"{kind}:{name}": part[name] for kind, part in parts.items() for name in part})

@@ -108,7 +108,7 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's report, sent with the update.
+    """Report of a client, sent with the update.
 
     ``after`` has the step count of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``). ``keeps``
     is true if the client stored state for the next visit. ``unsent`` counts unchanged entries missing in the update.
@@ -124,7 +124,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer. For an exception, only its class, because the text may contain private details."""
+    """Reason for a missing answer; after an exception only its class, because the text may contain private details."""
 
     client: Client
     reason: str
@@ -134,7 +134,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Creates a packet from a header (plain containers) and groups of tensors: group name to tensors by name."""
+    """Creates a packet from a header (plain containers) and ``tensors``: for each group, tensors by name."""
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
     for group, state in tensors.items():
@@ -201,7 +201,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True if a packet may be an answer; false for faults and unreadable short packets.
+    """True unless a packet is a fault or an unreadable short packet.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -341,7 +341,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes an unread reply with more bytes than the model allows; ``None`` for an acceptable size."""
+    """Describes a reply too large for the model, without reading the reply; ``None`` for an acceptable size."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
@@ -392,7 +392,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
 
 
 def unreadable(error: Exception) -> str:
-    """Fault text for a client's answer whose reading raised ``error``."""
+    """Returns the fault text for a client's unreadable answer, from the ``error`` raised while reading."""
     return one_line(f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}")
 
 

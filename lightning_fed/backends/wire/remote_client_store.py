@@ -35,7 +35,7 @@ class RemoteClientStore(ClientStore):
         return None
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Does nothing, because the client stores the state."""
+        """Does nothing, because the state is on the client."""
 
     def commit(self, round: int, clients: Collection[Client]) -> None:
         if round == self._round:
@@ -55,7 +55,7 @@ class RemoteClientStore(ClientStore):
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values()), **heads}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the rounds from a checkpoint; raises ``ValueError`` for a checkpoint from a single-process fit."""
+        """Restores the rounds from a checkpoint; refuses a checkpoint from a fit in one process."""
         if "folder" in state or state.get("states"):
             raise ValueError(
                 "Expected a checkpoint of a fit with remote clients, but got client states from a single-process fit."
@@ -70,5 +70,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """Earliest round from which a restarted server may resume: the round of the second-to-last checkpoint."""
+        """Earliest round from which a restarted server may resume: the round of the last checkpoint but one."""
         return self._checkpoints[0]

@@ -72,7 +72,7 @@ _OURS = (
 
 
 class ClientRunner:
-    """Answers packets. The runner exists as long as the process, so model and data are built once.
+    """Answers packets on a client's machine. Model and data are built once per process.
 
     Takes the arguments of :func:`~lightning_fed.backends.flower.client_app`.
     """
@@ -120,7 +120,7 @@ class ClientRunner:
             _free(len(packet.data))
 
     def keep_log(self) -> None:
-        """Redirects the package's log to the client state folder, if the site has a policy."""
+        """Redirects the package's log to a file next to the client state, if the site has a policy."""
         if self._gate.is_in_force():
             keep_log(self._store)
 
@@ -228,7 +228,7 @@ class ClientRunner:
         return ClientSum(self._store, run, client, summed.threshold, self._bounds.min_clients)
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
-        """Runs one round with one visit or one query; returns the number of optimizer steps."""
+        """Runs one visit or one query in a one-round fit; returns the number of optimizer steps."""
         half = self._federation.replace(
             clients_per_round=1.0,
             availability=None,

@@ -173,7 +173,6 @@ class ClientSum:
         write_private(path, json.dumps(values).encode())
 
     def _take(self, round: int, stage: str) -> dict[str, Any]:
-        """Returns and deletes the stored values from an earlier step; only one of several processes gets the values."""
         path = self._folder / f"{round}-{stage}.json"
         claimed = path.with_suffix(f".{os.getpid()}")
         try:
@@ -189,9 +188,9 @@ class ClientSum:
 
 
 def maskable(update: ClientUpdate, sent: State) -> State:
-    """Returns the tensors of an update that must be masked, by name. ``sent`` is the model received by the client.
+    """Selects the tensors in an update that a mask must cover, by name. ``sent`` is the model received by the client.
 
-    Raises ``ClientFault`` for metrics and for changed entries of other dtypes, because a mask would not cover these.
+    Raises ``ClientFault`` for metrics and for changed entries of other dtypes, which a mask would not cover.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

@@ -94,7 +94,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Creates a packet from a client's answer to a secure-sum request; ``rows`` has one byte string per peer."""
+    """Creates a packet with a client's answer to a secure-sum request; ``rows`` has one byte string per peer."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 
@@ -113,7 +113,7 @@ def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | F
 
 
 def context_of(run: str, round: int) -> bytes:
-    """Encodes run and round as bytes, so keys and masks are only valid in one round."""
+    """Encodes run and round as bytes, so that keys and masks are valid only in one round."""
     return json.dumps([run, round]).encode()
 
 

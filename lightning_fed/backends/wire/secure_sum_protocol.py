@@ -80,7 +80,7 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """Published row, ``PUBLIC`` bytes: two public keys and the hash of the seed."""
+        """The row that the client publishes, ``PUBLIC`` bytes: two public keys and the hash of the seed."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 
@@ -100,7 +100,7 @@ def make_secrets() -> Secrets:
 
 
 def check_public(public: bytes) -> None:
-    """Raises ``SumError`` if a key in a published row has a wrong length or does not allow a key exchange."""
+    """Refuses a published row with a key of wrong length, or a key unsuitable for a key exchange (``SumError``)."""
     if len(public) != PUBLIC:
         raise SumError(f"its keys have {len(public)} bytes instead of {PUBLIC}")
     probe = os.urandom(KEY)
@@ -109,7 +109,7 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks the other clients' published rows, before a client shares secrets.
+    """Checks the clients' published rows (``peers``), before the client ``client`` with row ``own`` shares secrets.
 
     Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is at most half of the clients,
     because two halves could then restore different secrets.
@@ -147,7 +147,7 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Decrypts a pair of shares; raises ``SumError`` if sender, receiver or context does not match."""
+    """Decrypts a client's pair of shares; raises ``SumError`` if sender, receiver or context does not match."""
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
@@ -200,7 +200,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores the secret of ``dealer``, although shares may be wrong; also returns the clients with wrong shares."""
+    """Restores the secret of ``dealer`` from shares, even if some are wrong; also returns clients with wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:

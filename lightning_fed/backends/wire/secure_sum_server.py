@@ -92,7 +92,7 @@ class ServerSum:
         self._sealed = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
 
     def _open(self) -> dict[Client, dict[Client, bytes]]:
-        """Forwards the encrypted shares; returns, by receiver and sender, a byte for the success of decryption."""
+        """Forwards the encrypted shares; returns, by receiver and sender, one byte for success of the decryption."""
         peers = tuple(self._sealed)
 
         def fields(client: Client) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """True if too few clients can open a client's shares; such a client is excluded from all sums of the run."""
+        """True if too few clients can open a client's shares; this client is then excluded from all sums of the run."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
@@ -168,7 +168,7 @@ class ServerSum:
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
         """Sends a request to each client, and yields the rows of valid answers in client order.
 
-        If ``counts``, a client without an answer is excluded. ``False`` is for clients with a vector in the sum.
+        ``counts=True`` excludes a client without an answer. ``False`` is for clients with an update in the sum.
         """
         report = self._server.report
         requests = {

@@ -67,7 +67,7 @@ class ServerRunner:
         self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
 
     def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
-        """Waits for the clients, then trains; ``"validate"`` or ``"test"`` evaluates on the clients instead."""
+        """Waits for the clients, then trains; the stage ``"validate"`` or ``"test"`` evaluates on the clients."""
         with lock_folder(self._folder):
             clients = transport.await_clients(read_clients(self._clients, self._folder), self._patience)
             write_clients(clients, self._folder)
@@ -120,7 +120,6 @@ def run_server(
 
 
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
-    """Refuses callbacks that need client data on the server."""
     has_statistics = half.reports_statistics and batch_norm_layers(module)
     of_steps = [callback for step in half.server.chain.steps for callback in step.callbacks()]
     for callback in (*callbacks, *half.method.callbacks, *of_steps):

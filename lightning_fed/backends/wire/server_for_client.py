@@ -1,4 +1,4 @@
-"""Client side of a federation with a remote server: one visit or one query, in the fit of an ordinary Trainer."""
+"""Client side of a federation with a remote server: one visit or one query in a Trainer's fit."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if server and client programs differ. The error text has no private data, and is sent to the server."""
+    """Raised if server program and client program differ. The text has no private data, and is sent to the server."""
 
 
 def find_public_reason(error: Exception) -> str:
-    """Describes an exception for the server: usually only its class, because the text may name files."""
+    """Describes an exception for the server: usually only the class, because the text may name files."""
     if isinstance(error, HalvesMismatch):
         return str(error)
     return f"its program raised {type(error).__name__}; see the client's log"
@@ -64,7 +64,7 @@ def find_public_reason(error: Exception) -> str:
 class RemoteServer(ServerInterface):
     """Connection of a client to the server, for one broadcast and one update.
 
-    ``fault`` is the reason for a missing update, and ``asked`` the hash of the client's earlier request.
+    ``fault`` is the reason for a missing update, and ``asked`` the hash of the request that the client sent before.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -110,7 +110,7 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Stores the reason for a missing update; for an error only the class, because texts may name files."""
+        """Stores the reason for a missing update; for an ``error`` only the class, because the text may name files."""
         self.fault = reason
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
             self.fault = reason.replace(describe(error), type(error).__name__)
@@ -159,7 +159,7 @@ class RemoteServerSide(RemoteSide):
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Sets optimizers, schedulers and store as at the round's start; raises ``ClientFault`` for lost state."""
+        """Sets optimizers, schedulers and client store as at the round's start; ``ClientFault`` for lost state."""
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
             keep_schedulers(trainer, [])
@@ -192,7 +192,6 @@ class RemoteServerSide(RemoteSide):
 
     @staticmethod
     def _load_optimizers(trainer: L.Trainer, sent: dict[str, Any]) -> None:
-        """Sets optimizers and schedulers as at the round's start; raises ``HalvesMismatch`` for another model."""
         if sent["optimizers"] != name_optimizers(trainer.optimizers):
             raise HalvesMismatch(
                 f"the server's optimizers are {sent['optimizers']}, but the client's are "
@@ -210,7 +209,7 @@ class RemoteServerSide(RemoteSide):
             load_numbers(scaler, sent["scaler"])
 
     def _fill_in(self, fit: FederatedFit, entries: State) -> None:
-        """Adds entries omitted from the server's message; raises ``ClientFault`` if these differ from the server's."""
+        """Adds stored ``entries`` omitted from the server's message; raises ``ClientFault`` if the server's differ."""
         broadcast, kept = self._broadcast, self._held.read()
         shared = [name for name, policy in fit.policies.items() if policy == "shared"]
         restored = [

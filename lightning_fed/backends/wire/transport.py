@@ -71,10 +71,7 @@ class Transport(ABC):
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the clients (names or a number), and returns the names.
-
-        Raises ``TimeoutError`` after ``patience`` seconds.
-        """
+        """Waits for clients (names or a number); returns the names. ``TimeoutError`` after ``patience`` seconds."""
 
     @abstractmethod
     def discover(self) -> None:
@@ -94,7 +91,7 @@ class Transport(ABC):
 
     @abstractmethod
     def forget(self, client: Client) -> None:
-        """Removes the assignment of a client to a node, because the node does not serve the client."""
+        """Removes the assignment of a client to a node that does not serve the client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:
         if self._key is None:
@@ -111,10 +108,9 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        Answers wait in the network until the packet's turn, so only one answer is in memory, and sums have the same
-        order in every run. With ``min_clients``, answers are fetched immediately and stored in temporary files.
-
-        ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client.
+        ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client. An answer waits in
+        the network for its turn: only one answer is in memory, and sums have the same order in every run. With
+        ``min_clients``, answers are fetched immediately and stored in temporary files.
         """
         self.discover()
         self._count_late()
@@ -207,7 +203,7 @@ class Transport(ABC):
 
 @dataclass
 class _Message:
-    """Unanswered message: connection at sending, and times of the last check and of a lost connection."""
+    """Unanswered message: the connection used for sending, and times of the last check and of a lost connection."""
 
     client: Client
     name: str
@@ -221,7 +217,7 @@ def _constant(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Moves an answer to a temporary file, and returns a function to read the file. On a full disk, keeps the answer.
+    """Moves an answer to a temporary file; returns a function that reads the file. On a full disk, keeps the answer.
 
     The file is deleted after reading, or with the last reference to the function.
     """
