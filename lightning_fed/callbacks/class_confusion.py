@@ -1,4 +1,4 @@
-"""Pictures that show the confusion among a client's classes."""
+"""Pictures of a client's confusion matrix."""
 
 from __future__ import annotations
 
@@ -160,7 +160,6 @@ class OwnClassConfusion(PeriodicPictures):
     def _evaluate_client(
         self, trainer: L.Trainer, module: L.LightningModule, federation: Federation, client: Client
     ) -> Confusion | None:
-        """Computes the confusion matrix of one client; ``None`` if the data cannot be read or have no labels."""
         faults: list[Exception] = []
         seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches for every picture
         visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)

@@ -36,9 +36,9 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Record for a tensor with class scores: a layer's outputs, or a result computed only from these outputs.
+    """Record for a tensor of class scores: a layer's outputs, or a result computed only from these outputs.
 
-    ``inputs`` are the batch tensors from which the outputs are computed. ``voids`` are the labels of masked positions.
+    ``inputs`` are the indices of batch tensors used for the outputs. ``voids`` are the labels of masked positions.
     """
 
     layer: str
@@ -52,7 +52,7 @@ class _Scores:
 class _Labels:
     """Record for a tensor computed from labels: class indices, one-hot vectors, or ``labels == number``.
 
-    ``fills`` are pairs of a replaced label (``None`` for several labels) and the new label.
+    ``fills`` are pairs: a replaced label (``None`` for several labels), and the new label.
     """
 
     leaves: frozenset[int]
@@ -68,9 +68,9 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Sources for a tensor in a traced step: batch tensors, class losses, and possibly layer outputs.
+    """Sources of a tensor in a traced step: indices of batch tensors and class losses, and possibly layer outputs.
 
-    ``product`` is the class loss equal to the sum over the tensor.
+    ``product`` is the index of the class loss equal to the sum over the tensor.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -99,7 +99,6 @@ class ClassLoss:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes: 2 for a single output."""
         return max(2, self.channels)
 
 
@@ -159,7 +158,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses from which a loss is computed, except class losses used as a layer's input."""
+        """Returns the class losses used for ``loss``, except class losses used as a layer's input."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 
@@ -288,7 +287,6 @@ class ClassLosses:
 
     @staticmethod
     def _is_identity(args: Sequence[Any]) -> bool:
-        """True if labels select rows of an identity matrix (one-hot encoding)."""
         table, places = args[0], args[1]
         are_rows = len(places) == 1 and places[0] is not None if isinstance(places, list | tuple) else places == 0
         is_square = table.ndim == 2 and table.shape[0] == table.shape[1]
@@ -352,7 +350,6 @@ def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill:
 
 
 def _fill_of(name: str, args: Sequence[Any]) -> int | None:
-    """Returns the value written by a masking operation; ``None`` for other operations."""
     if name == "mul":
         return 0
     if name not in ("masked_fill", "where"):
@@ -382,7 +379,6 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _widths(layer: nn.Module) -> set[int]:
-    """Returns a layer's possible output sizes: the declared size, or else the axis lengths of the weights."""
     for name in ("num_classes", "out_features", "out_channels"):
         width = getattr(layer, name, None)
         if isinstance(width, int) and isinstance(getattr(layer, "weight", None), Tensor):
@@ -392,7 +388,6 @@ def _widths(layer: nn.Module) -> set[int]:
 
 
 def _key(tensor: Tensor) -> Any:
-    """Identifies a tensor by memory address, shape, strides and dtype; ``None`` for a tensor without memory."""
     try:
         pointer = tensor.data_ptr()
     except RuntimeError:  # inside torch.func

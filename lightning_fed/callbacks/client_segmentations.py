@@ -321,7 +321,7 @@ class ClientSegmentations(L.Callback):
 def scores_for(
     logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
-    """Creates the metric for IoU and Dice by class, for logits of one or several classes, on the logits' device."""
+    """Creates a metric for IoU and Dice by class, on the device of ``logits``, for logits of one or several classes."""
     count = logits.shape[1]
     several: Literal["multiclass", "multilabel"] = "multilabel" if mask.ndim == 4 else "multiclass"
     return SegmentationScores(

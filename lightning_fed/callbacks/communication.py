@@ -25,8 +25,8 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 class Traffic(NamedTuple):
     """Traffic of one client in one round for one model part, in elements of parameters and buffers.
 
-    In early rounds, the client ``"(all)"`` stands for the sum over all clients. In addition to model parts,
-    ``"(extras)"`` is a method's extras and ``"(request)"`` a client's request for rows.
+    In early rounds, the client ``"(all)"`` is the sum over all clients. Besides model parts, ``"(extras)"`` is a
+    method's extras and ``"(request)"`` a client's request for rows.
     """
 
     round: int
@@ -102,7 +102,6 @@ class CommunicationReport(FederatedCallback):
             find_federation(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the model parts, and moves this callback before callbacks that change received messages."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.remove(self)  # Lightning's loop is already past this position, so no callback is skipped
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
@@ -195,7 +194,7 @@ class CommunicationReport(FederatedCallback):
         return markdown_table([header, *rows], "---:")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes all traffic, with the fields of :class:`Traffic` as columns. Rounds start at 1."""
+        """Writes all traffic to a CSV file, with the fields of :class:`Traffic` as columns. Rounds start at 1."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(Traffic._fields)
@@ -261,7 +260,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Finds the prefixes of entry names that divide a model into parts: the first level with several names."""
+    """Finds the prefixes of entry names that divide a model into parts: the outermost level with several names."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

@@ -197,7 +197,7 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Replaces the server or the clients by ``remote``, the connection to other machines; called by a backend."""
+        """Replaces the server or the clients by ``remote``, a connection to other machines; called by a backend."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
@@ -263,13 +263,13 @@ class Federation(TrainerCallback):
 
     @property
     def visit(self) -> PlannedVisit:
-        """Description of the current visit (client, round, seed, length); only available during a visit."""
+        """Description of the current visit (client, round, seed, length); raises an error outside a visit."""
         assert self.current_visit is not None
         return self.current_visit
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """Current visits, several for vectorised clients (by row); empty while a client trains a second model."""
+        """Current visits, several if clients train simultaneously; empty while a client trains a second model."""
         if self._loop.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
         return self._loop.open_round.driver.group
@@ -286,7 +286,7 @@ class Federation(TrainerCallback):
 
     @property
     def client_memory(self) -> State:
-        """Tensors of the current client that callbacks read and write; stored if the server accepts the update."""
+        """Stored tensors of the current client, for callbacks; changes count if the server accepts the update."""
         if self.open_visit is None:
             raise RuntimeError("No client is training: the memory of a client is only available during its visit.")
         return self.open_visit.memory
@@ -347,7 +347,7 @@ class Federation(TrainerCallback):
         with the same class answers.
 
         Args:
-            module: The module with the global model, or with another model to ask about; unchanged afterwards.
+            module: The module with the global model, or with another model to send; unchanged afterwards.
             callback: The callback.
             clients: The clients.
             question: The question: primitives and plain containers.
@@ -356,7 +356,7 @@ class Federation(TrainerCallback):
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module holds the validated model: with weight averaging, the averaged model."""
+        """Context in which the module holds the model for validation: with weight averaging, the averaged model."""
         return self._loop.averages_in_place()
 
     @property
@@ -441,7 +441,6 @@ class Federation(TrainerCallback):
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restores the user's Trainer intervals for reloading loaders and for validation."""
         self._loop.start_epoch()
 
     def on_train_batch_start(
@@ -451,7 +450,7 @@ class Federation(TrainerCallback):
             self._loop.open_round.driver.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Drops the results of an interrupted round, because a Trainer validates right after a stop request."""
+        """Abandons an interrupted round, because a Trainer validates directly after a stop request."""
         if is_validating(trainer):
             self._decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
@@ -467,7 +466,7 @@ class Federation(TrainerCallback):
         self._fit.decide_policies(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Drops the results of an interrupted round, and prepares the Trainer's loops for the next round."""
+        """Abandons an interrupted round, and prepares the Trainer's loops for the next round."""
         warn_of_monitors(self._fit)
         self._loop.end_epoch()
 
@@ -495,7 +494,6 @@ class Federation(TrainerCallback):
                 )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Puts the last round's logged values into ``callback_metrics``, also after a resumed fit without training."""
         self.round_log.show(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -520,7 +518,7 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes an incomplete round's batch counts, because a resumed fit repeats the round; not in a plain fit."""
+        """Removes an incomplete round's batch counts, because a resumed fit repeats the round (except a plain fit)."""
         self._fit.progress.patch(checkpoint, self._fit.is_plain)
 
     def state_dict(self) -> dict[str, Any]:
@@ -571,7 +569,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Number of scheduler steps (``interval="step"``) in a fit; ``window`` is the batches per optimizer step."""
+        """Number of steps of a per-step scheduler in ``rounds`` rounds; ``window``: batches per optimizer step."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 
@@ -593,7 +591,6 @@ class Federation(TrainerCallback):
 
 
 def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Combines the user's arguments with the method's settings; refuses conflicts."""
     parameters = inspect.signature(Federation).parameters
     for name, value in method.settings.items():
         if name not in _SETTINGS:
@@ -605,7 +602,6 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _copy_method(method: Method) -> Method:
-    """Copies a method, because federations must not share state; refuses a method that cannot be copied."""
     try:
         return copy.deepcopy(method)
     except Exception as error:
@@ -616,7 +612,7 @@ def _copy_method(method: Method) -> Method:
 
 
 def find_federation(trainer: L.Trainer) -> Federation:
-    """Returns the Trainer's federation; raises ``MisconfigurationException`` if the Trainer has none.
+    """Returns the Trainer's federation.
 
     Raises:
         MisconfigurationException: If the Trainer has no federation.

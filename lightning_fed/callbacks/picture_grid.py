@@ -135,7 +135,7 @@ def _to_rgb(image: Tensor, mean: float | Sequence[float] | None, std: float | Se
 
 
 def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
-    """Converts colours to tuples; refuses an invalid colour and an empty list."""
+    """Converts colours to tuples; refuses invalid colours and an empty list."""
     if class_colors is None:
         return None
     colors = [tuple(color) for color in class_colors]

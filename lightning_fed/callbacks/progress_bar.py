@@ -16,7 +16,7 @@ from lightning_fed.console import round_number
 
 
 class _ByRound(ProgressBar):
-    """Progress bar that shows the client and the loss, with a minimum time between updates."""
+    """Progress bar that shows the client and the loss, at most once per interval."""
 
     supports_vectorize = True
 
@@ -63,7 +63,6 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """
 
     def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Resets the bar with the round number, because Lightning's method would show the epoch number."""
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
         bar, total = self.train_progress_bar, self.total_train_batches

@@ -206,7 +206,7 @@ class SegmentationImages(PeriodicPictures):
 
 
 class _Predictions(NamedTuple):
-    """Predicted class indices, shape ``(H, W)``, and number of classes by image; maps by column and image."""
+    """Predicted class indices, shape ``(H, W)``, and number of classes by image; maps by name and image."""
 
     predictions: list[Tensor]
     num_classes: list[int]

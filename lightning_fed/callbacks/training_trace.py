@@ -1,4 +1,4 @@
-"""Trial run of a module's ``training_step``: finds called layers, trained layers, and learned classes."""
+"""Trial run of a module's ``training_step``, to find called layers, trained layers, and learned classes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MOST_BATCHES = 5  # number of batches tried one after another, because a step m
 class TrainingTrace(NamedTuple):
     """Record of a trial run of ``training_step``.
 
-    ``calls`` contains the arguments of each layer's first call (for the module under ""), and ``trained`` the layers
+    ``calls`` maps each layer's path (``""``: the module) to the arguments of the first call. ``trained`` are the layers
     whose outputs lie between trained parameters and the loss.
     """
 
@@ -63,8 +63,8 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classes that a module learns: classifier layer, number of classes, ignored label and position of labels.
 
-    ``target`` is a function from a batch to labels, or ``None`` if the step changes the labels. The function refuses
-    batches with another structure than the traced batch. ``is_multilabel`` means one label per class.
+    ``target`` is a function from a batch to labels, which refuses batches with another structure than the traced batch;
+    ``None`` if the step changes the labels. ``is_multilabel`` means one label per class.
     """
 
     layer: str
@@ -82,7 +82,7 @@ class LabelDescription(NamedTuple):
     class_names: tuple[str, ...]
 
     def is_known(self, callback: str) -> bool:
-        """True if labels can be read from a batch; otherwise logs why the callback draws nothing."""
+        """True if labels can be read from a batch; otherwise logs the reason why ``callback`` draws nothing."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
@@ -134,7 +134,7 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Describes the labels for a callback's pictures. Options ``target`` and ``void`` replace the trial step.
+    """Describes the labels for a callback's pictures, by a trial step unless ``target`` and ``void`` are given.
 
     The class names come from ``class_names`` or ``classes`` of the module, its hyper-parameters or the datamodule, if
     their number fits. If labels are neither given nor found, an error names ``callback``.
@@ -163,9 +163,8 @@ def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
 def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace | None:
     """Runs ``training_step`` once on a batch of one client, and restores all state.
 
-    Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
-    with gradients. The result is ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
-
+    Trained parameters are those in the Trainer's optimizers, or before ``configure_optimizers`` all parameters with
+    gradients. The result is ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
     """
     try:
         return _trace(trainer, module)
@@ -178,7 +177,6 @@ class _Unproven(Exception):
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
-    """Returns the trace of the first client whose step succeeds, on the client's first batch with a loss."""
     if not module.automatic_optimization:
         raise _Unproven("manual optimization does not allow a trial step")
     error: Exception | None = None
@@ -196,7 +194,6 @@ def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
 
 
 def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Callable[[], Any]) -> TrainingTrace | None:
-    """Returns the trace of a step with one batch; ``None`` if the step skips the batch."""
     calls: dict[str, Call] = {}
     outputs: dict[str, list[Any]] = {}
     outermost: dict[str, None] = {}
@@ -219,7 +216,7 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[int], Any]]:
-    """Yields functions from an index to a training batch: one per client (the first clients), or the loader's."""
+    """Yields functions from a batch index to a training batch: for the first clients, or for the Trainer's loader."""
     federation = federation_of(trainer)
     if federation is None:
         yield partial(_plain_batch, trainer)
@@ -276,7 +273,6 @@ def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
 
 
 def _structure(batch: Any, path: BatchPath) -> tuple[Tensor, int, bool, list[int]] | None:
-    """Returns the tensor at a path, the number of axes, a floating-point flag, and the lengths of sequences."""
     lengths: list[int] = []
     try:
         for key in path:
@@ -309,10 +305,10 @@ def has_forward(module: L.LightningModule) -> bool:
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context that gives a module a ``forward`` with the computation in training, for tracing neurons in layers.
+    """Context in which ``forward`` of a module runs the computation of training, for tracing neurons in layers.
 
-    If ``training_step`` trains one network, ``forward`` calls the network; otherwise ``forward`` calls the step with a
-    batch, and returns the loss. Yields the arguments, cut to two examples if all tensors have the same length.
+    ``forward`` calls the only trained network, or otherwise ``training_step`` with a batch, and returns the loss.
+    Yields the arguments for ``forward``, cut to two examples if all tensors have the same length.
     """
     advice = "write a `forward` from the inputs to the outputs used in the loss"
     try:
@@ -349,7 +345,7 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context that disables torchmetrics metrics: an update would read values, unavailable in a graph export."""
+    """Context that disables torchmetrics metrics, because an update reads values, unavailable in a graph export."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())

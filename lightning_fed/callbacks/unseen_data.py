@@ -1,4 +1,4 @@
-"""BatchNorm of the global model in evaluation, if running statistics exist only on the clients."""
+"""BatchNorm of the global model in evaluation, with running statistics only on the clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises BatchNorm inputs with statistics from ``report``; with batch statistics while ``report`` is empty.
+    """Normalises BatchNorm inputs with statistics from ``report``, or with batch statistics while ``report`` is empty.
 
     ``report`` contains mean and variance by layer, from :meth:`InputStatistics.as_extras`.
     """
@@ -41,7 +41,7 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(FederatedCallback):
-    """Runs BatchNorm on data outside the federation, with batch statistics or statistics measured on the data.
+    """Runs BatchNorm on data without a client, with batch statistics or statistics measured on these data.
 
     The callback is active from the start of a validation, test or prediction until the next round, while the module is
     the global model or the model of a client without statistics. Untrained layers (as in a frozen encoder) still use
@@ -80,7 +80,6 @@ class UnseenData(FederatedCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Uses a client's own BatchNorm statistics while the module holds the model of a client with statistics."""
         if self._adapter is None:  # clients on other machines evaluate outside a Trainer's validation
             self._start(module)
         self._switch(is_active=client is None or self._find_fit().served_client != client)
@@ -93,7 +92,7 @@ class UnseenData(FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """With ``unseen="data"``: measures BatchNorm statistics on unlabelled data that belong to no client."""
+        """With ``unseen="data"``: measures BatchNorm statistics on unlabelled data without a client."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
             return
@@ -135,7 +134,7 @@ class UnseenData(FederatedCallback):
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-    """Measures BatchNorm statistics on the given data before an evaluation with ``unseen="data"``."""
+    """Measures BatchNorm statistics on ``batches`` before an evaluation, if ``unseen="data"``."""
     for callback in federated_callbacks(trainer):
         if isinstance(callback, UnseenData):
             callback.measure(trainer, module, batches, step)

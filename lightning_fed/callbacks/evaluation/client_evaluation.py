@@ -132,17 +132,14 @@ class ClientEvaluation(AskableCallback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Deletes the clients' earlier example counts, because another fit or evaluation may have other data."""
         self._announced, self._trained = {}, {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Moves this callback in the Trainer's list behind the federation, before callbacks that monitor a value."""
         callbacks = callbacks_of(trainer)
         callbacks.remove(self)
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks that clients have validation data, and logs the reason if privacy forbids evaluation by client."""
         federation = find_federation(trainer)
         if not (self.every_n_rounds and federation.has_server and trainer.is_global_zero):
             return
@@ -248,7 +245,6 @@ class ClientEvaluation(AskableCallback):
             self._log_clients(trainer, reports, self._pooled(trainer, module, stage, reports))
 
     def _evaluate_remotely(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
-        """Evaluates on the clients instead of Lightning's evaluation, for a server without data."""
         federation = find_federation(trainer)
         if federation.has_lost_entries or not self._is_due(trainer) or self._is_private(federation):
             return
@@ -467,7 +463,7 @@ class ClientEvaluation(AskableCallback):
 
 
 class ClientsBatch:
-    """Loader on a server without data: contains one empty batch as a placeholder for the clients' data."""
+    """Loader for a server without data: one empty batch, in place of the clients' validation or test data."""
 
     def __len__(self) -> int:
         return 1

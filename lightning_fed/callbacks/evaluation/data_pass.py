@@ -1,4 +1,4 @@
-"""Evaluates a module on one client's data, and computes values over all clients from several reports."""
+"""Evaluation of a module on one client's data, and computation of values over all clients from their reports."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Metrics, modes and logs are restored afterwards; parameters and buffers written by a step only with ``keeps``.
-    ``pool`` is for data spread over processes, and ``limit`` replaces the Trainer's limit of batches per loader.
+    Metrics, modes and logs are restored afterwards, and without ``keeps`` also parameters and buffers written by a
+    step. ``pool`` are the processes that share the data. ``limit`` replaces the Trainer's limit of batches per loader.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
@@ -192,8 +192,8 @@ def _values_with_history(
 ) -> set[str]:
     """Finds logged values that depend on earlier epochs, such as a best accuracy; clients have no earlier epochs.
 
-    The epoch-end hook runs again without the metrics from earlier epochs, and with a very large and a very small number
-    in each attribute from earlier epochs. A value that changes depends on earlier epochs.
+    The epoch-end hook runs again without metrics of earlier epochs, and with a huge and a tiny number in each attribute
+    from earlier epochs. A value that changes depends on earlier epochs.
     """
     names = _written_numbers(module)
     if not metrics and not names:
@@ -223,7 +223,6 @@ def _values_with_history(
 
 
 def _written_numbers(module: L.LightningModule) -> list[str]:
-    """Names of the module's floats and one-element tensors that any method except ``__init__`` writes."""
     names = dict.fromkeys(name for kind in type(module).__mro__ for name in _written_names(kind))
     attributes = {name: getattr(module, name, None) for name in names if name not in lightning_attributes()}
     return [
@@ -261,9 +260,9 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Values over several clients' data, from their reports; equal to the logged values of one pass over all data.
+    """Computes values over several clients' data from reports, equal to the logged values of one pass over all data.
 
-    A value is missing if it is undefined, or if sums and states do not determine it. A non-finite value is excluded if
+    Values that are undefined, or not determined by sums and states, are missing. Non-finite values are excluded if
     another report has a finite value. In a mean, an example weighs at most 100 times as much as an example in the
     median report.
     """
@@ -307,9 +306,9 @@ def _run_end(
 ) -> dict[str, float]:
     """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
-    The hook may raise if the lists of clients are missing; values logged before the error are used. A metric without a
-    state, or whose ``compute`` raises, is NaN. ``attributes`` are set on the module before the hooks, and updated
-    afterwards. A muted hook runs only if ``wanted`` contains names.
+    If the hook raises (a list on the clients may be missing), values logged before are used. A metric without a state,
+    or whose ``compute`` raises, is NaN. ``attributes`` are set on the module before the hooks, and updated afterwards.
+    A muted hook runs only if ``wanted`` contains names.
     """
     if is_muted and not wanted:
         return {}
@@ -358,7 +357,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes the scalar metrics from each client's states: client to state key to value; restores the metrics."""
+    """Maps clients and state keys to values of scalar metrics, from the clients' states; restores the metrics."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))
@@ -381,7 +380,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns the logged sums for a name from all reports; no example counts more than 100 times the median."""
+    """Returns each report's logged sum for ``name``; no example weighs more than 100 times the median example."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]
@@ -407,14 +406,13 @@ def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
-    """Limits a loader's batches like Lightning: a number (int), or a share of all batches (float)."""
+    """Limits a loader's batches like Lightning: ``limit`` is a number (int), or a share of all batches (float)."""
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)
 
 
 def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields batches. Turns an exception while loading a client's data into a `ClientFault`."""
     iterator = iter(batches)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Evaluation of client models between local training and averaging."""
+"""Evaluation of client models after local training, before averaging."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metric paths: list states in ``lists`` may leave a client; states in ``withheld`` may not."""
+    """Patterns for metrics by path: list states in ``lists`` may leave a client; states in ``withheld`` may not."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -120,7 +120,7 @@ def is_mergeable(metric: Metric) -> bool:
 
 @contextmanager
 def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Context that replaces ``metric.compute()`` by ``change(metric, compute)`` for each metric."""
+    """Context in which ``metric.compute()`` of each metric returns ``change(metric, compute)``."""
     before = [(metric, metric.compute) for metric in metrics]
     for metric, compute in before:
         vars(metric)["compute"] = partial(change, metric, compute)
@@ -142,7 +142,7 @@ def is_updated(metric: Metric) -> bool:
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects the metrics that a step updates; excludes metrics without any batch, and metrics inside a wrapper."""
+    """Selects metrics updated by a step; excludes metrics without any batch, and metrics inside a wrapper."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -175,7 +175,6 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
-    """Computes a metric twice if possible, with 0 / 0 set to 0 and to 1. A number that differs is undefined."""
     value = compute()
     fill = getattr(metric, "zero_division", None)
     if not isinstance(fill, int | float) or not isinstance(value, Tensor):
@@ -190,14 +189,14 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Tensor subclass to mark a metric value computed before the last batch, and all results from this value."""
+    """Tensor subclass that marks a metric value computed before the last batch, and all results from this value."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Context that marks results of ``metric.compute()`` in a step: such values depend on the order of batches.
+    """Context that marks results of ``metric.compute()`` in a step, because such values depend on the order of batches.
 
-    ``metric(...)`` still returns the value for one batch. Metrics with a running value are appended to ``traced``.
+    ``metric(...)`` still returns the value for one batch. Metrics with marked results are appended to ``traced``.
     """
     metrics, depth = list(metrics), [0]
 
@@ -226,7 +225,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends a metric to ``updated`` at the first update, unless the metric was reset before."""
+    """Context that appends each updated metric to ``updated`` once, except metrics reset before the update."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -257,7 +256,6 @@ def as_nan(value: Any) -> Any:
 
 
 def _undefined_numbers(metric: Metric) -> Tensor | None:
-    """Mask of undefined numbers, bool, with the value's shape or (classes,); ``None`` if unknown."""
     if isinstance(metric, _CURVES):
         return _undefined_curves(metric)
     if isinstance(metric, RetrievalMetric):
@@ -305,7 +303,7 @@ def _undefined_curves(metric: Metric) -> Tensor:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """Finds a module's metrics by path; metrics in a plain list or dictionary by class and position."""
+    """Maps paths to a module's metrics; metrics in a plain list or dictionary by class and position."""
     all_metrics = find_metrics(module)
     for metric in all_metrics:
         if isinstance(metric, MetricCollection):
@@ -332,12 +330,12 @@ class MetricStates(dict[str, MetricState]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
-        """Copies metric states to the CPU, with keys for the loader at index ``place``, or for all loaders."""
+        """Copies metric states to the CPU, for the loader with index ``place``, or for all loaders (``None``)."""
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
 
     @classmethod
     def merge(cls, metrics: Mapping[str, Metric], parts: Sequence[Mapping[str, MetricState]]) -> MetricStates:
-        """Merges the states of several clients. A metric with incompatible states is skipped and logged."""
+        """Merges the states of several clients. A metric with incompatible states is excluded and logged."""
         merged = cls()
         for key in dict.fromkeys(key for part in parts for key in part if metric_of(key) in metrics):
             try:
@@ -347,7 +345,7 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Loads the states into the metrics and computes values by key. Metrics whose ``compute`` raises are missing.
+        """Loads states into the metrics, and returns values by key, without metrics whose ``compute`` raises.
 
         Afterwards each metric has the state of all loaders.
         """
@@ -364,17 +362,17 @@ class MetricStates(dict[str, MetricState]):
 
 
 def state_key(metric: str, place: int | None = None) -> str:
-    """Key of a metric's state, from the metric's path: for all loaders, or for the loader at index ``place``."""
+    """Key of a metric's state: ``metric`` is the metric's path, ``place`` a loader's index (``None``: all loaders)."""
     return metric if place is None else f"@{place}@{metric}"
 
 
 def metric_of(key: str) -> str:
-    """Returns the metric's name in a key from :func:`state_key`."""
+    """Returns the metric's path in a key from :func:`state_key`."""
     return key.split("@", 2)[-1] if key.startswith("@") else key
 
 
 def compute_number(name: str, metric: Metric) -> dict[str, float]:
-    """Returns ``{name: value}`` with the metric's computed value; empty if ``compute`` fails."""
+    """Returns ``{name: value}`` with the metric's value; empty if ``compute`` fails."""
     try:
         return {name: float(metric.compute())}
     except Exception as error:
@@ -405,7 +403,6 @@ def _write_state(metric: Metric, state: MetricState | None) -> None:
 
 
 def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
-    """Merges states by ``dist_reduce_fx``: sums are added, and means are weighted by the number of batches."""
     parts = [part for part in parts if part.updates]
     updates = [part.updates for part in parts]
     joined = {}
@@ -417,7 +414,7 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a received state with the metric's state; raises `BadUpdate` if names or shapes differ."""
+    """Compares a received state with a metric's state; raises `BadUpdate` for other names or shapes."""
     reductions = _reductions(metric)
     if state.updates < 0:
         raise BadUpdate(f"a metric reports {state.updates} batches")

@@ -1,4 +1,4 @@
-"""Message with a client's evaluation: contains sums and metric states instead of means."""
+"""Message with a client's evaluation: sums and metric states instead of means."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EvaluationReport:
         num_samples: Number of examples.
         logged: Weighted sum and weight for each name that steps and batch hooks log per epoch.
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: State key of the logged metric, for each logged name.
+        metrics: For each logged name of a metric, the key in ``states``.
         values: Final values computed by the client: logged name to number.
         partial: Names of values not determined by sums and states; these values have no result over all clients.
         shown: Names shown in the progress bar.

@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Evaluation values by name and client, direction by name, and number of examples by client (and class)."""
+    """Evaluation values by name and client, whether higher is better by name, and examples by client (and class)."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class ClientResults:
 
     @classmethod
     def of(cls, reports: Mapping[Client, EvaluationReport]) -> ClientResults:
-        """Collects the values in the clients' reports. A value missing in a report has no entry."""
+        """Collects the values in the clients' reports. Missing values have no entry."""
         results = cls(num_samples={client: report.num_samples for client, report in reports.items()})
         for client, report in reports.items():
             for name, value in report.values.items():
@@ -62,7 +62,7 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Returns the name logged by the module for a summary over clients: ``val_acc`` for ``fed/val_acc/mean``."""
+    """Returns the name that the module logs, from the name of a summary: ``val_acc`` for ``fed/val_acc/mean``."""
     match = _CLIENTS_VALUE.fullmatch(name)
     return name if match is None else match["name"]
 
