@@ -129,7 +129,6 @@ def _add_evaluation(callbacks: list[Callback]) -> None:
 
 
 def _describe_arguments() -> None:
-    """Sets signature and descriptions of ``FederatedTrainer.__init__``, for tools that list arguments."""
     own = inspect.signature(FederatedTrainer.__init__, eval_str=True)
     parameters = {name: parameter for name, parameter in own.parameters.items() if name != "kwargs"}
     descriptions = ["Creates the federation and the Trainer.\n\nArgs:\n"]

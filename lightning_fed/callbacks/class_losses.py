@@ -52,7 +52,7 @@ class _Scores:
 class _Labels:
     """Record for a tensor computed from labels: class indices, one-hot vectors, or ``labels == number``.
 
-    ``fills`` are pairs: a replaced label (``None`` for several labels), and the new label.
+    ``fills`` are pairs (replaced label, new label), with ``None`` for several replaced labels.
     """
 
     leaves: frozenset[int]
@@ -68,7 +68,7 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Sources of a tensor in a traced step: indices of batch tensors and class losses, and possibly layer outputs.
+    """Sources for a tensor in a traced step: indices of batch tensors and class losses, and possibly layer outputs.
 
     ``product`` is the index of the class loss equal to the sum over the tensor.
     """
@@ -158,7 +158,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses used for ``loss``, except class losses used as a layer's input."""
+        """Returns the class losses used for ``loss``, except class losses used as input to a layer."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 
@@ -318,7 +318,6 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_moves(name: str, args: Sequence[Any], output: Tensor) -> bool:
-    """True if an operation shifts labels within an example, as for next-token prediction."""
     dims = args[0].ndim if isinstance(args[0], Tensor) else 1
     if name == "slice" and output.shape != args[0].shape:
         return bool(args[1] % dims) or bool(args[2])

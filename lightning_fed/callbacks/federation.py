@@ -612,11 +612,7 @@ def _copy_method(method: Method) -> Method:
 
 
 def find_federation(trainer: L.Trainer) -> Federation:
-    """Returns the Trainer's federation.
-
-    Raises:
-        MisconfigurationException: If the Trainer has no federation.
-    """
+    """Returns the Trainer's federation; raises ``MisconfigurationException`` if the Trainer has none."""
     federation = federation_of(trainer)
     if federation is None:
         raise MisconfigurationException("Expected a Trainer with a `Federation` callback, but got none.")

@@ -16,8 +16,6 @@ from lightning_fed.console import round_number
 
 
 class _ByRound(ProgressBar):
-    """Progress bar that shows the client and the loss, at most once per interval."""
-
     supports_vectorize = True
 
     def __init__(self, interval: float = 0.25, **options: Any) -> None:

@@ -63,8 +63,8 @@ class TrainingTrace(NamedTuple):
 class ClassTask:
     """Classes that a module learns: classifier layer, number of classes, ignored label and position of labels.
 
-    ``target`` is a function from a batch to labels, which refuses batches with another structure than the traced batch;
-    ``None`` if the step changes the labels. ``is_multilabel`` means one label per class.
+    ``target`` is a function from a batch to labels, or ``None`` if the step changes the labels. The function refuses
+    batches with another structure than the traced batch. ``is_multilabel`` means one label per class.
     """
 
     layer: str
@@ -216,7 +216,6 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[int], Any]]:
-    """Yields functions from a batch index to a training batch: for the first clients, or for the Trainer's loader."""
     federation = federation_of(trainer)
     if federation is None:
         yield partial(_plain_batch, trainer)
@@ -256,7 +255,6 @@ def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
 
 
 def _reader(path: BatchPath, traced: Any) -> Callable[[Any], Tensor]:
-    """Returns a function from a batch to the labels at ``path``; refuses batches unlike the ``traced`` batch."""
     expected = _structure(traced, path)
 
     def read(batch: Any) -> Tensor:

@@ -133,7 +133,6 @@ class LocalModel:
         ]
 
     def update_server_entries(self) -> None:
-        """Sets :attr:`server_entries` to copies of the module's current entries."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
     def load_client(

@@ -114,10 +114,6 @@ class LocalOptimizers:
         self._step_again(middle["epoch_schedulers"])
 
     def _rates(self, groups: Sequence[Any], visited: Sequence[Any]) -> list[Any]:
-        """Returns ``groups`` with hyper-parameters from ``visited`` if schedulers step per batch, else current ones.
-
-        Both arguments contain a list of parameter groups per optimizer.
-        """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         sources = [
             in_visit if id(optimizer) in stepped else _hyperparameters(optimizer)

@@ -136,7 +136,6 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _per_channel(name: str, value: float | Sequence[float] | Tensor | None, inputs: Tensor) -> Tensor | None:
-    """Reshapes a mean or standard deviation (scalar, or one number per channel) to broadcast over `inputs`."""
     if value is None:
         return None
     if _is_integer(inputs) and inputs.dtype != torch.uint8:

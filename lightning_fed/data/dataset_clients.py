@@ -167,10 +167,7 @@ class DatasetClients(Population):
 
 
 class ClientSource(Dataset[Any]):
-    """Data set of all clients, indexed by a :class:`BatchRequest` for one batch of a client.
-
-    ``datasets`` maps clients to data sets, and may build a data set at lookup: the last two are cached.
-    """
+    """Data set of all clients, indexed by a :class:`BatchRequest` for a batch; caches the last two data sets."""
 
     def __init__(
         self,
@@ -332,7 +329,6 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """Builds a collated batch by indexing the data set's tensors; returns ``None`` for other data sets."""
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]

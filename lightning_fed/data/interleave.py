@@ -154,7 +154,6 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """Returns a batch's structure, equal for stackable batches; appends the batch's tensors to ``tensors``."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

@@ -146,7 +146,6 @@ def _collect(
     find: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
     read: Callable[[Any, IndexArray], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Collects one value per index: from ``find`` if stored, also in nested data sets, otherwise from ``read``."""
     length_of(dataset)
     values = find(dataset, indices)
     if values is not None:

@@ -220,7 +220,6 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 
 def _checked_length(batch: Any) -> int:
-    """Counts the examples in a batch; refuses tensors with different first axes (such as time before batch)."""
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(

@@ -48,20 +48,13 @@ class PoissonSampling:
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Returns the indices drawn by :meth:`draw`; for an empty batch, index 0 as a placeholder.
-
-        The training step must ignore the placeholder's gradient.
-        """
+        """Returns the drawn indices; for an empty batch, index 0: the training step must ignore the gradient."""
         positions = self.draw(client, round, number, num_samples, batch_size)
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
 
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
-    """Returns ``loader``, if suitable for Poisson sampling.
-
-    Raises:
-        OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
-    """
+    """Returns a loader with a map-style data set and no custom sampler; raises ``OptionError`` otherwise."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise OptionError(
             "Expected one DataLoader over a map-style data set, because examples are drawn independently, but got "

@@ -225,7 +225,6 @@ def restore_torch_generators(states: tuple[torch.Tensor, Any]) -> None:
 
 
 def _device_module() -> Any:
-    """PyTorch's module for the accelerator in use (``torch.cuda``, ``torch.xpu``, ``torch.mps``), or ``None``."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None

@@ -82,7 +82,6 @@ class RoundLoader:
         self._limit = limit
 
     def __len__(self) -> int:
-        """Number of batches in the round, with padding."""
         return self._plan.length
 
     def __iter__(self) -> Iterator[Any]:

@@ -247,10 +247,7 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes tasks over ``size`` processes, the longest task first, to balance the sums of durations (``work``).
-
-    Returns the increasing task indices of each process.
-    """
+    """Distributes tasks with durations ``work`` over ``size`` processes, longest first; returns indices by process."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
     for position in sorted(range(len(work)), key=lambda position: -work[position]):

@@ -64,7 +64,6 @@ class RoundProgress:
         )
 
     def steps(self, trainer: L.Trainer) -> int:
-        """Number of optimizer steps since the round's first batch."""
         return 0 if self._first_step is None else trainer.global_step - self._first_step
 
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
@@ -225,7 +224,6 @@ class FederatedFit:
 
     @property
     def is_remote(self) -> bool:
-        """True if clients or server of the federation are on other machines."""
         return self.remote is not None
 
     @property
@@ -248,7 +246,6 @@ class FederatedFit:
 
     @property
     def has_own_statistics(self) -> bool:
-        """True if each client has separate BatchNorm statistics."""
         return self.own_statistics is not None
 
     @property
@@ -278,7 +275,6 @@ class FederatedFit:
 
     @property
     def is_population_known(self) -> bool:
-        """True if :meth:`set_population` was called."""
         return self._population is not None
 
     @property
@@ -393,7 +389,6 @@ class FederatedFit:
         self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer batches after an interrupted validation
 
     def draw_cohort(self, round: int) -> Cohort:
-        """Draws the clients of a round, using the schedule and the rule."""
         plan = self.server.rule.plan(round)
         cohort = self.schedule.cohort(round, self.population.clients, plan.drawn, plan.always)
         if plan.present is None:

@@ -152,7 +152,6 @@ class FitOptions:
 
     @property
     def has_personal_entries(self) -> bool:
-        """True if the options make entries of the model personal."""
         return bool(self.personal) or self.batch_norm == "personal" or isinstance(self.batch_norm, LocalStatistics)
 
     @property

@@ -55,8 +55,6 @@ _METRIC = "reset metrics that are used in training in `on_client_start` of a `Fe
 
 @dataclass
 class _Known:
-    """Attributes found in earlier rounds (changed, logged), and the number of searched rounds, for one module."""
-
     suspects: dict[str, ref[Any]] = field(default_factory=dict)  # owners; a second fit has other optimizers
     named: set[str] = field(default_factory=set)
     num_looks: int = 0
@@ -369,10 +367,7 @@ class CarriedAttributes:
 
 
 class _Watched:
-    """Data descriptor that reports reads and writes of an attribute, until :meth:`remove`.
-
-    Calls ``note`` with the attribute's full name, and ``True`` for a read.
-    """
+    """Data descriptor that calls ``note`` with the attribute's full name, and ``True`` for a read."""
 
     def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:
         self.names: dict[int, str] = {}  # by the identity of the owner
@@ -383,7 +378,6 @@ class _Watched:
 
     @staticmethod
     def is_possible(owner_type: type, attribute: str) -> bool:
-        """True for an attribute of a Python class without a method or property of this name."""
         is_of_python = bool(owner_type.__flags__ & 1 << 9)
         return (
             is_of_python
@@ -421,7 +415,6 @@ def _listed(names: list[str]) -> str:
 
 
 def _class_values(owner_type: type) -> dict[str, Any]:
-    """Maps names to a class's attributes, variables in closures of methods, and global numbers in methods."""
     values: dict[str, Any] = {}
     for base in reversed(owner_type.__mro__):
         if base.__module__.partition(".")[0] in (*LIBRARIES, "torch", "builtins", "abc"):

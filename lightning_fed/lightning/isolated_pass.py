@@ -184,10 +184,7 @@ def forward_step(module: L.LightningModule) -> str | None:
 
 
 def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:
-    """Yields batches up to the first error in the data, and appends this error to ``faults``.
-
-    Errors in code using the batches are not caught.
-    """
+    """Yields batches up to the first error in the data; appends the error to ``faults``."""
     try:
         yield from batches
     except Exception as error:

@@ -98,7 +98,6 @@ class LoggedValue:
 
     @property
     def is_finite(self) -> bool:
-        """True if the value exists and is neither NaN nor infinite."""
         return self.total is not None and math.isfinite(float(self.total))
 
     @property
@@ -145,7 +144,6 @@ class LoggedValues:
         logged.add(torch.as_tensor(call.value).detach().reshape(()), call.weight(self.batch))
 
     def full_name(self, call: LogCall) -> str:
-        """Name of a logged value, with :attr:`suffix` unless ``add_dataloader_idx=False``."""
         return f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
 
     def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:

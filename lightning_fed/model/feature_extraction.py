@@ -68,8 +68,6 @@ def extract_features(
 
 
 class _Sample:
-    """Random sample of feature vectors without replacement, updated per batch: the smallest random keys remain."""
-
     def __init__(self, size: int | None, seed: int) -> None:
         self.vectors: Tensor | None = None
         self.is_awaited = False

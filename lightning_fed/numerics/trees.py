@@ -38,10 +38,7 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 
 
 def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moves each tensor, for example from a checkpoint, to the device of the tensor with the same name in ``state``.
-
-    Tensors without such a name are not moved.
-    """
+    """Moves each tensor to the device of the tensor with the same name in ``state``, if any."""
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}
 
 

@@ -206,7 +206,6 @@ class BatchLoop:
         return outputs
 
     def _loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
-        """Runs ``training_step``; returns the loss (``None``: skip the batch), and the step's outputs as a dict."""
         attributes, before = self._attributes, self._attributes["_current_fx_name"]
         attributes["_current_fx_name"] = "training_step"
         if self._context is None:

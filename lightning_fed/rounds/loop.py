@@ -85,7 +85,6 @@ class RoundLoop:
 
     @property
     def trains_at_once(self) -> bool:
-        """True if the visits of several clients train at the same time in this process."""
         return self._plan.groups is not None
 
     # The fit
@@ -258,7 +257,6 @@ class RoundLoop:
             thaw_batch_norm(module)
 
     def detach(self) -> None:
-        """Restores the user's objects, changed by :meth:`attach` and by rounds."""
         if self.open_round is not None:
             self.open_round.driver.detach()
         self.fit.close()

@@ -145,7 +145,6 @@ class Round:
     # 2. Close
 
     def join(self) -> None:
-        """Merges the updates from all processes that share the visits, after the last visit."""
         self.fit.save_generators()
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
@@ -219,7 +218,6 @@ class Round:
         return fault
 
     def log(self, has_aggregate: bool) -> None:
-        """Writes the round's values to the log, on the server."""
         if not self.fit.has_server:
             return
         chain, report = self._server.chain, self._server.report

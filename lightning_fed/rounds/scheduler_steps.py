@@ -31,10 +31,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns if a per-step scheduler was created with ``trainer.estimated_stepping_batches``, and the estimate is wrong.
-
-    Lightning has loaded the training data before the start of the fit only if this attribute was read.
-    """
+    """Warns if a per-step scheduler was created with a wrong ``trainer.estimated_stepping_batches``."""
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):

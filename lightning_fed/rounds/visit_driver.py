@@ -74,7 +74,6 @@ class VisitDriver:
         return self.may_end_early and is_inside and ends_after_batch(self.fit.trainer)
 
     def start_batch(self) -> None:
-        """Starts the visits of the next batch, unless already started."""
         if self._loader.group and self.group is not self._loader.group:
             self.start(self._loader.group)
 
@@ -144,7 +143,6 @@ class VisitDriver:
         self.group, self.current = (), None
 
     def close(self) -> None:
-        """Ends the current visits without an update, for an abandoned round."""
         self.detach()
         self._loader.clock.stop()
         if self.current is not None:
@@ -198,7 +196,6 @@ class VisitDriver:
             self._end_batch(*batch_loop.train())
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch; after a visit's last batch also the visit, after the round's last visit also the round."""
         loader, planned = self._loader, self._loader.current
         is_skipped = batch is None or self._is_skipped or (planned is not None and planned.fault is not None)
         self._is_skipped = False
@@ -238,10 +235,7 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Context with ``trainer.is_last_batch`` relative to the client's local epoch; yields the local batch index.
-
-        Simultaneous visits use the first client's epoch. Between visits the index is ``batch_idx``.
-        """
+        """Context with ``trainer.is_last_batch`` relative to the client's local epoch; yields the local batch index."""
         position = self._loader.epoch_position
         if position is None:
             yield batch_idx
@@ -262,7 +256,6 @@ class VisitDriver:
         self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
-        """Marks a visit as failed; raises ``error`` if the fit cannot continue, or if the only client fails."""
         fault = client_fault(error, planned)
         is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
         if fault is None or is_alone:

@@ -151,7 +151,6 @@ class ClientVisit:
             fit.server.fail(planned.visit.client, planned.fault or "", planned.error)
 
     def close(self) -> None:
-        """Ends the visit without an update to the server."""
         self._flow.close()
 
     def prepare_batch(self, batch: Any) -> Any:

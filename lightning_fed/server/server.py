@@ -213,8 +213,6 @@ class ServerInterface(ABC):
 
 
 class _Expected(NamedTuple):
-    """Valid form of a client's update: names, shapes and dtypes (``form``), and entries and rows of the broadcast."""
-
     form: State
     sent: State
     rows: State

@@ -242,7 +242,6 @@ def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
 
 
 def _describe_step(step: UpdateStep) -> str:
-    """Describes a step's class and constructor arguments, read from attributes with the arguments' names."""
     attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: attributes[name] for name in arguments if name in attributes}

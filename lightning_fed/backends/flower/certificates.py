@@ -54,7 +54,6 @@ def write_node_key(folder: Path, name: str) -> list[Path]:
 
 
 def _issue(folder: Path, file: str, title: str, days: int, names: Sequence[str] = ()) -> list[Path]:
-    """Writes a key and a certificate for host ``names``, signed by the authority; without names, the authority's."""
     key, is_authority = ec.generate_private_key(ec.SECP256R1()), not names
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
     now = datetime.datetime.now(datetime.UTC)

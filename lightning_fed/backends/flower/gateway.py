@@ -112,7 +112,6 @@ class Connection(socket.socket):
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
 
     def close(self) -> None:
-        """Closes the connection, and removes the connection from the strangers."""
         if Listener.strangers.get(self.peer) is self:
             del Listener.strangers[self.peer]
         super().close()

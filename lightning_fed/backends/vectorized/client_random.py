@@ -62,8 +62,6 @@ class PerClientRandom(TorchFunctionMode):
 
 
 class _Draw(torch.autograd.Function):
-    """Autograd function to call a random function separately for each example under ``vmap``."""
-
     @staticmethod
     def forward(draw: Callable[..., Tensor], index: Tensor, *args: Any) -> Tensor:
         return draw(int(index), *args)

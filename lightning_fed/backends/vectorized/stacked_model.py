@@ -111,7 +111,6 @@ class StackedModel:
         return {name: value[row] for name, value in self._rows.items()}
 
     def clear(self) -> None:
-        """Removes all clients from the stack. Call :meth:`leave` first."""
         self._count, self._saved_rows, self._rows, self._used_names = 0, {}, {}, {}
 
     def step(
@@ -231,8 +230,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Caller(nn.Module):
-    """Module that calls a function in the forward pass, because ``functional_call`` needs a module."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

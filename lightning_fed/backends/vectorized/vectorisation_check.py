@@ -140,7 +140,6 @@ class _TwoClients:
         return self._results(loss, lambda value: [value])
 
     def _run_at_once(self, batch: Any, draws: bool, is_isolated: bool = False) -> tuple[Tensor, ...]:
-        """Returns both clients' results from simultaneous training. ``is_isolated``: the module contains only NaN."""
         stack = StackedModel(self._module, self._names, len(_SEEDS), draws)
         self._logged = []
         for client in range(len(_SEEDS)):

@@ -287,10 +287,6 @@ class RemoteClientSide(RemoteSide):
     def _ask(
         self, server: ServerInterface, kind: str, messages: Iterable[tuple[Visit, Broadcast, str]]
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends ``messages`` (visit, broadcast, hash of the client's request), and yields the answers in order.
-
-        A client without the entries omitted from the message receives all entries in a second message.
-        """
         sent: dict[Client, tuple[Visit, Broadcast, str]] = {}
         digests: dict[frozenset[str], str] = {frozenset(): ""}
         lacking: list[Client] = []
@@ -339,7 +335,6 @@ class RemoteClientSide(RemoteSide):
             yield client, answers.get(client, reply)
 
     def _requests(self, fit: FederatedFit, visits: Sequence[Visit], model: State) -> dict[Client, _Reply]:
-        """Asks clients for requests (such as the needed rows); returns replies by client, empty without requests."""
         callbacks = federated_callbacks(fit.trainer)
         if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):
             return {}
@@ -400,11 +395,7 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Reads the step counts and the loss scale from an answer.
-
-    The server steps schedulers by count, because a learning rate must not come from a client. A loss scale comes from
-    the client and must be plausible.
-    """
+    """Reads step counts and loss scale from an answer; refuses implausible values."""
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
@@ -428,7 +419,6 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
 
 def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str, Any]:
-    """Returns the optimizer state after a visit: moves each per-step scheduler by the reported number of steps."""
     optimizers.start_visit()
     for number in range(max(steps, default=0)):
         for scheduler, count in zip(optimizers.step_schedulers, steps, strict=True):
@@ -455,7 +445,6 @@ class _Unreadable(Fault):
 
 
 def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise: str) -> None:
-    """Excludes a client without a valid answer: refused for an invalid answer, failed for a missing answer."""
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)
     else:

@@ -26,7 +26,6 @@ class HeldFile:
         self._path = folder / "held.safetensors"
 
     def read(self) -> State:
-        """Returns the entries; empty if the file is missing or unreadable."""
         try:
             return dict(load_file(self._path))
         except Exception:  # the client will request the entries again

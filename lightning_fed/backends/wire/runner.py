@@ -228,7 +228,6 @@ class ClientRunner:
         return ClientSum(self._store, run, client, summed.threshold, self._bounds.min_clients)
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
-        """Runs one visit or one query in a one-round fit; returns the number of optimizer steps."""
         half = self._federation.replace(
             clients_per_round=1.0,
             availability=None,

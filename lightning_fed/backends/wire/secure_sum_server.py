@@ -166,10 +166,7 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Sends a request to each client, and yields the rows of valid answers in client order.
-
-        ``counts=True`` excludes a client without an answer. ``False`` is for clients with an update in the sum.
-        """
+        """Sends a request to each client, and yields valid answers; ``counts``: excludes clients without an answer."""
         report = self._server.report
         requests = {
             client: SumRequest(stage, self._run, report.round, client, self._sum.least, **fields(client))

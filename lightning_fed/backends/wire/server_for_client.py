@@ -209,7 +209,6 @@ class RemoteServerSide(RemoteSide):
             load_numbers(scaler, sent["scaler"])
 
     def _fill_in(self, fit: FederatedFit, entries: State) -> None:
-        """Adds stored ``entries`` omitted from the server's message; raises ``ClientFault`` if the server's differ."""
         broadcast, kept = self._broadcast, self._held.read()
         shared = [name for name, policy in fit.policies.items() if policy == "shared"]
         restored = [

@@ -159,10 +159,7 @@ class Transport(ABC):
     def _miss(
         self, message: _Message, kind: str, round: int, again: Callable[[Client], Packet] | None
     ) -> Answer | None:
-        """Checks the connection of a client without an answer; returns a reason if the round gives up on the client.
-
-        A reconnected client continues with the message. A restarted client receives the message again.
-        """
+        """Checks the connection of a client without an answer; returns a reason to stop waiting, or ``None``."""
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
             return None

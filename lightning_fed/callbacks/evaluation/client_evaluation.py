@@ -155,7 +155,6 @@ class ClientEvaluation(AskableCallback):
         self._stand_in(trainer, pl_module, "test")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients before any checkpoint callback uses the scores."""
         if not self._overridden and not trainer.sanity_checking and self._is_due(trainer):
             self._evaluate_own(trainer, pl_module, "validation")
 

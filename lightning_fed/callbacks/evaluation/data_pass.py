@@ -190,11 +190,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs, such as a best accuracy; clients have no earlier epochs.
-
-    The epoch-end hook runs again without metrics of earlier epochs, and with a huge and a tiny number in each attribute
-    from earlier epochs. A value that changes depends on earlier epochs.
-    """
+    """Finds logged values that depend on earlier epochs: the epoch-end hook runs with changed attributes."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -306,9 +302,8 @@ def _run_end(
 ) -> dict[str, float]:
     """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
-    If the hook raises (a list on the clients may be missing), values logged before are used. A metric without a state,
-    or whose ``compute`` raises, is NaN. ``attributes`` are set on the module before the hooks, and updated afterwards.
-    A muted hook runs only if ``wanted`` contains names.
+    ``attributes`` are set on the module before the hooks, and updated afterwards. Values logged before an error are
+    used. A muted hook runs only if ``wanted`` contains names.
     """
     if is_muted and not wanted:
         return {}
