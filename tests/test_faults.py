@@ -291,8 +291,8 @@ MESSAGES = {
         set_entry("body.1.running_var", fill(float("-inf"))),
         "entry 'body.1.running_var' has NaN or infinite values",
     ),
-    "missing entry": (drop_entry, "1 missing entries: 'head.bias'"),
-    "unexpected entry": (add_entry, "1 entries are unexpected: 'tail.bias'"),
+    "missing entry": (drop_entry, "missing entries: 'head.bias'"),
+    "unexpected entry": (add_entry, "unexpected entries: 'tail.bias'"),
     "wrong shape": (
         set_entry("head.weight", lambda value: value.T),
         "entry 'head.weight' has shape (5, 1) instead of (1, 5)",

@@ -307,10 +307,10 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> 
     """Describes a state's first difference in names, shapes or dtypes from ``reference``, or returns ``None``."""
     missing = [name for name in reference if name not in state]
     if missing:
-        return f"{len(missing)} missing entries: {_some(missing)}"
+        return f"missing entries: {_some(missing)}"
     unexpected = [name for name in state if name not in reference]
     if unexpected:
-        return f"{len(unexpected)} entries are unexpected: {_some(unexpected)}"
+        return f"unexpected entries: {_some(unexpected)}"
     for name, value in state.items():
         expected = reference[name]
         if value.shape != expected.shape:
