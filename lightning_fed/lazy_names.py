@@ -28,13 +28,14 @@ def load_feature(module: str) -> ModuleType:
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
-    ``package`` and ``door`` are ``__name__`` and ``__file__`` in the package; ``__init__.pyi`` lists the names.
+    ``package`` and ``door`` are ``__name__`` and ``__file__`` in the package; ``__init__.pyi`` lists the names; a
+    name without ``as`` is for the package's features only.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom):
             module = ".".join(filter(None, [package if statement.level else "", statement.module]))
-            sources |= {alias.name: (module, statement.module is None) for alias in statement.names}
+            sources |= {alias.name: (module, statement.module is None) for alias in statement.names if alias.asname}
 
     def load(name: str) -> Any:
         if name not in sources:

@@ -106,8 +106,24 @@ class Request:
         return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
 
 
+class _Message:
+    state: State
+    extras: State
+    unsent: frozenset[str]
+
+    @property
+    def sent(self) -> State:
+        """The entries to transmit: ``state`` without ``unsent``."""
+        return {name: value for name, value in self.state.items() if name not in self.unsent}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the sent tensors in bytes."""
+        return tensor_bytes(self.sent) + tensor_bytes(self.extras)
+
+
 @dataclass
-class Broadcast:
+class Broadcast(_Message):
     """Message from the server to one client before a visit's training.
 
     Args:
@@ -124,19 +140,9 @@ class Broadcast:
     rows: State = field(default_factory=dict)
     unsent: frozenset[str] = frozenset()
 
-    @property
-    def sent(self) -> State:
-        """The entries of the broadcast to transmit: ``state`` without ``unsent``."""
-        return {name: value for name, value in self.state.items() if name not in self.unsent}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the broadcast's sent tensors in bytes."""
-        return tensor_bytes(self.sent) + tensor_bytes(self.extras)
-
 
 @dataclass
-class ClientUpdate:
+class ClientUpdate(_Message):
     """Message from one client to the server after a visit's training.
 
     Args:
@@ -165,16 +171,6 @@ class ClientUpdate:
     def clients(self) -> tuple[Client, ...]:
         """The clients with training in this update: several for a sum, otherwise one."""
         return self.members or (self.client,)
-
-    @property
-    def sent(self) -> State:
-        """The entries of the update to transmit: ``state`` without ``unsent``."""
-        return {name: value for name, value in self.state.items() if name not in self.unsent}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the update's sent tensors in bytes."""
-        return tensor_bytes(self.sent) + tensor_bytes(self.extras)
 
 
 def find_bad_count(num_samples: object) -> str | None:

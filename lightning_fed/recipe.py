@@ -29,8 +29,9 @@ from lightning_fed.model.entries import Selector
 from lightning_fed.steps.update_step import UpdateStep
 from lightning_fed.trainer import FederatedTrainer
 
-for _name in dir(lightning_fed.callbacks):
-    getattr(lightning_fed.callbacks, _name)  # names are loaded on first access
+for _door in (lightning_fed.callbacks, lightning_fed.data):
+    for _name in dir(_door):
+        getattr(_door, _name)  # names are loaded on first access
 
 # Recipe commands of `LightningCLI`, with descriptions.
 COMMANDS = {

@@ -55,6 +55,7 @@ def fit_through_both_doors(folder):
     sys.path.insert(0, str(folder))
     import lightning_fed
     import lightning_fed.callbacks
+    import lightning_fed.data
     from lightning_fed.server.averaging import AveragingAggregator
 
     assert Path(lightning_fed.__file__).is_relative_to(folder), lightning_fed.__file__
@@ -82,7 +83,7 @@ def check_errors(feature):
 
     missing = f"lightning_fed.{feature.replace('/', '.')}"
     broken = []
-    for door in (lightning_fed, lightning_fed.callbacks):
+    for door in (lightning_fed, lightning_fed.callbacks, lightning_fed.data):
         for name in door.__all__:
             try:
                 getattr(door, name)

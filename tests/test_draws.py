@@ -175,7 +175,6 @@ NO_OBJECTS = {  # messages, tables, functions, abstract classes
     "VisitBatch",
     "DatasetClients",
     "LoaderClients",
-    "sample_hashes",
     "synthetic_clients",
 }
 MADE = {

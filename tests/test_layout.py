@@ -38,6 +38,7 @@ ORDER = [
     ["metrics"],
     ["callbacks"],
     ["compression", "algorithms", "attacks", "datasets"],
+    ["partitions"],
     ["privacy"],
     ["backends"],
     ["modules"],
@@ -229,7 +230,7 @@ def test_the_kernel_fits_without_each_feature_below_the_line(tmp_path):
     """
     rooms = {name.partition(".")[0] for name in [*FILES, *DOORS] if name}
     features = [*sorted(rooms - KERNEL - {"__main__"}), "callbacks/evaluation"]
-    assert len(features) == 16  # 15 packages, and the callbacks in `callbacks`
+    assert len(features) == 17  # 16 packages, and the callbacks in `callbacks`
     command = [
         sys.executable,
         "-W",
@@ -283,10 +284,10 @@ def test_doors_only_reexport():
 
 def test_no_lazy_name_is_a_submodule():
     """The import of the submodule would replace the name."""
-    callbacks = PACKAGE / "callbacks"
-    names = {alias.asname for node in ast.parse((callbacks / "__init__.pyi").read_text()).body
-             if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
-    assert names & {path.stem for path in callbacks.iterdir()} == set()
+    for folder in (PACKAGE / "callbacks", PACKAGE / "data"):
+        names = {alias.asname for node in ast.parse((folder / "__init__.pyi").read_text()).body
+                 if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+        assert names & {path.stem for path in folder.iterdir()} == set()
 
 
 def test_tests_mirror_the_package():

@@ -24,7 +24,7 @@ from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.federated import evaluated_client
-from lightning_fed.data.partitions import Partition
+from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.errors import describe
 from lightning_fed.federated_callback import AskableCallback, FederatedCallback, TrainerCallback

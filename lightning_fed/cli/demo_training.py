@@ -21,10 +21,7 @@ from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluatio
 from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.compare.run import RoundCurve, quiet
-from lightning_fed.data.appearance import Look
-from lightning_fed.data.label_lookup import labels_of
-from lightning_fed.data.partitioned import PartitionedData
-from lightning_fed.data.partitions import Dirichlet, Partition
+from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.datasets.array_module import ArrayDataModule
 from lightning_fed.datasets.camvid import CamVid
@@ -32,6 +29,10 @@ from lightning_fed.datasets.shapes import Shapes
 from lightning_fed.messages import Client
 from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.model.feature_extraction import evaluating
+from lightning_fed.partitions.appearance import Look
+from lightning_fed.partitions.label_lookup import labels_of
+from lightning_fed.partitions.label_partitions import Dirichlet
+from lightning_fed.partitions.partitioned import PartitionedData
 from lightning_fed.tasks.segmentation import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
 

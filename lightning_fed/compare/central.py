@@ -20,13 +20,14 @@ from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.compare.method_options import CENTRAL
-from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
+from lightning_fed.data.federated import EvaluationData, FederatedDataModule
 from lightning_fed.data.population import seed_everything
 from lightning_fed.fit.entry_policies import freeze_parameters
 from lightning_fed.fit.trainer_checks import find_loader_owner
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.numerics.seeds import derive_seed
+from lightning_fed.partitions.loader_split import split_training_data
 from lightning_fed.recipe import FederatedCLI
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.population import (
     KnownClasses,
     LazyClients,
@@ -25,14 +24,8 @@ from lightning_fed.data.population import (
     seed_everything,
     sequential_groups,
 )
-from lightning_fed.data.sampler_stream import SamplerStream
-from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
-from lightning_fed.server.schedule import Visit
-
-_MOST_EMPTY = 100
-"""Maximum number of consecutive sampler passes without a batch for a client."""
 
 SampleTransform: TypeAlias = Callable[[Any], Any]
 
@@ -49,7 +42,6 @@ class DatasetClients(Population):
         shuffle: Whether to draw a new order for every pass over a client's data.
         drop_last: Whether to drop an incomplete last batch.
         loader_options: Further arguments for the ``DataLoader``.
-        draws: Passes of a custom sampler, divided among clients; ``None`` for passes over all examples.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
@@ -62,7 +54,6 @@ class DatasetClients(Population):
         shuffle: bool = True,
         drop_last: bool = False,
         loader_options: Mapping[str, Any] | None = None,
-        draws: SamplerStream | None = None,
     ) -> None:
         super().__init__(source.clients)
         if batch_size < 1:
@@ -71,9 +62,8 @@ class DatasetClients(Population):
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.draws = draws
         self._loader_options = loader_options or {}
-        self._sampler = _RoundSampler(self, drop_last)
+        self._sampler = _RoundSampler(self)
         self._loader = self._make_loader()
 
     @property
@@ -81,56 +71,24 @@ class DatasetClients(Population):
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
-        """Number of the client's examples; with a custom sampler, only the examples in the round's first pass."""
-        if self.draws is None:
-            return self.source.num_samples(client)
-        return len(self._draw(client, self.round, 0)[0])
-
-    def gives_all(self, client: Client) -> bool:
-        return self.draws is None or len(set(self._draw(client, self.round, 0)[0])) == self.source.num_samples(client)
-
-    def examples_per_batch(self, client: Client) -> int:
-        if self.draws is not None:
-            raise OptionError(
-                "Expected a DataLoader without a custom sampler, because examples are drawn independently, but got"
-                f" sampler={type(self.draws.sampler).__name__}."
-            )
-        return self.batch_size
+        return self.source.num_samples(client)
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
-        if self.draws is None:
-            count = count_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated)
-        else:
-            count = sum(1 for _ in self.cut_draws(client, self.round, 0, self.drop_last and not isolated))
+        count = self._count_batches(client, self.drop_last and not isolated)
         return count if isolated else self.batches_to_overfit(count) or 0
 
-    def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        if self.draws is None or self.overfit_batches:
-            return ()
-        lengths: list[int] = []
-        while sum(lengths) < visit.steps if visit.steps is not None else len(lengths) < visit.epochs:
-            lengths.append(sum(1 for _ in self.cut_draws(visit.client, visit.round, len(lengths), self.drop_last)))
-            if not lengths[0]:
-                break  # the round then excludes the client
-            if not any(lengths[-_MOST_EMPTY:]):
-                raise ValueError(f"its sampler returned no batch in {_MOST_EMPTY} passes")
-        return tuple(lengths)
+    def _count_batches(self, client: Client, drop_last: bool) -> int:
+        return count_batches(self.num_samples(client), self.batch_size, drop_last)
 
-    def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
-        """Yields a custom sampler's batches in pass `number` of a round, as indices into the client's examples."""
-        positions, batches = self._draw(client, round, number)
-        assert self.draws is not None
-        if self.draws.batch_size is None:
-            yield from np.split(positions, np.flatnonzero(np.diff(batches)) + 1) if len(positions) else ()
+    def batches_of_pass(self, planned: PlannedVisit, number: int, isolated: bool) -> Iterator[np.ndarray]:
+        """Yields per batch the indices into the client's examples, for pass ``number`` of a visit."""
+        if (self.overfit_batches and not isolated) or not self.shuffle:
+            order = np.arange(planned.num_samples)
         else:
-            for start, end in cut_batches(len(positions), self.batch_size, drop_last):
-                yield positions[start:end]
-
-    def _draw(self, client: Client, round: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        assert self.draws is not None
-        if self.overfit_batches:
-            round = number = 0
-        return self.draws.part(client, round, number, round * self.local_epochs + number)
+            order = np.random.default_rng([planned.visit.seed, number]).permutation(planned.num_samples)
+        batches = cut_batches(planned.num_samples, self.batch_size, self.drop_last and not isolated)
+        for start, end in itertools.islice(batches, planned.epoch_batches):
+            yield order[start:end]
 
     def close(self) -> None:
         self._loader = self._make_loader()
@@ -151,7 +109,7 @@ class DatasetClients(Population):
         loader = self._loader
         # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
-        sampler = _RoundSampler(self, self.drop_last and not isolated, isolated) if is_plain else self._sampler
+        sampler = _RoundSampler(self, isolated) if is_plain else self._sampler
         sampler.visits, sampler.groups = visits, groups
         issued = sampler.issued = deque()
         batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
@@ -164,6 +122,13 @@ class DatasetClients(Population):
                 yield VisitBatch.failed(issued.popleft(), error)
             else:
                 yield VisitBatch(issued.popleft(), batch)
+
+
+class BatchedDataset(Dataset[Any]):
+    """Data set that collates batches by itself, in one operation (abstract: implement :meth:`get_batch`)."""
+
+    def get_batch(self, indices: Any) -> Any:
+        """Returns the batch of the samples at ``indices``, as ``default_collate`` would."""
 
 
 class ClientSource(Dataset[Any]):
@@ -280,9 +245,8 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 class _RoundSampler:
     """Batch sampler over a round's visits; ``issued`` queues the visit's index for each requested batch."""
 
-    def __init__(self, population: DatasetClients, drop_last: bool, isolated: bool = False) -> None:
-        self._population = population
-        self._drop_last, self._isolated = drop_last, isolated
+    def __init__(self, population: DatasetClients, isolated: bool = False) -> None:
+        self._population, self._isolated = population, isolated
         self.visits: Sequence[PlannedVisit] = ()
         self.groups: Sequence[range] = ()
         self.issued: deque[int] = deque()
@@ -315,24 +279,14 @@ class _RoundSampler:
                     visit.client, visit.round, number, planned.num_samples, population.batch_size
                 )
         for epoch in itertools.count():
-            if population.draws is not None:
-                drawn = population.cut_draws(visit.client, visit.round, epoch, self._drop_last)
-                yield from itertools.islice(drawn, planned.epoch_batches if population.overfit_batches else None)
-                continue
-            if (population.overfit_batches and not self._isolated) or not population.shuffle:
-                order = np.arange(planned.num_samples)
-            else:
-                order = np.random.default_rng([visit.seed, epoch]).permutation(planned.num_samples)
-            batches = cut_batches(planned.num_samples, population.batch_size, self._drop_last)
-            for start, end in itertools.islice(batches, planned.epoch_batches):
-                yield order[start:end]
+            yield from population.batches_of_pass(planned, epoch, self._isolated)
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]
-    return dataset.get_batch(indices) if isinstance(dataset, ArrayDataset) else None
+    return dataset.get_batch(indices) if isinstance(dataset, BatchedDataset) else None
 
 
 def _return_batch(batch: Any) -> Any:

@@ -9,14 +9,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from lightning_fed.data.interleave import batch_tensors
-from lightning_fed.data.loader_parts import own_generators, samplers_of, seeded_own_generators, set_epoch
-from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
 from lightning_fed.data.population import (
     KnownClasses,
     PlannedVisit,
@@ -106,11 +105,6 @@ class LoaderClients(Population):
         for loader in opened.values():
             _end_workers(loader)
 
-    def examples_per_batch(self, client: Client) -> int:
-        batch_size = check_poisson_loader(self.loaders[client]).batch_size
-        assert batch_size is not None
-        return batch_size
-
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Length of the client's loader, limited by ``overfit_batches`` except in an isolated pass."""
         length = sized_len(self._loader(client))
@@ -147,8 +141,9 @@ class LoaderClients(Population):
             loader = self._loader(planned.visit.client)
             self._record_workers(loader)
             with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
-                is_drawn = self.sampling is not None and not isolated
-                batches = self._draws(loader, planned) if is_drawn else self._passes(loader, planned)
+                batches = self._passes(loader, planned)
+                if self.sampling is not None and not isolated:
+                    batches = self.sampling.load(loader, planned)
                 batches = itertools.islice(batches, planned.num_batches)
                 ends = _looking_ahead(batches) if planned.is_stream else ((batch, False) for batch in batches)
                 for batch, is_last in ends:
@@ -159,16 +154,6 @@ class LoaderClients(Population):
             return
         for _ in range(planned.num_batches - served):  # the loader returned fewer batches than its length
             yield VisitBatch(position)
-
-    def _draws(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
-        sampling, visit, loader = self.sampling, planned.visit, check_poisson_loader(loader)
-        assert sampling is not None
-        assert loader.batch_size is not None
-        batches = (
-            sampling.served(visit.client, visit.round, number, planned.num_samples, loader.batch_size)
-            for number in range(planned.num_batches)
-        )
-        yield from poisson_loader(loader, batches, visit.seed)
 
     def _passes(self, loader: Iterable[Any], planned: PlannedVisit) -> Iterator[Any]:
         visit = planned.visit
@@ -319,3 +304,41 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
         )
     with seeded_own_generators(_owners(loader), seed):
         yield
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Returns the samplers of a loader, including nested samplers."""
+    samplers: dict[int, Any] = {}
+    waiting = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and id(sampler) not in samplers:
+            samplers[id(sampler)] = sampler
+            waiting += [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Sampler)]
+    return list(samplers.values())
+
+
+def set_epoch(samplers: list[Any], epoch: int) -> None:
+    """Calls ``set_epoch(epoch)`` on all samplers with such a method."""
+    for sampler in samplers:
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+def own_generators(owners: list[Any]) -> list[torch.Generator]:
+    """Returns the random generators in the attribute ``generator`` of loaders and samplers (``owners``)."""
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
+
+
+@contextmanager
+def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
+    """Context that seeds the generators of loaders and samplers (``owners``), and restores the states afterwards."""
+    states = [(generator, generator.get_state()) for generator in own_generators(owners)]
+    for generator, _ in states:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

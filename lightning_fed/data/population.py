@@ -16,8 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_fed.data.poisson import PoissonSampling
-from lightning_fed.errors import OptionError, without_frames
+from lightning_fed.errors import without_frames
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import Visit
@@ -88,7 +87,8 @@ class Population(ABC):
 
     Attributes:
         has_raised: Whether a traceback of client data was already logged.
-        sampling: Draws the examples of every training batch; ``None`` for passes over all examples.
+        sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; ``None`` for
+            passes over all examples.
         local_steps: Number of batches in a visit, also for loaders without length; ``None`` to count passes.
         local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
         round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
@@ -102,7 +102,7 @@ class Population(ABC):
     """
 
     has_raised = False
-    sampling: PoissonSampling | None = None
+    sampling: Any = None
     local_steps: int | None = None
     local_epochs = 1
     round = 0
@@ -119,9 +119,6 @@ class Population(ABC):
     @abstractmethod
     def num_samples(self, client: Client) -> int:
         """Number of a client's training examples."""
-
-    def examples_per_batch(self, client: Client) -> int:
-        raise OptionError(f"{type(self).__name__} does not support independent draws of examples.")
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.data.arrays import ArrayDataset, Augment
+from lightning_fed.datasets.arrays import ArrayDataset, Augment
 
 Split = Literal["train", "val", "test"]
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lightning_fed.console import markdown_table
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets
-from lightning_fed.data.label_lookup import MapDataset
-from lightning_fed.data.partition_base import Partition
+from lightning_fed.data.partition import MapDataset, Partition
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target

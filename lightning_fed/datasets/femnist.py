@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from lightning_fed.argument_checks import check_option, check_share
-from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import FileDataModule, Split
+from lightning_fed.datasets.arrays import ArrayDataset
 from lightning_fed.datasets.file_readers import find_file, read_npz
 
 _NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")

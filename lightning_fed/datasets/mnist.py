@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.data.arrays import Augment
 from lightning_fed.datasets.array_module import Split
+from lightning_fed.datasets.arrays import Augment
 from lightning_fed.datasets.file_readers import find_file
 from lightning_fed.datasets.torchvision_images import TorchvisionImages
 

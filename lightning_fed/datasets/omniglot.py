@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import SPLITS, FileDataModule, Split
+from lightning_fed.datasets.arrays import ArrayDataset
 from lightning_fed.datasets.file_readers import decode_images, find_file, read_npz
 
 # Number of characters by alphabet.

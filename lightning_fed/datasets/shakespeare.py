@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fed.argument_checks import check_count, check_inside, check_option
-from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.federated import ClientData, FederatedDataModule
 from lightning_fed.data.population import Population
+from lightning_fed.datasets.arrays import ArrayDataset
 from lightning_fed.datasets.file_readers import find_file
 from lightning_fed.datasets.text import LEAF_VOCABULARY, decode_text, encode_text, make_roles, read_roles, text_windows
 from lightning_fed.messages import Client

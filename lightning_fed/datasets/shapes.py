@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.data.arrays import ArrayDataset, Augment
 from lightning_fed.datasets.array_module import SPLITS, ArrayDataModule, Split, random_flip
+from lightning_fed.datasets.arrays import ArrayDataset, Augment
 from lightning_fed.datasets.scenes import SHAPES, render_scene
 
 _MEAN, _STD = 0.47, 0.22

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.datasets.arrays import ArrayDataset
 
 LEAF_VOCABULARY = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The LEAF benchmark's 80 characters, in LEAF's order."""

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import FileDataModule, Split
+from lightning_fed.datasets.arrays import ArrayDataset
 
 
 class TorchvisionImages(FileDataModule):

@@ -1,5 +1,6 @@
 """Adapters to Lightning's internals, also usable without federated training."""
 
+from lightning_fed.lightning.fingerprints import fingerprint as fingerprint
 from lightning_fed.lightning.internals import BATCH_HOOKS as BATCH_HOOKS
 from lightning_fed.lightning.internals import TRANSFER_HOOKS as TRANSFER_HOOKS
 from lightning_fed.lightning.internals import OverriddenMethod as OverriddenMethod

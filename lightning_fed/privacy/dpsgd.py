@@ -34,7 +34,6 @@ from lightning_fed.callbacks.federation import Federation, federation_of
 from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
-from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.synchronisation import process_group_of
@@ -45,6 +44,7 @@ from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
+from lightning_fed.privacy.poisson import PoissonSampling, check_poisson_loader, examples_per_batch, poisson_loader
 from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
@@ -472,7 +472,7 @@ class DPSGD(FederatedCallback):
         assert federation is not None
         planned = federation.visit
         client = planned.visit.client
-        batch_size = federation.population.examples_per_batch(client)
+        batch_size = examples_per_batch(federation.population, client)
         steps = planned.num_batches
         return _Visit(client, planned.visit.round, _Account(planned.num_samples, batch_size, steps, steps))
 
@@ -509,9 +509,8 @@ class DPSGD(FederatedCallback):
 
     def _poisson_batches(self) -> _DrawnBatches:
         assert self._loader is not None
-        loader = check_poisson_loader(self._loader.original())
-        num_samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-        assert batch_size is not None
+        loader, batch_size = check_poisson_loader(self._loader.original())
+        num_samples = len(loader.dataset)  # type: ignore[arg-type]
         account = _Account(num_samples, batch_size)
         earlier = self._accounts.setdefault(None, account)
         if (earlier.num_samples, earlier.batch_size) != (num_samples, batch_size):
@@ -630,7 +629,7 @@ def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
         planned = Visit(client, 0, 0, schedule.local_epochs, schedule.local_steps)
         try:
             steps = planned.num_batches(population.batches_per_epoch(client) or 1)
-            return _Account(population.num_samples(client), population.examples_per_batch(client), steps, steps)
+            return _Account(population.num_samples(client), examples_per_batch(population, client), steps, steps)
         except OptionError:
             raise
         except Exception:  # the visit reports the error

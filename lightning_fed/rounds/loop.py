@@ -13,13 +13,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fed.console import round_number
-from lightning_fed.data.federated import (
-    FederatedDataModule,
-    datamodule_of_handed,
-    is_one_client,
-    split_training_data,
-)
-from lightning_fed.data.partitions import Partition
+from lightning_fed.data.federated import FederatedDataModule, datamodule_of_handed, is_one_client
+from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import Population, in_one_thread, restore_generators, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, federated_callbacks
@@ -27,6 +22,7 @@ from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import check_round, check_trainer, find_loader_owner
+from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
     HandedDataModule,
@@ -285,7 +281,8 @@ class RoundLoop:
                 loader = loader_to_overfit(loader)
             if fit.trainer.world_size > 1 and sharing_strategy(fit.trainer) is None:
                 loader = distribute_loader(fit.trainer, loader)
-            fit.set_population(split_training_data(loader, self._partition, fit.schedule.seed))
+            split = load_feature("lightning_fed.partitions.loader_split").split_training_data
+            fit.set_population(split(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
         """Restores the Trainer's reload and validation intervals, after Lightning has requested the round's loader."""

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
 
-from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets, cut_batches
 from lightning_fed.data.population import LazyClients, PlannedVisit
+from lightning_fed.datasets.arrays import ArrayDataset
 from lightning_fed.server.schedule import Visit
 
 SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}

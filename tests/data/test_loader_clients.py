@@ -16,11 +16,12 @@ from torch.utils.data import (
 )
 
 from lightning_fed import Federation, FixedStatistics, LocalStatistics
-from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule, split_training_data
+from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
 from lightning_fed.data.loader_clients import LoaderClients
-from lightning_fed.data.partitions import IID, ByGroup
 from lightning_fed.data.population import LazyClients, PlannedVisit
 from lightning_fed.errors import OptionError
+from lightning_fed.partitions.basic import IID, ByGroup
+from lightning_fed.partitions.loader_split import split_training_data
 from lightning_fed.server.schedule import Visit
 from tests import models
 from tests.recorders import Recorder, assert_same, state_of

@@ -8,8 +8,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed.data import ByGroup, FederatedDataModule, Look, PartialLabels
-from lightning_fed.data.federated import split_loader
 from lightning_fed.datasets import report_clients, report_partition
+from lightning_fed.partitions.loader_split import split_loader
 
 GROUPS = ["a"] * 3 + ["b"] * 40  # larger than a batch
 GENERATOR = torch.Generator().manual_seed(0)

@@ -15,8 +15,8 @@ import pytest
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from lightning_fed.callbacks.federation import Federation
-from lightning_fed.data.partitions import IID
 from lightning_fed.fit.round_log import RoundLog
+from lightning_fed.partitions.basic import IID
 from lightning_fed.rounds.round import Round
 from lightning_fed.trainer import FederatedTrainer
 from tests.lightning_suite.results import read

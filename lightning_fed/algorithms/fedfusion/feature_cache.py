@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.data.sample_hashes import sample_hashes
+from lightning_fed.algorithms.sample_hashes import sample_hashes
 
 
 class FeatureCache:

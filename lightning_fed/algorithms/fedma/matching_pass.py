@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_fed.data.sample_hashes import sample_hashes
+from lightning_fed.algorithms.sample_hashes import sample_hashes
 from lightning_fed.matching.one_shot import StateMatch
 from lightning_fed.matching.stages import Stage
 from lightning_fed.messages import Client, State, without_prefix

@@ -10,9 +10,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientsBatch
 from lightning_fed.callbacks.federation import Federation
-from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
-from lightning_fed.data.partitioned import FORWARDED
+from lightning_fed.data.federated import EvaluationData, FederatedDataModule
 from lightning_fed.data.population import Population
+from lightning_fed.partitions.loader_split import split_training_data
+from lightning_fed.partitions.partitioned import FORWARDED
 
 
 class HalfData(EvaluationData):

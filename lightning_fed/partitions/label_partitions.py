@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fed.argument_checks import check_count, check_nonnegative, check_option
-from lightning_fed.data.label_lookup import MapDataset, NoLabels, labels_of
-from lightning_fed.data.partition_base import NumberedPartition
-from lightning_fed.data.sample_assignment import (
+from lightning_fed.data.partition import MapDataset
+from lightning_fed.partitions.base import NumberedPartition
+from lightning_fed.partitions.label_lookup import NoLabels, labels_of
+from lightning_fed.partitions.sample_assignment import (
     IndexArray,
     PartitionError,
     assign_by_class,
@@ -31,8 +32,8 @@ LabelFn = Callable[[Any], int | str]
 class LabelPartition(NumberedPartition):
     """Partition by class labels (abstract: subclasses implement :meth:`assign_by_label`).
 
-    Labels come from :func:`~lightning_fed.data.label_lookup.labels_of`. In segmentation, the label of an image is the
-    dominant foreground class.
+    Labels come from :func:`~lightning_fed.partitions.label_lookup.labels_of`. In segmentation, the label of an image is
+    the dominant foreground class.
     """
 
     def __init__(

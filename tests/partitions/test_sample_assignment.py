@@ -8,9 +8,9 @@ import pytest
 from scipy.stats import ks_2samp
 
 from lightning_fed.data import IID, ByGroup, Dirichlet, LabelsPerClient, QuantitySkew, Shards
-from lightning_fed.data import sample_assignment as dealing_module
-from lightning_fed.data.partitions import PixelPermutation
-from lightning_fed.data.sample_assignment import pixel_permutation
+from lightning_fed.partitions import sample_assignment as dealing_module
+from lightning_fed.partitions.basic import PixelPermutation
+from lightning_fed.partitions.sample_assignment import pixel_permutation
 from tests import references
 from tests.breadth import quick
 
@@ -117,11 +117,11 @@ def test_split_depends_on_the_seed_and_on_nothing_else(split, left_over):
 def test_split_is_the_same_in_another_process_with_numpy_alone():
     program = (
         "import sys, types\n"
-        "for name in ('lightning_fed', 'lightning_fed.data'):\n"  # without the packages' own imports
+        "for name in ('lightning_fed', 'lightning_fed.partitions'):\n"  # without the packages' own imports
         "    sys.modules[name] = types.ModuleType(name)\n"
         "sys.modules[name].__path__ = [sys.argv[1]]\n"
         "sys.modules['lightning_fed'].__path__ = [f'{sys.argv[1]}/..']\n"
-        "import lightning_fed.data.sample_assignment as m\n"
+        "import lightning_fed.partitions.sample_assignment as m\n"
         "print(m.assign_evenly(20, 3, 5)[0].tolist(), m.pixel_permutation(9, 4, 5).tolist(),"
         " {'torch', 'lightning'} & set(sys.modules))"
     )

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset, random_split
 
-from lightning_fed.data.label_lookup import groups_of, labels_of
+from lightning_fed.partitions.label_lookup import groups_of, labels_of
 from tests import references
 
 CLASSES = [3, 0, 2, 2, 1, 0]

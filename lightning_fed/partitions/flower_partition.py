@@ -10,11 +10,11 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fed.data.label_lookup import MapDataset, groups_of, labels_of, length_of
-from lightning_fed.data.partition_base import Partition
-from lightning_fed.data.sample_assignment import IndexArray
+from lightning_fed.data.partition import MapDataset, Partition
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
+from lightning_fed.partitions.label_lookup import groups_of, labels_of, length_of
+from lightning_fed.partitions.sample_assignment import IndexArray
 
 _INDEX = "__index__"
 _LABELS = ("label", "labels")

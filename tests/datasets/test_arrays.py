@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.datasets.arrays import ArrayDataset
 
 INDICES = [7, 0, 3, 3, 11]
 

@@ -10,20 +10,17 @@ import torch
 from jsonargparse import ArgumentParser
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_fed.data import partitions
-from lightning_fed.data.label_lookup import labels_of
-from lightning_fed.data.partitions import (
+from lightning_fed import data
+from lightning_fed.data import Dirichlet, LabelsPerClient, Partition, Shards
+from lightning_fed.partitions.basic import (
     IID,
     ByGroup,
-    Dirichlet,
-    LabelsPerClient,
-    Partition,
     PermutedPixels,
     PixelPermutation,
     QuantitySkew,
-    Shards,
 )
-from lightning_fed.data.sample_assignment import PartitionError, pixel_permutation
+from lightning_fed.partitions.label_lookup import labels_of
+from lightning_fed.partitions.sample_assignment import PartitionError, pixel_permutation
 from tests import references
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -79,7 +76,7 @@ def test_own_seed_goes_before_the_federations(partition, left_over):
 def test_partitions_are_picklable_and_say_what_they_are(partition, left_over):
     again = pickle.loads(pickle.dumps(partition))
     assert same(again.split(DATASET, SEED), partition.split(DATASET, SEED))
-    assert repr(eval(repr(partition), vars(partitions))) == repr(partition)
+    assert repr(eval(repr(partition), {name: getattr(data, name) for name in data.__all__})) == repr(partition)
     assert f"num_clients={K}" in repr(partition)
 
 
@@ -376,9 +373,7 @@ def test_errors_name_the_argument_and_its_value(call, message):
 def test_partitions_are_configured_from_text(name, arguments, expected):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--partition", type=Partition | None)
-    config = parser.parse_object(
-        {"partition": {"class_path": f"lightning_fed.data.partitions.{name}", "init_args": arguments}}
-    )
+    config = parser.parse_object({"partition": {"class_path": f"lightning_fed.data.{name}", "init_args": arguments}})
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name until 4.49
     assert repr(instantiate(config).partition) == expected
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.data.partition_base import Partition, PartitionOfPartition
-from lightning_fed.data.sample_assignment import generator_for
+from lightning_fed.data.partition import Partition
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import MASK_KEYS
 from lightning_fed.numerics.seeds import client_key
+from lightning_fed.partitions.base import PartitionOfPartition
+from lightning_fed.partitions.sample_assignment import generator_for
 
 
 @final

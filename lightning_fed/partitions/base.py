@@ -1,49 +1,22 @@
-"""Base classes of partitions, which split a data set over clients."""
+"""Base classes of numbered partitions, and of partitions that change samples."""
 
 from __future__ import annotations
 
 import abc
-import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.data.label_lookup import MapDataset, length_of
-from lightning_fed.data.sample_assignment import IndexArray, PartitionError
+from lightning_fed.data.partition import MapDataset, Partition
 from lightning_fed.messages import Client
+from lightning_fed.partitions.label_lookup import length_of
+from lightning_fed.partitions.sample_assignment import IndexArray, PartitionError
 
 _log = logging.getLogger(__name__)
-
-
-class Partition(abc.ABC):
-    """Splits a data set over clients, as a pure function of the data set and a seed.
-
-    Custom partitions override :meth:`split`. If ``seed`` is None, the federation's seed is used.
-    """
-
-    seed: int | None = None
-
-    @abc.abstractmethod
-    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Returns the indices of each client's samples, by client. Each index occurs at most once."""
-
-    def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """Returns a picklable function that transforms a client's samples; ``None`` for unchanged samples."""
-        return None
-
-    def seed_of(self, federation_seed: int) -> int:
-        """Returns the partition's seed, or ``federation_seed`` for a partition without a seed."""
-        return check_count("seed", federation_seed if self.seed is None else self.seed, 0)
-
-    def __repr__(self) -> str:
-        parameters = inspect.signature(type(self)).parameters.values()
-        values = [(p, getattr(self, p.name, p.default)) for p in parameters]
-        shown = [f"{p.name}={value!r}" for p, value in values if repr(value) != repr(p.default)]
-        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class PartitionOfPartition(Partition):
@@ -64,17 +37,11 @@ class PartitionOfPartition(Partition):
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any]:
         inner, change = self.partition.transform(client, seed), self.change(client, seed)
-        return change if inner is None else _Chain((inner, change))
+        return change if inner is None else partial(_change_twice, inner, change)
 
 
-@dataclass(frozen=True)
-class _Chain:
-    functions: tuple[Callable[[Any], Any], ...]
-
-    def __call__(self, sample: Any) -> Any:
-        for function in self.functions:
-            sample = function(sample)
-        return sample
+def _change_twice(first: Callable[[Any], Any], second: Callable[[Any], Any], sample: Any) -> Any:
+    return second(first(sample))
 
 
 def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -99,6 +66,8 @@ def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 class NumberedPartition(Partition):
     """Partition into clients ``0`` to ``num_clients - 1`` (abstract: subclasses implement :meth:`assign`)."""
+
+    num_clients: int
 
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
         self.num_clients = check_count("num_clients", num_clients)

@@ -1,15 +1,12 @@
-"""Samplers, batch sizes and random generators inside a ``DataLoader``."""
+"""Samplers, batch sizes and changed methods of a ``DataLoader``."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_fed.errors import OptionError
 
@@ -56,41 +53,3 @@ def check_class(loader: DataLoader[Any], purpose: str) -> None:
             "have no effect: change batches in `collate_fn`, in the module's `on_after_batch_transfer`, or in a "
             f"`sampler`. {LOADERS_REMEDY}"
         )
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """Returns the samplers of a loader, including nested samplers."""
-    samplers: dict[int, Any] = {}
-    waiting = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    while waiting:
-        sampler = waiting.pop(0)
-        if sampler is not None and id(sampler) not in samplers:
-            samplers[id(sampler)] = sampler
-            waiting += [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Sampler)]
-    return list(samplers.values())
-
-
-def set_epoch(samplers: list[Any], epoch: int) -> None:
-    """Calls ``set_epoch(epoch)`` on all samplers with such a method."""
-    for sampler in samplers:
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
-
-
-def own_generators(owners: list[Any]) -> list[torch.Generator]:
-    """Returns the random generators in the attribute ``generator`` of loaders and samplers (``owners``)."""
-    generators = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in generators if isinstance(generator, torch.Generator)]
-
-
-@contextmanager
-def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the generators of loaders and samplers (``owners``), and restores the states afterwards."""
-    states = [(generator, generator.get_state()) for generator in own_generators(owners)]
-    for generator, _ in states:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)

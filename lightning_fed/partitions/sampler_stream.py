@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from lightning_fed.data.loader_parts import LOADERS_REMEDY, batches_of, samplers_of, seeded_own_generators, set_epoch
-from lightning_fed.data.population import seeded_generators
+from lightning_fed.data.dataset_clients import DatasetClients, cut_batches
+from lightning_fed.data.loader_clients import samplers_of, seeded_own_generators, set_epoch
+from lightning_fed.data.population import PlannedVisit, seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.fingerprints import fingerprint
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
+from lightning_fed.partitions.loader_parts import LOADERS_REMEDY, batches_of
+from lightning_fed.server.schedule import Visit
 
 _SAMPLER = 0x5A  # purpose of the seeds
 _NUM_CACHED = 4
+_MOST_EMPTY = 100
+"""Maximum number of consecutive sampler passes without a batch for a client."""
 
 
 class SamplerStream:
@@ -109,3 +114,51 @@ class SamplerStream:
             )
         numbers = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
         return indices, numbers if self.batch_size is None else np.zeros_like(indices)
+
+
+class SampledClients(DatasetClients):
+    """Clients with parts of one data set, and parts of a custom sampler's passes ``draws``."""
+
+    def __init__(self, draws: SamplerStream, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.draws = draws
+
+    def num_samples(self, client: Client) -> int:
+        """Number of the client's examples in the sampler's first pass of the round."""
+        return len(self._draw(client, self.round, 0)[0])
+
+    def gives_all(self, client: Client) -> bool:
+        return len(set(self._draw(client, self.round, 0)[0])) == self.source.num_samples(client)
+
+    def _count_batches(self, client: Client, drop_last: bool) -> int:
+        return sum(1 for _ in self._cut_draws(client, self.round, 0, drop_last))
+
+    def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
+        if self.overfit_batches:
+            return ()
+        lengths: list[int] = []
+        while sum(lengths) < visit.steps if visit.steps is not None else len(lengths) < visit.epochs:
+            lengths.append(sum(1 for _ in self._cut_draws(visit.client, visit.round, len(lengths), self.drop_last)))
+            if not lengths[0]:
+                break  # the round then excludes the client
+            if not any(lengths[-_MOST_EMPTY:]):
+                raise ValueError(f"its sampler returned no batch in {_MOST_EMPTY} passes")
+        return tuple(lengths)
+
+    def batches_of_pass(self, planned: PlannedVisit, number: int, isolated: bool) -> Iterator[np.ndarray]:
+        visit = planned.visit
+        drawn = self._cut_draws(visit.client, visit.round, number, self.drop_last and not isolated)
+        yield from itertools.islice(drawn, planned.epoch_batches if self.overfit_batches else None)
+
+    def _cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
+        positions, batches = self._draw(client, round, number)
+        if self.draws.batch_size is None:
+            yield from np.split(positions, np.flatnonzero(np.diff(batches)) + 1) if len(positions) else ()
+        else:
+            for start, end in cut_batches(len(positions), self.batch_size, drop_last):
+                yield positions[start:end]
+
+    def _draw(self, client: Client, round: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.overfit_batches:
+            round = number = 0
+        return self.draws.part(client, round, number, round * self.local_epochs + number)

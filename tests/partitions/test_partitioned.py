@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms.v2 import RandomHorizontalFlip
 
 from lightning_fed.data import IID, ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels
-from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.federated import split_loader
 from lightning_fed.data.population import PlannedVisit
+from lightning_fed.datasets.arrays import ArrayDataset
+from lightning_fed.partitions.loader_split import split_loader
 from lightning_fed.server.schedule import Visit
 from lightning_fed.tasks import ClassificationTask
 

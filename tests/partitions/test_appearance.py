@@ -9,9 +9,9 @@ from scipy.ndimage import gaussian_filter1d
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed.data import IID, ByGroup, Dirichlet, ImageLook, Look, PartitionedData, PermutedPixels
-from lightning_fed.data.federated import split_loader
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.datasets import Shapes
+from lightning_fed.partitions.loader_split import split_loader
 from lightning_fed.server.schedule import Visit
 
 IMAGE = torch.rand(3, 6, 7, generator=torch.Generator().manual_seed(0))

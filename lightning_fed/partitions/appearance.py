@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fed.argument_checks import check_nonnegative
-from lightning_fed.data.partition_base import Partition, PartitionOfPartition, change_input
-from lightning_fed.data.sample_assignment import generator_for
+from lightning_fed.data.partition import Partition
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
+from lightning_fed.partitions.base import PartitionOfPartition, change_input
+from lightning_fed.partitions.sample_assignment import generator_for
 
 _TOLERANCE = 1e-3
 

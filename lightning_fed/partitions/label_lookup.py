@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
+from lightning_fed.data.partition import MapDataset
 from lightning_fed.data.population import seeded_generators
+from lightning_fed.partitions.sample_assignment import IndexArray
 
 _log = logging.getLogger(__name__)
-
-MapDataset = Dataset[Any] | Sequence[Any]
-"""A data set with ``__len__`` and ``__getitem__``."""
-
-IndexArray = npt.NDArray[np.int64]
 
 _NAMES = ("targets", "labels", "label", "target", "y")  # names of attributes and columns
 _KEYS = ("label", "labels", "target", "y", "mask")  # names of entries in a sample

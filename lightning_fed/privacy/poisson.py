@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fed.data.loader_parts import LOADER_OPTIONS, batches_of, check_class, is_whole
+from lightning_fed.data.dataset_clients import DatasetClients
+from lightning_fed.data.loader_clients import LoaderClients
+from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
+from lightning_fed.partitions.loader_parts import LOADER_OPTIONS, batches_of, check_class, is_whole
 
 _BATCH = 0
 
@@ -52,9 +55,32 @@ class PoissonSampling:
         positions = self.draw(client, round, number, num_samples, batch_size)
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
+    def load(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
+        """Yields a visit's batches from the data set of a client's loader."""
+        visit, (loader, batch_size) = planned.visit, check_poisson_loader(loader)
+        batches = (
+            self.served(visit.client, visit.round, number, planned.num_samples, batch_size)
+            for number in range(planned.num_batches)
+        )
+        yield from poisson_loader(loader, batches, visit.seed)
 
-def check_poisson_loader(loader: Any) -> DataLoader[Any]:
-    """Returns a loader with a map-style data set and no custom sampler; raises ``OptionError`` otherwise."""
+
+def examples_per_batch(population: Population, client: Client) -> int:
+    """Expected number of examples per batch; refuses clients whose examples cannot be drawn independently."""
+    if isinstance(population, DatasetClients) and population.split_loader is None:
+        return population.batch_size
+    loader: Any = population.split_loader or population
+    if isinstance(population, LoaderClients):
+        loader = population.loaders[client]
+    return check_poisson_loader(loader)[1]
+
+
+def check_poisson_loader(loader: Any) -> tuple[DataLoader[Any], int]:
+    """Returns a loader and the batch size; refuses other loaders than of a map-style data set.
+
+    Raises:
+        OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise OptionError(
             "Expected one DataLoader over a map-style data set, because examples are drawn independently, but got "
@@ -67,7 +93,7 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
             "Expected a DataLoader with a batch size and without a custom sampler, because examples are drawn"
             f" independently, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}."
         )
-    return loader
+    return loader, loader.batch_size
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:

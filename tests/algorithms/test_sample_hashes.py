@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fed.data.sample_hashes import sample_hashes
+from lightning_fed.algorithms.sample_hashes import sample_hashes
 
 
 def count(samples):

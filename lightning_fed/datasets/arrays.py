@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+
+from lightning_fed.data.dataset_clients import BatchedDataset
 
 Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
+class ArrayDataset(BatchedDataset):
     """Samples in two tensors. Images are stored as uint8 and returned as normalised float32.
 
     A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit as with torchvision's transforms.

@@ -9,15 +9,17 @@ import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_fed.argument_checks import check_inside
-from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.dataset_clients import ClientSubset, DatasetClients
-from lightning_fed.data.federated import FederatedDataModule, split_loader
-from lightning_fed.data.partitions import Partition
+from lightning_fed.data.federated import FederatedDataModule
+from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import Population
+from lightning_fed.datasets.arrays import ArrayDataset
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import TRANSFER_HOOKS, is_overridden
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
+from lightning_fed.partitions.loader_split import split_loader
+from lightning_fed.partitions.sampler_stream import SampledClients
 from lightning_fed.server.schedule import default_seed
 
 FORWARDED = (*TRANSFER_HOOKS, "predict_dataloader")
@@ -127,7 +129,7 @@ class PartitionedData(FederatedDataModule):
             self.seed = default_seed()
         seed = self.seed
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
-        if population.draws is not None:
+        if isinstance(population, SampledClients):
             raise OptionError(
                 "Expected a training loader that passes over all examples, because some examples are held out, but "
                 f"got sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with "

@@ -21,13 +21,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fed.data import IID, ByGroup, LabelsPerClient, PartitionedData, RoundLoader
-from lightning_fed.data.federated import split_loader, split_training_data
-from lightning_fed.data.partition_base import Partition
+from lightning_fed.data import IID, ByGroup, LabelsPerClient, PartitionedData
+from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import OptionError
+from lightning_fed.partitions.base import Partition
+from lightning_fed.partitions.loader_split import split_loader, split_training_data
 from lightning_fed.server.schedule import Cohort, Visit
 from tests import models
-from tests.data.test_partitioned import Numbered
+from tests.partitions.test_partitioned import Numbered
 from tests.recorders import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

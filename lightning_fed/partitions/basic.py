@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_nonnegative, check_option
-from lightning_fed.data.label_lookup import MapDataset, groups_of, length_of
-from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
-from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
-from lightning_fed.data.label_partitions import Shards as Shards
-from lightning_fed.data.partition_base import NumberedPartition, PartitionOfPartition, change_input
-from lightning_fed.data.partition_base import Partition as Partition
-from lightning_fed.data.sample_assignment import (
+from lightning_fed.data.partition import MapDataset, Partition
+from lightning_fed.messages import Client
+from lightning_fed.numerics.seeds import client_key
+from lightning_fed.partitions.base import NumberedPartition, PartitionOfPartition, change_input
+from lightning_fed.partitions.label_lookup import groups_of, length_of
+from lightning_fed.partitions.sample_assignment import (
     IndexArray,
     PartitionError,
     assign_evenly,
@@ -34,8 +33,6 @@ from lightning_fed.data.sample_assignment import (
     group_by_owner,
     pixel_permutation,
 )
-from lightning_fed.messages import Client
-from lightning_fed.numerics.seeds import client_key
 
 
 @final

@@ -1,0 +1,54 @@
+"""Names in `lightning_fed.data`; each loads at the first access. A name without `as` is for features only."""
+
+# ruff: noqa: F401
+
+from lightning_fed.data.dataset_clients import (
+    BatchedDataset,
+    ClientSource,
+    ClientSubset,
+    client_subsets,
+    count_batches,
+    cut_batches,
+)
+from lightning_fed.data.dataset_clients import DatasetClients as DatasetClients
+from lightning_fed.data.federated import ChainedLoaders, ClientData, EvaluationData, is_one_client, split_loaders
+from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
+from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
+from lightning_fed.data.interleave import (
+    ClientGenerators,
+    StackedBatch,
+    batch_tensors,
+    detect_draws,
+    rebuild_batch,
+    stack_batches,
+)
+from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
+from lightning_fed.data.loader_clients import (
+    has_loader,
+    isolated_generators,
+    samplers_of,
+    seeded_own_generators,
+    set_epoch,
+)
+from lightning_fed.data.partition import Partition as Partition
+from lightning_fed.data.population import LONGEST_NAME, batch_length, client_keys, seed_everything, seeded_generators
+from lightning_fed.data.population import LazyClients as LazyClients
+from lightning_fed.data.population import PlannedVisit as PlannedVisit
+from lightning_fed.data.population import Population as Population
+from lightning_fed.data.population import VisitBatch as VisitBatch
+from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.data.round_plan import VisitCosts, VisitGroups
+from lightning_fed.datasets.arrays import ArrayDataset as ArrayDataset
+from lightning_fed.datasets.arrays import Augment
+from lightning_fed.partitions.appearance import ImageLook as ImageLook
+from lightning_fed.partitions.appearance import Look as Look
+from lightning_fed.partitions.basic import IID as IID
+from lightning_fed.partitions.basic import ByGroup as ByGroup
+from lightning_fed.partitions.basic import PermutedPixels as PermutedPixels
+from lightning_fed.partitions.basic import QuantitySkew as QuantitySkew
+from lightning_fed.partitions.flower_partition import FlowerPartition as FlowerPartition
+from lightning_fed.partitions.label_partitions import Dirichlet as Dirichlet
+from lightning_fed.partitions.label_partitions import LabelsPerClient as LabelsPerClient
+from lightning_fed.partitions.label_partitions import Shards as Shards
+from lightning_fed.partitions.partial_labels import PartialLabels as PartialLabels
+from lightning_fed.partitions.partitioned import PartitionedData as PartitionedData

@@ -1,0 +1,1 @@
+"""Partitions: splits of one data set into clients."""
