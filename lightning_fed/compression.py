@@ -257,8 +257,7 @@ class Downlink(UpdateStep):
         self._client_versions: dict[Client, int] = {}  # model version by client
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "resizes")
-        refuse_rule(self, rule, "has_clusters")
+        refuse_rule(self, rule, "has_clusters", "has_versions", "resizes")
         for step in steps[[step is self for step in steps].index(True) + 1 :]:
             if type(step).on_aggregate is not UpdateStep.on_aggregate:
                 raise OptionError(

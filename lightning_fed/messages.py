@@ -127,7 +127,7 @@ class Broadcast(_Message):
     """Message from the server to one client before a visit's training.
 
     Args:
-        round: Index of the round, from 0.
+        round: Version of the sent model: index of the round that starts from this model, from 0.
         state: Entries for the client's initial model.
         extras: Further tensors from the method (control variates, ...).
         rows: Row indices of sliced entries in ``state``, from the client's :class:`Request`, which counts the bytes.

@@ -47,21 +47,6 @@ def trained_entries(info: RoundInfo, state: State) -> list[str]:
     return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
 
 
-@dataclass(frozen=True)
-class RoundPlan:
-    """A rule's requests for a round's cohort, before the server draws the cohort.
-
-    Args:
-        drawn: Index of an earlier round whose cohort trains again; ``None`` for a new cohort.
-        present: Clients of the earlier cohort that may train again; ``None`` for all.
-        always: Additional clients in every cohort, never as stragglers or dropouts.
-    """
-
-    drawn: int | None = None
-    present: frozenset[Client] | None = None
-    always: Sequence[Client] = ()
-
-
 class RuleCapabilities:
     """Optional capabilities of a rule, declared by attributes and by methods that a rule may override.
 
@@ -70,9 +55,12 @@ class RuleCapabilities:
             implements :meth:`held_rows`.
         resizes: Shapes of entries differ between clients or rounds. Such a rule implements :meth:`expected`.
         has_clusters: The rule has several global models. Such a rule implements :meth:`model_of`.
+        has_versions: Clients of one round start from different versions of the global model.
+        always: Additional clients in every cohort, never as stragglers or dropouts.
     """
 
-    accepts_rows = resizes = has_clusters = False
+    accepts_rows = resizes = has_clusters = has_versions = False
+    always: Sequence[Client] = ()
 
     def held_rows(self) -> Mapping[str, Tensor]:
         """Maps each sliced entry to the rows aggregated in the last round: int64 indices, shape ``(rows,)``.
@@ -81,9 +69,15 @@ class RuleCapabilities:
         """
         return {}
 
-    def plan(self, round: int) -> RoundPlan:
-        """Plans the clients of a round before the server draws the cohort."""
-        return RoundPlan()
+    def draw_cohort(self, round: int, schedule: Any, population: Any) -> Any:
+        """Draws a round's :class:`~lightning_fed.server.schedule.Cohort`, with the visits in the order of arrival.
+
+        Args:
+            round: Index of the round, from 0. An estimate of the fit's steps also draws later rounds.
+            schedule: The federation's :class:`~lightning_fed.server.schedule.Schedule`.
+            population: The clients, a :class:`~lightning_fed.data.Population`.
+        """
+        return schedule.cohort(round, population.clients, always=self.always)
 
     def expected(self, broadcast: Broadcast) -> State:
         """Returns a state with names, shapes and dtypes as expected in an update; values do not matter."""

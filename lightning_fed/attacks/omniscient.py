@@ -76,8 +76,8 @@ class OmniscientAttack(AttackStep, CollectingStep):
         """Returns the update sent by all malicious clients (float64 entries), from the honest updates' statistics."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "has_clusters", "resizes")
-        self._trusted = frozenset(rule.plan(0).always)
+        refuse_rule(self, rule, "has_clusters", "has_versions", "resizes")
+        self._trusted = frozenset(rule.always)
 
     def start(self, info: RoundInfo, state: State) -> None:
         refuse_rows(self, info)

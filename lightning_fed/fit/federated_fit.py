@@ -389,13 +389,8 @@ class FederatedFit:
         self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer batches after an interrupted validation
 
     def draw_cohort(self, round: int) -> Cohort:
-        plan = self.server.rule.plan(round)
-        cohort = self.schedule.cohort(round, self.population.clients, plan.drawn, plan.always)
-        if plan.present is None:
-            return cohort
-        visits = tuple(visit for visit in cohort.visits if visit.client in plan.present)
-        absent = [visit.client for visit in cohort.visits if visit.client not in plan.present]
-        return Cohort(visits, (*cohort.dropped, *absent))
+        cohort: Cohort = self.server.rule.draw_cohort(round, self.schedule, self.population)
+        return cohort
 
     def served(self, cohort: Cohort) -> Cohort:
         """Returns the visits of a cohort that train: all, or with ``partial_work="drop"`` all except stragglers."""

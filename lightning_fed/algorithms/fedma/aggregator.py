@@ -32,7 +32,8 @@ from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.numerics.seeds import client_key
-from lightning_fed.rule import Aggregator, RoundInfo, RoundPlan
+from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.server.schedule import Cohort, Schedule
 
 _log = logging.getLogger(__name__)
 
@@ -189,9 +190,15 @@ class FedMA(Aggregator):
             return None
         return self._stages[current.stage - 1], current
 
-    def plan(self, round: int) -> RoundPlan:
+    def draw_cohort(self, round: int, schedule: Schedule, population: Any) -> Cohort:
+        """Draws the clients of a new pass, or the remaining clients of the current pass."""
         current = self._pass(round)
-        return RoundPlan(current.origin, frozenset(current.assignments)) if current.stage else RoundPlan()
+        if not current.stage:
+            return schedule.cohort(round, population.clients)
+        cohort = schedule.cohort(round, population.clients, current.origin)
+        visits = tuple(visit for visit in cohort.visits if visit.client in current.assignments)
+        absent = [visit.client for visit in cohort.visits if visit.client not in current.assignments]
+        return Cohort(visits, (*cohort.dropped, *absent))
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round: continues the current matching pass, or starts a new pass from the global model ``state``."""

@@ -14,7 +14,6 @@ from lightning_fed.algorithms.robust.equations import trust_weights
 from lightning_fed.algorithms.robust.steps import Steps, step_between
 from lightning_fed.messages import Client, State
 from lightning_fed.method import register
-from lightning_fed.rule import RoundPlan
 
 
 @register
@@ -56,9 +55,6 @@ class FLTrust(RobustAggregator):
         super().__init__(num_malicious)
         self.trusted = trusted
         self.always = (trusted,)
-
-    def plan(self, round: int) -> RoundPlan:
-        return RoundPlan(always=self.always)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
         trusted = step_between(steps.start, self.updates[self.trusted], steps.names)

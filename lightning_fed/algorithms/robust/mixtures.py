@@ -41,8 +41,8 @@ class Mixture(CollectingStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with trusted clients, and rules without a single global model."""
-        refuse_rule(self, rule, "has_clusters", "resizes")
-        if rule.plan(0).always:
+        refuse_rule(self, rule, "has_clusters", "has_versions", "resizes")
+        if rule.always:
             raise OptionError(
                 f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix the trusted "
                 "client."

@@ -642,7 +642,7 @@ def test_fltrust_in_a_fit(federated_trainer):
 
 
 def test_a_server_optimizer_has_the_trusted_client():
-    assert FedAvgM(aggregator=FLTrust(TRUSTED)).aggregator.plan(0).always == (TRUSTED,)
+    assert FedAvgM(aggregator=FLTrust(TRUSTED)).aggregator.always == (TRUSTED,)
 
 
 def test_names_with_and_without_underscores():
