@@ -70,12 +70,10 @@ class RuleCapabilities:
         return {}
 
     def draw_cohort(self, round: int, schedule: Any, population: Any) -> Any:
-        """Draws a round's :class:`~lightning_fed.server.schedule.Cohort`, with the visits in the order of arrival.
+        """Draws a round's :class:`~lightning_fed.server.schedule.Cohort`, with the visits in arrival order.
 
-        Args:
-            round: Index of the round, from 0. An estimate of the fit's steps also draws later rounds.
-            schedule: The federation's :class:`~lightning_fed.server.schedule.Schedule`.
-            population: The clients, a :class:`~lightning_fed.data.Population`.
+        ``schedule`` is the federation's :class:`~lightning_fed.server.schedule.Schedule`, and ``population`` a
+        :class:`~lightning_fed.data.Population`. An estimate of a fit's steps also draws later rounds.
         """
         return schedule.cohort(round, population.clients, always=self.always)
 

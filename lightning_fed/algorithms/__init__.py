@@ -1,5 +1,9 @@
 """All federated methods, named as in the papers. Importing a method in this file registers the method."""
 
+from lightning_fed.algorithms.asynchronous.arrivals import Durations as Durations
+from lightning_fed.algorithms.asynchronous.rules import AsynchronousRule as AsynchronousRule
+from lightning_fed.algorithms.asynchronous.rules import FedAsync as FedAsync
+from lightning_fed.algorithms.asynchronous.rules import FedBuff as FedBuff
 from lightning_fed.algorithms.channels import Channel as Channel
 from lightning_fed.algorithms.channels import ChannelRule as ChannelRule
 from lightning_fed.algorithms.channels import ChannelVisit as ChannelVisit
@@ -58,6 +62,7 @@ __all__ = [
     "QFFL",
     "SCAFFOLD",
     "AdaptiveOptimizer",
+    "AsynchronousRule",
     "AveragingAggregator",
     "Bulyan",
     "CenteredClipping",
@@ -65,17 +70,20 @@ __all__ = [
     "ChannelRule",
     "ChannelVisit",
     "Ditto",
+    "Durations",
     "FLTrust",
     "FairAvg",
     "FeSEM",
     "FedALA",
     "FedAdagrad",
     "FedAdam",
+    "FedAsync",
     "FedAtt",
     "FedAvg",
     "FedAvgM",
     "FedAwS",
     "FedBN",
+    "FedBuff",
     "FedDANE",
     "FedDyn",
     "FedFusion",

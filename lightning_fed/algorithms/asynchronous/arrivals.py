@@ -1,0 +1,207 @@
+"""Arrival orders: a virtual clock simulates the clients' durations, or a file contains a recorded order."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import exp
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_fed.argument_checks import check_nonnegative
+from lightning_fed.data.population import Population
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client, plain_keys
+from lightning_fed.numerics.seeds import client_key
+from lightning_fed.server.schedule import Schedule, Visit
+
+# Independent random streams.
+_CLIENT, _VISIT, _START = range(100, 103)
+
+
+@dataclass(frozen=True)
+class Durations:
+    r"""Virtual durations for visits, a pure function of (seed, client, version).
+
+    A visit with :math:`n` batches takes :math:`e + n b \exp(\sigma z_k + \tau z_{k,v})` seconds. The standard normal
+    numbers :math:`z_k` and :math:`z_{k,v}` depend on the client and on the visit. A subclass with another
+    :meth:`seconds` uses measured durations.
+
+    Args:
+        batch: Median seconds per batch, :math:`b`.
+        spread: Standard deviation :math:`\sigma`, over clients, of the logarithm; 0 for equally fast clients.
+        jitter: Standard deviation :math:`\tau`, over a client's visits, of the logarithm.
+        exchange: Seconds per visit for messages, :math:`e`.
+
+    Raises:
+        ValueError: If an argument is negative or not finite.
+
+    Example:
+        >>> durations = Durations(batch=2.0, spread=0.0, exchange=5.0)
+        >>> durations.seconds(seed=0, client="a", version=3, batches=10)
+        25.0
+    """
+
+    batch: float = 1.0
+    spread: float = 1.0
+    jitter: float = 0.0
+    exchange: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_nonnegative(name, value)
+
+    def seconds(self, seed: int, client: Client, version: int, batches: int) -> float:
+        """Seconds from a client's start with model ``version`` to the update's arrival."""
+        key = client_key(client)
+        speed = np.random.default_rng([seed, _CLIENT, key]).standard_normal()
+        chance = np.random.default_rng([seed, _VISIT, key, version]).standard_normal()
+        return self.exchange + batches * self.batch * exp(self.spread * speed + self.jitter * chance)
+
+
+class Arrival(NamedTuple):
+    """One visit in flight: arrival time, index among all starts, client, and start version."""
+
+    seconds: float
+    number: int
+    client: Client
+    version: int
+
+
+class Order(ABC):
+    """Arrival order over all rounds."""
+
+    @abstractmethod
+    def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
+        """Returns a round's arrivals in order."""
+
+    @abstractmethod
+    def versions(self, round: int) -> Collection[int]:
+        """Start versions for visits in flight before ``round``, the next round."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Restores a result of :meth:`state_dict`."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Virtual clock before a round, with the starts so far and the visits in flight."""
+
+    round: int = 0
+    seconds: float = 0.0
+    started: int = 0
+    flying: tuple[Arrival, ...] = ()
+
+
+class VirtualOrder(Order):
+    """Simulated order: an event queue sorted by time, and for equal times by start."""
+
+    def __init__(self, durations: Durations, buffer: int) -> None:
+        self.durations, self.buffer = durations, buffer
+        self.clock = Clock()  # before the current or the next round
+        self._planned: dict[int, Clock] = {}
+
+    def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
+        if self.buffer > len(population.clients):
+            raise OptionError(
+                f"Expected `buffer` to be at most the number of clients ({len(population.clients)}), but got "
+                f"{self.buffer}: a client has at most one update in the buffer."
+            )
+        clocks = self._planned | {self.clock.round: self.clock}
+        clock = clocks.get(max((known for known in clocks if known <= round), default=0), Clock())
+        current, population.round = population.round, round
+        while clock.round <= round:
+            arrived, clock = self._advance(clock, schedule, population)
+            self._planned[clock.round] = clock
+        population.round = current
+        return arrived
+
+    def versions(self, round: int) -> Collection[int]:
+        """Versions in use before ``round``; forgets all other times, because the population may change."""
+        self.clock = self._planned.get(round, self.clock)
+        self._planned = {later: clock for later, clock in self._planned.items() if later == round + 1}
+        return {arrival.version for arrival in self.clock.flying}
+
+    def state_dict(self) -> dict[str, Any]:
+        flying = [[*arrival[:2], *plain_keys([arrival.client]), arrival.version] for arrival in self.clock.flying]
+        return {**vars(self.clock), "flying": flying}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clock = Clock(**{**state, "flying": tuple(Arrival(*arrival) for arrival in state["flying"])})
+        self._planned = {}
+
+    def _advance(self, clock: Clock, schedule: Schedule, population: Population) -> tuple[list[Arrival], Clock]:
+        clients, arrived, flying = population.clients, list[Arrival](), list(clock.flying)
+        while len(arrived) < self.buffer:
+            busy = {arrival.client for arrival in (*flying, *arrived)}
+            free = schedule.cohort_size(len(clients)) - len(flying)
+            for client in _draw(clients, busy, free, schedule.seed, clock.started):
+                seconds = clock.seconds + self._seconds(
+                    schedule.visit_of(clock.round, client), schedule.seed, population
+                )
+                heappush(flying, Arrival(seconds, clock.started, client, clock.round))
+                clock = replace(clock, started=clock.started + 1)
+            arrived.append(heappop(flying))
+            clock = replace(clock, seconds=arrived[-1].seconds)
+        return arrived, replace(clock, round=clock.round + 1, flying=tuple(flying))
+
+    def _seconds(self, visit: Visit, seed: int, population: Population) -> float:
+        try:
+            per_epoch = population.batches_per_epoch(visit.client)
+        except Exception:  # the round reports the error and excludes the client
+            per_epoch = 0
+        if per_epoch is None and visit.steps is None:
+            raise OptionError(f"Expected `local_steps`, because the loader of client {visit.client!r} has no length.")
+        batches = visit.num_batches(1 if per_epoch is None else per_epoch)
+        return self.durations.seconds(seed, visit.client, visit.round, batches)
+
+
+class RecordedOrder(Order):
+    """Order from a file with one JSON list per line: round, client, start version, the update's digest."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.lines = list(read_lines(path))
+
+    def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
+        lines = self.of_round(round)
+        if not lines:
+            raise OptionError(
+                f"Expected `replay` to contain round {round}, but {self.path!r} contains {len(self.lines)} arrivals up "
+                f"to round {max((line[0] for line in self.lines), default=-1)}: train at most this number of rounds."
+            )
+        return [Arrival(0.0, number, client, version) for number, (_, client, version, _) in enumerate(lines)]
+
+    def versions(self, round: int) -> Collection[int]:
+        return {version for arrived, _, version, _ in self.lines if arrived >= round > version}
+
+    def of_round(self, round: int) -> list[list[Any]]:
+        return [line for line in self.lines if line[0] == round]
+
+
+def read_lines(path: str) -> Iterator[list[Any]]:
+    """Yields the complete lines of an order file."""
+    for line in Path(path).read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _draw(clients: Sequence[Client], busy: Collection[Client], count: int, seed: int, number: int) -> list[Client]:
+    """Draws up to ``count`` clients outside ``busy``, in the clients' order. ``number`` is the first start's index."""
+    if count >= len(clients) - len(busy):
+        return [client for client in clients if client not in busy]
+    positions = set[int]()
+    for start in range(number, number + count):
+        generator, position = np.random.default_rng([seed, _START, start]), -1
+        while position < 0 or position in positions or clients[position] in busy:
+            position = int(generator.integers(len(clients)))
+        positions.add(position)
+    return [clients[position] for position in sorted(positions)]

@@ -1,0 +1,284 @@
+"""FedBuff and FedAsync: the global model changes after some arrivals, without a wait for slow clients.
+
+Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek & Huba, "Federated Learning with Buffered Asynchronous Aggregation",
+AISTATS 2022. https://arxiv.org/abs/2106.06639
+
+Xie, Koyejo & Gupta, "Asynchronous Federated Optimization", 2019. https://arxiv.org/abs/1903.03934
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from lightning_fed.algorithms.asynchronous.arrivals import (
+    Arrival,
+    Durations,
+    Order,
+    RecordedOrder,
+    VirtualOrder,
+)
+from lightning_fed.algorithms.asynchronous.callback import AsynchronousRounds
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_option, check_positive
+from lightning_fed.data.population import Population
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
+from lightning_fed.method import register
+from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.rule import RoundInfo
+from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.server.schedule import Cohort, Schedule
+
+Staleness: TypeAlias = float | Sequence[float]
+"""Exponent of the polynomial weight, or slope and limit of the hinge weight."""
+
+
+class AsynchronousRule(AveragingAggregator):
+    r"""Base class of asynchronous rules: a round has ``buffer`` arrivals, from different versions of the model.
+
+    ``clients_per_round`` clients are in flight, by default all. After an arrival, another client starts from the newest
+    model. A client with an update in the buffer waits for the next model. A visit with start version :math:`s` and
+    arrival in round :math:`v` has staleness :math:`\tau = v - s`. Training is a pure function of start model and seed,
+    so each visit trains in the arrival's round, from the stored start model, with this round's learning rate. BatchNorm
+    measurements take no virtual time. A round without a new model counts as a version.
+
+    Args:
+        buffer: Number of arrivals per round.
+        staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights; or a pair
+            :math:`(a, b)` for the weight 1 up to :math:`\tau = b` and :math:`1 / (a (\tau - b) + 1)` above ("hinge").
+        durations: Virtual durations of the visits.
+        record: New file for the arrival order: round, client, start version and update's digest per line.
+        replay: File with a recorded order, in place of the virtual clock.
+    """
+
+    has_versions = True
+
+    def __init__(
+        self,
+        buffer: int,
+        staleness: Staleness = 0.5,
+        durations: Durations | None = None,
+        record: str | None = None,
+        replay: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.buffer = check_count("buffer", buffer)
+        self.staleness = _check_staleness(staleness)
+        self.durations = Durations() if durations is None else durations
+        if record is not None and replay is not None:
+            raise ValueError(f"Expected only one of `record` and `replay`, but got {record!r} and {replay!r}.")
+        self.record, self.replay = record, replay
+        self.order: Order = VirtualOrder(self.durations, self.buffer) if replay is None else RecordedOrder(replay)
+        self.arrived: dict[Client, Arrival] = {}
+        self.digests: dict[Client, str] = {}
+        self._versions: dict[int, State] = {}
+        self._planned: dict[int, Sequence[Arrival]] = {}
+
+    @abstractmethod
+    def reference(self, start: State) -> State:
+        """Returns the model to subtract from a client's model with start model ``start``."""
+
+    def factor(self, staleness: int) -> float:
+        """Weight for a change with a staleness, at least 0."""
+        if isinstance(self.staleness, float):
+            return float((1 + staleness) ** -self.staleness)
+        slope, limit = self.staleness
+        return 1 / (slope * max(0.0, staleness - limit) + 1)
+
+    def draw_cohort(self, round: int, schedule: Schedule, population: Population) -> Cohort:
+        arrivals = self._planned[round] = self.order.arrivals(round, schedule, population)
+        visits = [schedule.visit_of(arrival.version, arrival.client) for arrival in arrivals]
+        return Cohort(tuple(replace(visit, round=round) for visit in visits))
+
+    def start(self, info: RoundInfo, state: State) -> None:
+        super().start(info, state)
+        arrivals = self._planned.get(info.round, ())
+        self.arrived, self.digests = {arrival.client: arrival for arrival in arrivals}, {}
+        self._planned = {info.round: arrivals}
+        self._forget(info.round)
+        stored = self._versions.items()
+        self._versions = {
+            version: {name: value.to(state[name].device) for name, value in model.items()} for version, model in stored
+        }
+        self._versions[info.round] = state
+
+    def broadcast(self, request: Request) -> Broadcast:
+        version = self._version_of(request.client)
+        return Broadcast(version, dict(self._model(version)))
+
+    @torch.no_grad()
+    def receive(self, update: ClientUpdate) -> None:
+        if self.record is not None or self.replay is not None:
+            self.digests[update.client] = digest(update.state)
+        version = self._version_of(update.client)
+        start, factor = self._model(version), self.factor(self._info.round - version)
+        if factor != 1 or start is not self._state:
+            update = replace(update, state=self._move(update.state, start, factor))
+        super().receive(update)
+
+    def merge(self, other: Any) -> None:
+        super().merge(other)
+        self.digests |= other.digests
+
+    def aggregate(self) -> State:
+        state = {name: cast_back(value, self._state[name]) for name, value in super().aggregate().items()}
+        self._forget(self._info.round + 1)
+        return state
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and largest staleness of the arrivals, the new version, and the virtual time."""
+        staleness = [self._info.round - arrival.version for arrival in self.arrived.values()]
+        return {
+            "fed/staleness/mean": sum(staleness) / max(1, len(staleness)),
+            "fed/staleness/max": max(staleness, default=0),
+            "fed/version": self._info.round + 1,
+            **({"fed/virtual_seconds": self.order.clock.seconds} if isinstance(self.order, VirtualOrder) else {}),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"versions": dict(self._versions), "order": self.order.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._versions = dict(state["versions"])
+        self.order.load_state_dict(state["order"])
+
+    def _version_of(self, client: Client) -> int:
+        return self.arrived[client].version if client in self.arrived else self._info.round
+
+    def _model(self, version: int) -> State:
+        # A round without a new model is not stored: the next round starts from the same model.
+        return self._versions[min(known for known in self._versions if known >= version)]
+
+    def _forget(self, round: int) -> None:
+        """Deletes the models and times that no round from ``round`` on needs."""
+        versions = self._versions
+        needed = {min((known for known in versions if known >= v), default=v) for v in self.order.versions(round)}
+        self._versions = {version: model for version, model in versions.items() if version in needed}
+
+    def _move(self, state: State, start: State, factor: float) -> State:
+        """Moves the current model by ``factor`` times the client's change, in float64."""
+        moved, reference = dict(state), self.reference(start)
+        for name, value in state.items():
+            if value is start.get(name):  # unsent
+                moved[name] = self._state[name]
+            elif value.is_floating_point() or value.is_complex():
+                change = to_float64(value) - to_float64(reference[name])
+                moved[name] = to_float64(self._state[name]) + factor * change
+        return moved
+
+
+class FedBuff(AsynchronousRule):
+    r"""Buffered asynchronous averaging: the model changes after each :math:`K` arrivals (Nguyen et al., AISTATS 2022).
+
+    .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
+        s(\tau) = (1 + \tau)^{-1/2}
+
+    With the buffer size equal to the number of clients, rounds equal synchronous rounds, bit for bit. For a server step
+    size other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See :class:`AsynchronousRule`.
+
+    - Sends: 1 model down, 1 up.
+    - Keeps: on the server 1 model per version in flight.
+    - Costs: no additional computation.
+    - For: clients with different speeds.
+
+    Args:
+        buffer: Number of arrivals per round, :math:`K`.
+        staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
+        weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``).
+        durations: Virtual durations of the visits.
+        record: New file for the arrival order.
+        replay: File with a recorded order.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> federation = Federation(FedBuff(buffer=4, durations=Durations(spread=0.5)), clients_per_round=8)
+    """
+
+    def __init__(
+        self,
+        buffer: int = 2,
+        staleness: Staleness = 0.5,
+        weighting: Literal["uniform", "examples"] = "uniform",
+        durations: Durations | None = None,
+        record: str | None = None,
+        replay: str | None = None,
+    ) -> None:
+        super().__init__(buffer, staleness, durations, record, replay)
+        check_option("weighting", weighting, ("uniform", "examples"))
+        self.weighting = weighting
+
+    def weight(self, update: ClientUpdate) -> float:
+        return 1.0 if self.weighting == "uniform" else float(update.num_samples)
+
+    def reference(self, start: State) -> State:
+        return start
+
+
+class FedAsync(AsynchronousRule):
+    r"""Asynchronous mixing: the model changes after each arrival (Xie, Koyejo & Gupta, 2019).
+
+    .. math:: x_{v+1} = (1 - \alpha_\tau) x_v + \alpha_\tau y, \qquad \alpha_\tau = \alpha s(\tau)
+
+    One arrival is one round, so ``check_val_every_n_epoch`` of the Trainer limits the validations. With ``alpha=1``,
+    constant weights and ``clients_per_round=1``, clients train one after another on one model. The paper's proximal
+    term is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
+
+    - Sends: 1 model down, 1 up.
+    - Keeps: on the server 1 model per version in flight.
+    - Costs: no additional computation.
+    - For: comparisons with the paper; with many clients in flight FedBuff.
+
+    Args:
+        alpha: Weight :math:`\alpha` of a client's model without staleness, in (0, 1].
+        staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
+        durations: Virtual durations of the visits.
+        record: New file for the arrival order.
+        replay: File with a recorded order.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fed import ClientUpdate
+        >>> from lightning_fed.rule import RoundInfo
+        >>> rule = FedAsync(alpha=0.5)
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(1.0)})
+        >>> rule.receive(ClientUpdate("a", 9, {"w": torch.tensor(2.0)}))
+        >>> rule.aggregate()
+        {'w': tensor(1.5000)}
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.6,
+        staleness: Staleness = 0.5,
+        durations: Durations | None = None,
+        record: str | None = None,
+        replay: str | None = None,
+    ) -> None:
+        super().__init__(1, staleness, durations, record, replay)
+        self.alpha = check_positive("alpha", alpha)
+        if self.alpha > 1:
+            raise ValueError(f"Expected `alpha` to be at most 1, but got {alpha}.")
+
+    def factor(self, staleness: int) -> float:
+        return self.alpha * super().factor(staleness)
+
+    def weight(self, update: ClientUpdate) -> float:
+        return 1.0
+
+    def reference(self, start: State) -> State:
+        return self._state
+
+
+def _check_staleness(value: Staleness) -> float | tuple[float, float]:
+    if not isinstance(value, Sequence):
+        return check_nonnegative("staleness", value)
+    if len(value) != 2:
+        raise ValueError(f"Expected `staleness` to be an exponent, or a slope and a limit, but got {value!r}.")
+    return check_nonnegative("staleness", value[0]), check_nonnegative("staleness", value[1])
+
+
+for _rule in (FedBuff, FedAsync):
+    register(_rule, callbacks=lambda rule: [AsynchronousRounds(rule)])
