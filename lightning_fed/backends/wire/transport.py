@@ -121,10 +121,10 @@ class Transport(ABC):
         for client, packet in packets:
             order.append(client)
             name = self.push(client, kind, self.signed(kind, packet), round)
-            self.sent += len(packet.data)
             if name is None:
                 ready[client] = lambda: "it is not connected"
             else:
+                self.sent += len(packet.data)
                 open_messages[client] = _Message(client, name, self.connection(client))
             del packet  # frees a large model while waiting for answers
         count = 0

@@ -1,0 +1,332 @@
+"""Transport in memory, with virtual time, and the expected result of every message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from lightning_fed.backends.rehearsal.world import Killed, Machine, World
+from lightning_fed.backends.wire.packets import VISIT, Packet, PacketError, is_answer
+from lightning_fed.backends.wire.runner import ClientRunner
+from lightning_fed.backends.wire.transport import Answer, Deadline, Transport
+from lightning_fed.messages import Client
+
+_TICK = 3.0  # seconds between a change of a connection and the server's reaction, at most
+
+
+@dataclass
+class Message:
+    """A message to a client, and the answer's way back.
+
+    Args:
+        name: Name of the message.
+        client: The receiver.
+        kind: Type of the message.
+        packet: The content.
+        start: Number of starts of the client's process, when the message was sent.
+        sent_at: Time of sending.
+        arrived_at: Time at which the answer is available for the server; ``None`` without an answer.
+        answers: Available answers.
+        reply: The first available answer.
+        closed_at: Time at which the server stopped waiting; ``None`` before.
+        is_damaged: Whether the answer was changed on the way.
+        is_fetched: Whether the server has fetched an answer.
+    """
+
+    name: str
+    client: Client
+    kind: str
+    packet: Packet | None
+    start: int
+    sent_at: float
+    arrived_at: float | None = None
+    answers: list[Answer] = field(default_factory=list)
+    reply: Answer | None = None
+    closed_at: float | None = None
+    is_damaged: bool = False
+    is_fetched: bool = False
+
+    @property
+    def is_answered(self) -> bool:
+        return isinstance(self.reply, Packet) and is_answer(self.reply)
+
+    def is_late(self, now: float, valid: float) -> bool:
+        """True if an answer is available that the server no longer waits for."""
+        is_open = self.closed_at is None or self.is_fetched
+        return not is_open and now - self.closed_at <= valid and bool(self.answers) and isinstance(self.reply, Packet)
+
+
+class Site:
+    """A client's machine: receives messages one at a time, and sends the answers.
+
+    ``inspect`` receives every answer that leaves the site, and whether the order was a repetition.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        machine: Machine,
+        make_runner: Callable[[], ClientRunner],
+        inspect: Callable[[Site, Message, Packet], None],
+    ) -> None:
+        self.world, self.machine = world, machine
+        self._make_runner, self._inspect = make_runner, inspect
+        self._runner: ClientRunner | None = None
+        self._busy_until = 0.0
+        self._waiting: list[Message] = []
+        self._plan_kill()
+
+    def send(self, message: Message) -> None:
+        """Takes a message from the server, with the faults of the way to the site."""
+        profile, random = self.machine.profile, self.machine.random
+        assert message.packet is not None
+        if random.random() < profile.loss:
+            self.world.note(self.machine.name, f"does not receive {message.name}: lost on the way")
+            return
+        arrival = self.machine.transfer(self.world.now, self._bytes_of(message.packet))
+        for _ in range(1 + (random.random() < profile.duplicate)):
+            late = random.uniform(0, profile.outage) if random.random() < profile.delay else 0.0
+            self.world.at(arrival + late, lambda: self._receive(message))
+
+    def _receive(self, message: Message) -> None:
+        machine, now = self.machine, self.world.now
+        if not machine.is_up:
+            self._waiting.append(message)
+            return
+        if now < self._busy_until:
+            self.world.at(self._busy_until, lambda: self._receive(message))
+            return
+        assert message.packet is not None
+        self.world.note(machine.name, f"receives {message.name} ({message.kind})")
+        reply: Answer | None = None
+        with self.world.run_on(machine):
+            machine.set_fuse(machine.profile.seconds_per_step * machine.profile.batches)
+            try:
+                if self._runner is None:
+                    self._runner = self._make_runner()
+                reply = self._runner.answer(message.kind, message.packet, {})
+            except PacketError as error:
+                reply = f"the network reports: {error}"
+            except Killed:
+                self._runner = None
+            self._busy_until = end = now + self.world.offset
+            if isinstance(reply, Packet):
+                self._inspect(self, message, reply)
+        if reply is None:
+            self.world.at(end, self._kill)
+        else:
+            self.world.at(end, lambda: self._answer(message, reply, machine.starts))
+
+    def _answer(self, message: Message, reply: Answer, start: int) -> None:
+        profile, random = self.machine.profile, self.machine.random
+        if not self.machine.is_up or self.machine.starts != start:
+            return
+        if random.random() < profile.loss:
+            self.world.note(self.machine.name, f"sends an answer to {message.name} that is lost on the way")
+            return
+        size = self._bytes_of(reply) if isinstance(reply, Packet) else 0
+        arrival = self.machine.transfer(self.world.now, size)
+        sent, reply = reply, self._damage(message, reply)
+        is_damaged = reply is not sent
+        for _ in range(1 + (random.random() < profile.duplicate)):
+            late = random.uniform(0, profile.outage) if random.random() < profile.delay else 0.0
+            self.world.at(arrival + late, lambda: self._deliver(message, reply, start, is_damaged))
+
+    def _deliver(self, message: Message, reply: Answer, start: int, is_damaged: bool) -> None:
+        if not self.machine.is_up or self.machine.starts != start:
+            self.world.note(self.machine.name, f"loses the answer to {message.name} with the process")
+            return
+        self.world.note(self.machine.name, f"has answered {message.name}")
+        if message.arrived_at is None:
+            message.arrived_at, message.reply, message.is_damaged = self.world.now, reply, is_damaged
+        message.answers.append(reply)
+
+    def _damage(self, message: Message, reply: Answer) -> Answer:
+        profile, random = self.machine.profile, self.machine.random
+        if not isinstance(reply, Packet) or not reply.data:
+            return reply
+        if random.random() < profile.cut:
+            self.world.note(self.machine.name, f"sends an incomplete answer to {message.name}")
+            return replace(reply, data=reply.data[: random.randrange(len(reply.data))])
+        if random.random() < profile.bad:
+            kind = random.choice(("not a number", "text", "another client"))
+            self.world.note(self.machine.name, f"sends an invalid answer to {message.name}: {kind}")
+            if kind == "not a number":
+                return replace(reply, data=b"\xff" * len(reply.data))
+            if kind == "text":
+                return Packet("{")
+            content = json.loads(reply.text)
+            content["header"]["client"] = "nobody"
+            return replace(reply, text=json.dumps(content))
+        return reply
+
+    def _bytes_of(self, packet: Packet) -> float:
+        return len(packet.text) + len(packet.data) * self.world.scale
+
+    def _plan_kill(self) -> None:
+        if self.machine.next_kill < float("inf"):
+            self.world.at(self.machine.next_kill, self._kill)
+
+    def _kill(self) -> None:
+        if self.machine.is_up and self.world.now >= self.machine.next_kill:
+            self._runner = None
+            self.machine.kill(self._start)
+
+    def _start(self) -> None:
+        self._plan_kill()
+        self._busy_until = self.world.now
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            # Some networks store messages until a node fetches them, others lose messages to a dead node.
+            if self.machine.random.random() < 0.5:
+                self.world.at(self.world.now, lambda message=message: self._receive(message))  # type: ignore[misc]
+
+
+class RehearsalTransport(Transport):
+    """Delivers messages in virtual time, and compares every result with the network's own record of the message."""
+
+    def __init__(
+        self,
+        world: World,
+        server: Machine,
+        sites: Mapping[Client, Site],
+        deadline: Deadline,
+        check: Callable[[bool, str], None],
+        key: Ed25519PrivateKey | None = None,
+    ) -> None:
+        super().__init__(deadline, max(0.1, deadline.seconds / 2000), key)
+        self._world, self._server, self._sites, self._check = world, server, sites, check
+        self._limit = deadline
+        self._slack, self._valid = self._poll * 2 + _TICK, deadline.seconds + 3600
+        self.messages: dict[str, Message] = {}
+        self.results: dict[int, dict[Client, bool]] = {}  # validity of each answer, by round and client
+        self._models: set[int] = set()
+        self._num_sent = self._num_received = 0
+
+    @property
+    def num_models(self) -> int:
+        """Number of different models sent to clients."""
+        return len(self._models)
+
+    def answer_seconds(self) -> list[float]:
+        """Seconds from sending to the answer, for visits with an answer."""
+        return [
+            message.arrived_at - message.sent_at
+            for message in self.messages.values()
+            if message.arrived_at is not None and message.kind == VISIT
+        ]
+
+    def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
+        names = list(self._sites)
+        wanted = names if isinstance(expected, int) else list(expected)
+        end = self._world.now + patience
+        while missing := [client for client in wanted if self.connection(client) is None]:
+            if self._world.now > end:
+                raise TimeoutError(f"The sites {missing} did not connect within {patience:.0f} s.")
+            self._world.sleep(self._poll)
+        return wanted
+
+    def discover(self) -> None:
+        """Does nothing, because the simulated network knows the connected machines."""
+
+    def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
+        site = self._sites[client]
+        if not site.machine.is_online(self._world.now):
+            return None
+        name = f"message {len(self.messages) + 1} of round {round + 1}"
+        for old in self.messages.values():
+            if old.client == client and old.closed_at is None:
+                old.closed_at = self._world.now
+        message = Message(name, client, kind, packet, site.machine.starts, self._world.now)
+        self.messages[name] = message
+        if kind == VISIT:
+            self._models.add(hash(packet.data))
+        self._num_sent += len(packet.data)
+        site.send(message)
+        return name
+
+    def pull(self, name: str) -> Answer | None:
+        message = self.messages[name]
+        is_over = message.closed_at is not None and self._world.now - message.closed_at > self._valid + self._slack
+        self._check(not is_over, f"the server still asks for an answer to {name}: its memory is not bounded")
+        message.is_fetched = message.is_fetched or bool(message.answers)
+        return message.answers.pop(0) if message.answers else None
+
+    def connection(self, client: Client) -> int | None:
+        machine = self._sites[client].machine
+        return machine.starts if machine.is_online(self._world.now) else None
+
+    def forget(self, client: Client) -> None:
+        """Does nothing, because a site always serves the same client."""
+
+    def ask(
+        self,
+        kind: str,
+        packets: Iterable[tuple[Client, Packet]],
+        round: int,
+        again: Callable[[Client], Packet] | None = None,
+    ) -> Iterator[tuple[Client, Answer]]:
+        """Asks as every transport, and checks each result and the counts."""
+        start = turn = self._world.now
+        self._server.set_fuse(self._limit.seconds)
+        before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())
+        for client, answer in super().ask(kind, packets, round, again):
+            now = self._world.now
+            mine = [one for one in self.messages.values() if one.client == client and one.sent_at >= start]
+            answers = sorted(
+                one.arrived_at
+                for one in self.messages.values()
+                if one.sent_at >= start and one.arrived_at is not None and one.is_answered
+            )
+            end = start + self._limit.seconds
+            if self._limit.min_clients is not None and len(answers) >= self._limit.min_clients:
+                end = min(end, answers[self._limit.min_clients - 1] + self._limit.rest)
+            place = f"round {round + 1}, {kind} of {client!r}"
+            self._check(now <= end + self._slack, f"{place} ends {now - end:.1f} s after the deadline")
+            self._judge(place, mine[-1] if mine else None, answer, (turn, end), again is not None)
+            for message in mine:
+                message.closed_at = now
+            self._num_received += len(answer.data) if isinstance(answer, Packet) else 0
+            if kind == VISIT:
+                is_good = isinstance(answer, Packet) and is_answer(answer) and not mine[-1].is_damaged
+                self.results.setdefault(round, {})[client] = is_good
+            turn = now
+            yield client, answer
+        counts = (self.late - before, self.sent, self.received)
+        expected = (due, self._num_sent, self._num_received)
+        self._check(
+            counts == expected,
+            f"round {round + 1}, {kind}: late answers and bytes (down, up) are counted as {counts}, but are {expected}",
+        )
+
+    def _judge(
+        self, place: str, message: Message | None, answer: Answer, times: tuple[float, float], can_repeat: bool
+    ) -> None:
+        """Compares the result of a message with the network's record. ``times``: start of the turn, and deadline."""
+        now, (turn, end), check = self._world.now, times, self._check
+        if message is None:
+            check(answer == "it is not connected", f"{place}: no message was sent, but the result is {answer!r:.60}")
+            return
+        arrived = message.arrived_at
+        if arrived is not None and arrived < now - self._slack:
+            check(answer == message.reply, f"{place}: the answer of {now - arrived:.1f} s ago is lost: {answer!r:.60}")
+            check(now <= max(arrived, turn) + self._slack, f"{place}: the answer waited for {now - arrived:.1f} s")
+        if answer == message.reply:
+            return
+        machine = self._sites[message.client].machine
+        lost_at, back_at = machine.lost_since(message.start, now), machine.online_since(now)
+        if answer == "its connection was lost":
+            is_lost = lost_at is not None and now - lost_at >= self._limit.reconnect
+            check(is_lost, f"{place}: given up, although the connection was lost at {lost_at}")
+        else:
+            check(
+                isinstance(answer, str) and "did not answer" in answer and now >= end,
+                f"{place}: given up {end - now:.1f} s before the deadline: {answer!r:.60}",
+            )
+            is_kept = lost_at is None or now - max(turn, lost_at) <= self._limit.reconnect + self._slack
+            check(is_kept or back_at is not None, f"{place}: still waited for, although the connection was lost")
+        is_new = back_at is not None and machine.starts != message.start and now - max(turn, back_at) > self._slack
+        check(not (is_new and can_repeat), f"{place}: restarted, but not asked again")

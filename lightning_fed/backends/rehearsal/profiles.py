@@ -1,0 +1,125 @@
+"""Profiles of sites and network for a rehearsal, from a TOML file."""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+DAY = 24 * 3600.0  # seconds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Speed, network and faults of one machine. Rates of faults are probabilities per message or events per day.
+
+    Args:
+        seconds_per_step: Seconds for a training step.
+        batches: Batches in one pass over the local data; also the number of examples for the client's weight.
+        bandwidth: Megabits per second, in each direction.
+        latency: Seconds for the first byte of a message.
+        availability: Fraction of time with a connection.
+        outage: Mean seconds without a connection.
+        restarts: Restarts per day; half of the restarts lose all bytes that were not synchronised with the disk.
+        downtime: Mean seconds from the end of a process to the next start.
+        memory: Gigabytes for the process.
+        disk: Gigabytes for the process's folder.
+        clock_skew: Seconds by which the clock is ahead.
+        clock_jumps: Jumps of the clock per day, by up to one hour in both directions.
+        loss: Probability of a lost message.
+        delay: Probability of a message that is late by up to ``outage`` seconds, and arrives after later messages.
+        duplicate: Probability of a message that arrives twice.
+        cut: Probability of an answer with missing bytes at the end.
+        bad: Probability of an unreadable or invalid answer.
+        disk_faults: Failed file operations per day of work: disk full, or a kill within the operation.
+        policy: Site policy; an empty text means no policy.
+
+    Example:
+        >>> Profile(seconds_per_step=0.5, batches=10).restarts
+        0.0
+    """
+
+    seconds_per_step: float = 1.0
+    batches: int = 10
+    bandwidth: float = 100.0
+    latency: float = 0.05
+    availability: float = 1.0
+    outage: float = 300.0
+    restarts: float = 0.0
+    downtime: float = 60.0
+    memory: float = math.inf
+    disk: float = math.inf
+    clock_skew: float = 0.0
+    clock_jumps: float = 0.0
+    loss: float = 0.0
+    delay: float = 0.0
+    duplicate: float = 0.0
+    cut: float = 0.0
+    bad: float = 0.0
+    disk_faults: float = 0.0
+    policy: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("seconds_per_step", "batches", "bandwidth", "outage", "downtime", "memory", "disk"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Expected `{name}` to be positive, but got {getattr(self, name)}.")
+        for name in ("latency", "restarts", "clock_jumps", "disk_faults"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+        for name in ("loss", "delay", "duplicate", "cut", "bad"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"Expected `{name}` to be in [0, 1), but got {getattr(self, name)}.")
+        if not 0 < self.availability <= 1:
+            raise ValueError(f"Expected `availability` to be in (0, 1], but got {self.availability}.")
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Machines of a deployment.
+
+    Args:
+        server: Profile of the server's machine: ``restarts``, ``downtime``, ``disk`` and ``disk_faults`` count.
+        sites: Profile by client.
+        deadline: Arguments for :class:`~lightning_fed.backends.wire.Deadline`.
+        patience: Seconds for which a starting server waits for the clients.
+    """
+
+    server: Profile
+    sites: Mapping[str, Profile]
+    deadline: Mapping[str, Any] = field(default_factory=dict)
+    patience: float = 600.0
+
+
+def read_sites(path: str | os.PathLike[str]) -> Sites:
+    """Reads a TOML file with the tables ``server``, ``deadline``, ``sites.defaults`` and one table per site.
+
+    Raises ``ValueError`` for unknown names and values outside the allowed range.
+    """
+    content = tomllib.loads(Path(path).read_text())
+    unknown = sorted(content.keys() - {"server", "deadline", "patience", "sites"})
+    tables = dict(content.get("sites", {}))
+    if unknown or not tables.keys() - {"defaults"}:
+        raise ValueError(
+            f"Expected the tables `server`, `deadline`, `sites.defaults`, `sites.NAME` and the number `patience` in "
+            f"{os.fspath(path)}, with at least one site, but got {unknown or 'no site'}."
+        )
+    defaults = tables.pop("defaults", {})
+    sites = {name: _read_profile(f"sites.{name}", {**defaults, **table}, path) for name, table in tables.items()}
+    server = _read_profile("server", content.get("server", {}), path)
+    return Sites(server, sites, content.get("deadline", {}), float(content.get("patience", 600.0)))
+
+
+def _read_profile(name: str, table: Mapping[str, Any], path: str | os.PathLike[str]) -> Profile:
+    known = {one.name: type(one.default) for one in fields(Profile)}
+    for key, value in table.items():
+        kinds = (int, float) if known.get(key) is float else known.get(key, ())
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(
+                f"Expected values of a profile in table `{name}` of {os.fspath(path)}, but got {key} = {value!r}: the "
+                f"names are {', '.join(known)}."
+            )
+    return Profile(**table)

@@ -1,0 +1,274 @@
+"""One rehearsal of a deployment: the real server and clients in virtual time, and checks of all invariants."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from lightning_fed.backends.rehearsal.network import Message, RehearsalTransport, Site
+from lightning_fed.backends.rehearsal.profiles import DAY, Sites
+from lightning_fed.backends.rehearsal.stand_in import QUIET, RehearsedRunner, StandIn, stand_in_data, train_stand_in
+from lightning_fed.backends.rehearsal.world import Killed, Machine, World
+from lightning_fed.backends.site.gate import POLICY_FILE
+from lightning_fed.backends.site.policy import ANSWERS, change_update, find_kind, read_policy
+from lightning_fed.backends.site.record import RecordError, read_record
+from lightning_fed.backends.wire.packets import Packet
+from lightning_fed.backends.wire.server import ServerRunner
+from lightning_fed.backends.wire.transport import Deadline
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.errors import describe
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.messages import Client, ClientUpdate, State, digest
+from lightning_fed.model.entries import live_entries
+from lightning_fed.rule import RoundInfo
+
+_MOST_STARTS = 200  # of the server
+_MOST_FILES = 12  # per client, independent of the number of rounds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A deployment to rehearse.
+
+    Args:
+        sites: The machines.
+        federation: Makes the federation; every process calls the function once.
+        rounds: Number of rounds.
+        deadline: Time limit of a round; by default the limit in ``sites``.
+        model: Makes the model.
+        data: Makes a client's data; ``None`` for the profile's number of batches.
+        model_bytes: Bytes of the real model; ``None`` for the bytes of ``model``.
+        trains: Whether the clients train; otherwise :func:`train_stand_in` computes the updates.
+        trainer: Arguments for the Trainers.
+    """
+
+    sites: Sites
+    federation: Callable[[], Federation]
+    rounds: int
+    deadline: Deadline | None = None
+    model: Callable[[], L.LightningModule] = StandIn
+    data: Callable[[Client], Mapping[Client, Any]] | None = None
+    model_bytes: float | None = None
+    trains: bool = False
+    trainer: Mapping[str, Any] = field(default_factory=lambda: QUIET)
+
+
+@dataclass
+class RoundResult:
+    """Result of a round: clients with a used update, reason by excluded client, and hash of the global model."""
+
+    received: Sequence[Client]
+    failed: Mapping[Client, str]
+    model: str
+    at: float
+
+
+@dataclass
+class Outcome:
+    """Result of one rehearsal.
+
+    Args:
+        seed: The seed.
+        rounds: Number of finished rounds.
+        hours: Virtual hours until the last round or the failure.
+        megabytes: Sent and received megabytes, scaled to the real model.
+        failure: Reason why the run ended before the last round; ``None`` for a finished run.
+        excluded: Number of rounds without the client, by client and reason.
+        visits: Results by round.
+        violations: Violated invariants, each with time and event.
+        log: Events as (seconds, machine, text).
+        answer_seconds: Seconds from a request to the answer, for answers that arrived.
+    """
+
+    seed: int
+    rounds: int = 0
+    hours: float = 0.0
+    megabytes: float = 0.0
+    failure: str | None = None
+    excluded: Counter[tuple[Client, str]] = field(default_factory=Counter)
+    visits: dict[int, RoundResult] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    log: list[tuple[float, str, str]] = field(default_factory=list)
+    answer_seconds: list[float] = field(default_factory=list)
+
+
+def rehearse(plan: Plan, seed: int) -> Outcome:
+    """Runs a deployment in virtual time. Equal plans and seeds have equal outcomes and logs."""
+    outcome = Outcome(seed)
+    with tempfile.TemporaryDirectory() as name:
+        _Run(plan, outcome, Path(name).resolve()).run()
+    return outcome
+
+
+class _Ledger(FederatedCallback):
+    """Records the results of rounds on the server."""
+
+    keeps_privacy = True
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        self._run.end_round(find_federation(trainer), trainer.current_epoch, digest(live_entries(module)))
+
+
+class _Run:
+    def __init__(self, plan: Plan, outcome: Outcome, folder: Path) -> None:
+        self.plan, self.outcome, self.folder = plan, outcome, folder
+        model_bytes = sum(value.nbytes for value in plan.model().state_dict().values())
+        self.world = World(outcome.seed, (plan.model_bytes or model_bytes) / model_bytes)
+        self.server = Machine("server", plan.sites.server, folder / "server", self.world)
+        self.key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"rehearsal").digest())
+        self.left: dict[str, list[tuple[float, Message, Packet]]] = {client: [] for client in plan.sites.sites}
+        self.sites = {client: self._build_site(client, model_bytes) for client in plan.sites.sites}
+        self.transport: RehearsalTransport
+
+    def check(self, is_kept: bool, text: str) -> None:
+        if not is_kept:
+            words = f"seed {self.outcome.seed}, {self.world.now:.1f} s, event {len(self.outcome.log or self.world.log)}: {text}"
+            self.outcome.violations.append(words)
+            self.world.note("", f"VIOLATION: {text}")
+
+    def run(self) -> None:
+        plan, world, outcome = self.plan, self.world, self.outcome
+        deadline = plan.deadline or Deadline(**plan.sites.deadline)
+        num_bytes = 0
+        with world.replace_time(self.folder):
+            while self.server.starts <= _MOST_STARTS:
+                self.transport = RehearsalTransport(world, self.server, self.sites, deadline, self.check, self.key)
+                try:
+                    with world.run_on(self.server):
+                        ServerRunner(
+                            plan.federation(), plan.model, None, {**plan.trainer, "max_epochs": plan.rounds},
+                            clients=list(self.sites), folder=self.server.folder, callbacks=[_Ledger(self)],
+                            patience=plan.sites.patience,
+                        ).run(self.transport)  # fmt: skip
+                    break
+                except (Killed, OSError) as error:  # after a full disk, the operator starts the server again
+                    world.note("server", f"ends: {describe(error)}" if isinstance(error, OSError) else "ends")
+                    world.advance(self.server.kill())
+                except Exception as error:
+                    outcome.failure = describe(error)
+                    world.note("server", f"ends: {outcome.failure}")
+                    break
+                finally:
+                    num_bytes += self.transport.sent + self.transport.received
+                    outcome.answer_seconds += self.transport.answer_seconds()
+            outcome.log, world.log = world.log, []
+            outcome.rounds = len(outcome.visits)
+            outcome.hours, outcome.megabytes = world.now / 3600, num_bytes * world.scale / 1e6
+            self._check_models()
+            for site in self.sites.values():
+                self._check_site(site)
+
+    def end_round(self, federation: Federation, round: int, model: str) -> None:
+        report, outcome = federation.server.report, self.outcome
+        for later in [number for number in outcome.visits if number >= round]:
+            del outcome.visits[later]
+        for client, reason in report.failed.items():
+            outcome.excluded[client, reason] += 1
+        outcome.visits[round] = RoundResult(list(report.received), dict(report.failed), model, self.world.now)
+        results = self.transport.results.get(round, {})
+        lost = [client for client, is_good in results.items() if is_good and client not in report.received]
+        extra = [client for client in report.received if not results.get(client)]
+        if federation.server.chain.reveals == "update":
+            self.check(not lost, f"round {round + 1}: the valid updates of {lost} are lost")
+            self.check(not extra, f"round {round + 1}: updates of {extra} are used, but no valid answer arrived")
+        self.check(len(results) == len(report.received) + len(report.failed), f"round {round + 1}: a client is missing")
+        for step in federation.server.chain.steps:
+            released = self.transport.num_models - 1 if round else 0
+            spent = getattr(step, "rounds", math.inf)
+            self.check(spent >= released, f"round {round + 1}: {released} models were sent, but epsilon counts {spent}")
+
+    def _build_site(self, client: Client, model_bytes: float) -> Site:
+        plan, profile = self.plan, self.plan.sites.sites[str(client)]
+        store = self.folder / str(client)
+        store.mkdir(mode=0o700)
+        if profile.policy:
+            (store / POLICY_FILE).write_text(profile.policy)
+            (store / POLICY_FILE).chmod(0o600)
+        machine = Machine(str(client), profile, store, self.world)
+        machine.keep(store / POLICY_FILE)
+
+        def make_runner() -> RehearsedRunner:
+            data = stand_in_data(client, profile.batches) if plan.data is None else plan.data(client)
+            return RehearsedRunner(
+                machine, plan.federation(), plan.model, data, model_bytes * self.world.scale, plan.trains, store,
+                plan.trainer, [],
+            )  # fmt: skip
+
+        return Site(self.world, machine, make_runner, self._inspect)
+
+    def _inspect(self, site: Site, message: Message, reply: Packet) -> None:
+        self.left[site.machine.name].append((self.world.time(), message, reply))
+
+    def _check_models(self) -> None:
+        """Compares every global model with an uninterrupted fit in one process, with the same clients per round."""
+        plan, federation = self.plan, self.plan.federation()
+        server = federation.server
+        if plan.trains or server.chain.reveals == "model":
+            return
+        with torch.no_grad():
+            state: State = {name: value.detach().clone() for name, value in live_entries(plan.model()).items()}
+        stored: dict[Client, State] = {}
+        for round, result in sorted(self.outcome.visits.items()):
+            server.start_round(RoundInfo(round, list(self.sites), seed=federation.seed), state)
+            pending: dict[Client, State] = {}
+            for visit in federation.schedule.cohort(round, list(self.sites)).visits:
+                client = visit.client
+                if client not in result.received:
+                    continue
+                broadcast = server.prepare(client)
+                server.sent(client, broadcast)
+                trained, pending[client] = train_stand_in(broadcast.state, visit, stored.get(client, {}))
+                update = ClientUpdate(client, plan.sites.sites[str(client)].batches, trained)
+                update = server.chain.on_client(update, broadcast, pending[client])
+                if server.count(update):
+                    server.accept(update)
+            new = server.finish_round()
+            if new is not None:
+                state, stored = new, stored | pending
+            is_equal = digest(state) == result.model
+            self.check(is_equal, f"round {round + 1}: the model differs from an uninterrupted fit's: a lost or doubled update")
+            if not is_equal:
+                return
+
+    def _check_site(self, site: Site) -> None:
+        machine, left = site.machine, self.left[site.machine.name]
+        files = sum(path.is_file() for path in machine.folder.rglob("*"))
+        runs = sum(path.is_dir() for path in machine.folder.iterdir())
+        self.check(files <= _MOST_FILES * max(runs, 1), f"{machine.name} has {files} files: its disk is not bounded")
+        if not machine.profile.policy:
+            return
+        policy = read_policy(machine.folder / POLICY_FILE)
+        path = machine.folder / policy.record
+        lines = []
+        try:
+            lines = list(read_record(path)) if path.exists() else []
+        except RecordError as error:
+            self.check("truncated" in str(error), f"the record of {machine.name} is damaged: {error}")
+            return
+        known, clock = {line.content.get("digest") for line in lines}, 0.0
+        recent: list[tuple[float, str, int]] = []
+        for time, message, reply in left:
+            answer, clock = ANSWERS[message.kind], max(clock, time)
+            if answer == "clients" or find_kind(reply.text) == "fault":
+                continue
+            bare = change_update(reply, head=None)
+            hashed = hashlib.sha256(f"{bare.text}\0".encode() + bare.data).hexdigest()
+            self.check(hashed in known, f"{machine.name} sent an answer to {message.name} that is not in the record")
+            recent = [one for one in recent if one[0] > clock - DAY]
+            recent.append((clock, answer, len(bare.text.encode()) + len(bare.data)))
+            count, size = sum(one[1] == answer for one in recent), sum(one[2] for one in recent)
+            is_kept = count <= policy.rounds_per_day and size <= policy.bytes_per_day
+            self.check(is_kept, f"{machine.name} sent {count} answers and {size} bytes in a day, more than the policy allows")

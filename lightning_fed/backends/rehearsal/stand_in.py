@@ -1,0 +1,130 @@
+"""Client without training: the real messages, checks and files, with a computed update in place of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_fed.backends.rehearsal.world import Machine
+from lightning_fed.backends.wire.data import HalfData
+from lightning_fed.backends.wire.packets import VISIT, Packet, TrainRequest
+from lightning_fed.backends.wire.runner import ClientRunner
+from lightning_fed.backends.wire.server_for_client import RemoteServerSide
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.client.client_store import FolderStore
+from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.model.entries import live_entries
+from lightning_fed.rule import RoundInfo
+from lightning_fed.server.schedule import Visit
+
+MEMORY = 5.1
+"""Memory of a client's process during a visit, in units of the model's bytes (measured: guide "deploy")."""
+
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False}
+_COUNT = "memory:visits"
+
+
+class StandIn(L.LightningModule):
+    """A model with eight numbers, in place of a recipe's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.weight.square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> tuple[State, State]:
+    """Returns the state after a visit, and the client's tensors to store: a count of the accepted visits.
+
+    Both are functions of the arguments, so a lost, doubled or changed update changes every later global model.
+    """
+    generator = torch.Generator().manual_seed(visit.seed)
+    count = stored.get(_COUNT, torch.zeros((), dtype=torch.int64)) + 1
+    trained = {
+        name: 0.9 * value + 0.1 * torch.randn(value.shape, generator=generator).to(value.dtype) + 1e-3 * count
+        for name, value in state.items()
+    }
+    return trained, {_COUNT: count}
+
+
+class RehearsedRunner(ClientRunner):
+    """Client that spends virtual time in visits, and trains only if ``trains``."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        federation: Federation,
+        model: Callable[[], L.LightningModule],
+        data: Any,
+        model_bytes: float,
+        trains: bool,
+        store: Path,
+        trainer: Mapping[str, Any],
+        callbacks: list[L.Callback],
+    ) -> None:
+        super().__init__(federation, model, data, trainer, store=store, callbacks=callbacks)
+        self._machine, self._model_bytes, self._trains = machine, model_bytes, trains
+        self._order: tuple[str, TrainRequest]
+
+    def _carry_out(self, kind: str, train_request: TrainRequest, *rest: Any) -> Packet:
+        self._order = kind, train_request
+        return super()._carry_out(kind, train_request, *rest)
+
+    def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
+        profile, (kind, train_request) = self._machine.profile, self._order
+        batches = train_request.visit.num_batches(profile.batches)
+        self._machine.work(profile.seconds_per_step * (batches if kind == VISIT else profile.batches))
+        if MEMORY * self._model_bytes > profile.memory * 1e9:
+            self._machine.end("needs more memory than the machine has")
+        if self._trains:
+            return super()._fit(remote, run, round, datamodule)
+        fit = _StandInFit(self._module, self._federation, FolderStore(self._store / run, keep_all=True))
+        server = remote.connect(fit.server)
+        remote.start(fit)  # type: ignore[arg-type]
+        server.start_round(RoundInfo(round), {})
+        visit = train_request.visit
+        broadcast = server.prepare(visit.client)
+        state, stored = train_stand_in(broadcast.state, visit, fit.store.get(visit.client) or {})
+        update = ClientUpdate(visit.client, remote.population.num_samples(visit.client), state)
+        server.accept(server.chain.on_client(update, broadcast, stored))
+        fit.store.put(visit.client, round, stored)
+        fit.store.commit(round, [visit.client])
+        return batches
+
+
+class _StandInFit(SimpleNamespace):
+    """The parts of a fit that :meth:`RemoteServerSide.start` reads."""
+
+    def __init__(self, module: L.LightningModule, federation: Federation, store: FolderStore) -> None:
+        trainer = SimpleNamespace(
+            lightning_module=module,
+            optimizers=[module.configure_optimizers()],
+            lr_scheduler_configs=[],
+            strategy=SimpleNamespace(lr_scheduler_configs=[]),
+            precision_plugin=SimpleNamespace(state_dict=dict),
+        )
+        super().__init__(
+            trainer=trainer,
+            module=module,
+            store=store,
+            server=federation.server,
+            policies=dict.fromkeys(live_entries(module), "shared"),
+            is_batch_norm_fixed=False,
+        )
+
+
+def stand_in_data(client: Client, batches: int) -> Mapping[Client, TensorDataset]:
+    """Data with the profile's number of batches, of one example each."""
+    return {client: TensorDataset(torch.zeros(batches, 1))}

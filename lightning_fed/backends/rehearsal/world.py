@@ -1,0 +1,306 @@
+"""Virtual time, machines and disks: a deterministic simulation of a deployment in one thread."""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from lightning_fed.backends.rehearsal.profiles import DAY, Profile
+from lightning_fed.backends.site import gate, signatures
+from lightning_fed.backends.wire import remote_client_store, transport
+from lightning_fed.console import LOGGER
+
+EPOCH = 1_800_000_000.0
+"""Unix time at the start of every rehearsal."""
+
+_OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # of `os`, each a possible point of failure
+
+
+class Killed(BaseException):
+    """Raised in a simulated machine whose process ends. No ``except Exception`` can handle the end of a process."""
+
+
+class Machine:
+    """A machine with a process, a disk, a clock and a connection.
+
+    Attributes:
+        name: Name in the log.
+        profile: Speed and faults.
+        folder: Folder on the simulated disk.
+        starts: Number of starts of the process.
+        is_up: Whether the process runs.
+        skew: Seconds by which the clock is ahead.
+    """
+
+    def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
+        self.name, self.profile, self.folder, self._world = name, profile, folder, world
+        self.random = random.Random(f"{world.seed}/{name}")
+        self.starts, self.is_up, self.skew = 1, True, profile.clock_skew
+        self._began_at, self._ended_at = {1: world.now}, dict[int, float]()  # by number of the start
+        self.synced: dict[int, int] = {}  # number of durable bytes by inode
+        self.fuse: int | None = None  # file operations until a fault
+        self.is_fuse_deadly = self._is_dead = False
+        self.next_kill = self._draw(DAY / profile.restarts) if profile.restarts else math.inf
+        never = (math.inf, math.inf)
+        self._outages = [never if profile.availability == 1 else (-1.0, 0.0)]
+        if profile.clock_jumps:
+            world.at(self._draw(DAY / profile.clock_jumps), self._jump)
+
+    def keep(self, path: Path) -> None:
+        """Marks a file as durable."""
+        if path.exists():
+            self.synced[path.stat().st_ino] = path.stat().st_size
+
+    def is_online(self, time: float) -> bool:
+        return self.is_up and all(not start <= time < end for start, end in self._plan_outages(time))
+
+    def lost_since(self, start: int, now: float) -> float | None:
+        """Returns the time since which the connection of the process with number ``start`` is lost."""
+        outage = next((begin for begin, end in self._outages if begin <= now < end), None)
+        ended = self._ended_at.get(start)
+        if ended is None:
+            return outage
+        return min([ended, *(begin for begin, end in self._outages if begin <= ended < end)])
+
+    def online_since(self, now: float) -> float | None:
+        """Returns the time since which the machine is online; ``None`` for a machine without a connection."""
+        if not self.is_online(now):
+            return None
+        return max([self._began_at[self.starts], *(end for _, end in self._outages if end <= now)])
+
+    def transfer(self, time: float, num_bytes: float) -> float:
+        """Returns the time at which a message sent at ``time`` arrives. An outage interrupts the message."""
+        left = self.profile.latency + 8e-6 * num_bytes / self.profile.bandwidth
+        while True:
+            start, end = next(outage for outage in self._plan_outages(time + left) if outage[1] > time)
+            if time + left <= start:
+                return time + left
+            left, time = left - max(0.0, start - time), end
+
+    def work(self, seconds: float) -> None:
+        """Spends virtual time in the machine's process; raises :class:`Killed` if the process ends before."""
+        end = self._world.now + self._world.offset + seconds
+        if end >= self.next_kill:
+            self._world.offset = self.next_kill - self._world.now
+            self._is_dead = True
+            raise Killed(self.name)
+        self._world.offset += seconds
+
+    def end(self, reason: str) -> NoReturn:
+        """Ends the running process, with a reason for the log."""
+        self._world.note(self.name, reason)
+        self._is_dead, self.next_kill = True, self._world.now + self._world.offset
+        raise Killed(self.name)
+
+    def kill(self, restart: Callable[[], None] | None = None) -> float:
+        """Ends the process, and returns the time of the next start."""
+        self.is_up, self._is_dead, self.fuse = False, False, None
+        is_power_lost = self.random.random() < 0.5
+        if is_power_lost:
+            self._lose_bytes()
+        now = self._ended_at[self.starts] = self._world.now
+        start = now + self.random.expovariate(1 / self.profile.downtime)
+        words = "loses power" if is_power_lost else "is killed"
+        self._world.note(self.name, f"{words}, and starts again after {start - now:.0f} s")
+        rate = self.profile.restarts
+        self.next_kill = start + self.random.expovariate(rate / DAY) if rate else math.inf
+
+        def begin() -> None:
+            self.is_up, self.starts = True, self.starts + 1
+            self._began_at[self.starts] = self._world.now
+            self._world.note(self.name, "starts again")
+            if restart is not None:
+                restart()
+
+        self._world.at(start, begin)
+        return start
+
+    def touch(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Runs a file operation of the machine's process, or a fault in place of the operation."""
+        if self._is_dead:
+            raise Killed(self.name)
+        is_reading = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if is_reading or (name == "write" and args[0] <= 2):
+            return operation(*args, **options)
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                self.fuse = None
+                self._fail(name, operation, args, options)
+        if self.profile.disk < math.inf and name in ("write", "fsync") and self._is_full():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if name == "fsync":
+            status = os.fstat(args[0])
+            self.synced[status.st_ino] = status.st_size
+            return None  # no rehearsal needs a durable file
+        for path in args[-1:] if name in ("replace", "rename", "unlink") else ():
+            with suppress(OSError):
+                self.synced.pop(os.stat(path, **options).st_ino, None)  # the file system may use the inode again
+        return operation(*args, **options)
+
+    def _fail(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        words = "is killed" if self.is_fuse_deadly else "has a full disk"
+        self._world.note(self.name, f"{words} at the file operation {name!r}")
+        if name == "write":
+            operation(args[0], args[1][: len(args[1]) // 2], **options)
+        if not self.is_fuse_deadly:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if name in ("replace", "unlink") and self.random.random() < 0.5:
+            operation(*args, **options)
+        self.end("the process ends")
+
+    def set_fuse(self, seconds: float) -> None:
+        """Draws the next fault of a file operation, for a process that works for some seconds."""
+        if self.fuse is None and self.random.random() < self.profile.disk_faults * seconds / DAY:
+            self.fuse, self.is_fuse_deadly = self.random.randrange(40), self.random.random() < 0.5
+
+    def _is_full(self) -> bool:
+        used = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        return used * self._world.scale > self.profile.disk * 1e9
+
+    def _lose_bytes(self) -> None:
+        for path in self.folder.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                status = path.stat()
+                durable = self.synced.get(status.st_ino, 0)
+                if durable < status.st_size:
+                    os.truncate(path, durable)
+
+    def _draw(self, mean: float) -> float:
+        return self._world.now + self.random.expovariate(1 / mean)
+
+    def _plan_outages(self, time: float) -> list[tuple[float, float]]:
+        """Returns all outages, after drawing the outages that start until ``time``."""
+        share, mean = self.profile.availability, self.profile.outage
+        while share < 1 and self._outages[-1][0] <= time:
+            start = self._outages[-1][1] + self.random.expovariate((1 - share) / (mean * share))
+            end = start + self.random.expovariate(1 / mean)
+            self._outages.append((start, end))
+            self._world.at(start, lambda: self._world.note(self.name, "loses the connection"))
+            self._world.at(end, lambda: self._world.note(self.name, "connects again"))
+        return self._outages
+
+    def _jump(self) -> None:
+        self.skew += self.random.uniform(-3600, 3600)
+        self._world.note(self.name, f"has a clock that is {self.skew:+.0f} s ahead")
+        self._world.at(self._draw(DAY / self.profile.clock_jumps), self._jump)
+
+
+class World:
+    """Virtual clock and queue of events; replaces the module ``time`` in backends.
+
+    Attributes:
+        now: Seconds since the start.
+        offset: Seconds by which the current machine's process is ahead of ``now``, after :meth:`Machine.work`.
+        machine: The machine whose process runs.
+        scale: Bytes of the real model per byte of the model in the rehearsal.
+        log: Events as (seconds, machine, text).
+    """
+
+    def __init__(self, seed: int, scale: float = 1.0) -> None:
+        self.seed, self.scale = seed, scale
+        self.now = self.offset = 0.0
+        self.machine: Machine | None = None
+        self.log: list[tuple[float, str, str]] = []
+        self.folder = ""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._names = random.Random(f"{seed}/names")
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Plans an event. Events at the same time run in the order of planning."""
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, action))
+
+    def note(self, machine: str, text: str) -> None:
+        """Adds an event to the log."""
+        self.log.append((self.now + self.offset, machine, text.replace(self.folder, "") if self.folder else text))
+
+    def advance(self, time: float) -> None:
+        """Runs all events until ``time``."""
+        while self._events and self._events[0][0] <= time:
+            due, _, action = heapq.heappop(self._events)
+            self.now = max(self.now, due)
+            action()
+        self.now = max(self.now, time)
+
+    @contextmanager
+    def run_on(self, machine: Machine) -> Iterator[None]:
+        """Context in which a machine's process runs."""
+        before = self.machine, self.offset
+        self.machine, self.offset = machine, 0.0
+        try:
+            yield
+        finally:
+            self.machine, self.offset = before
+
+    # Functions of the module `time`, and of `uuid`
+
+    def monotonic(self) -> float:
+        return self.now + self.offset
+
+    def time(self) -> float:
+        skew = 0.0 if self.machine is None else self.machine.skew
+        return EPOCH + self.now + self.offset + skew
+
+    def time_ns(self) -> int:
+        return int(self.time() * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        """Runs the events of the next seconds; raises :class:`Killed` if the server's process ends."""
+        machine, end = self.machine, self.now + seconds
+        if machine is not None and machine.next_kill <= end:
+            self.advance(machine.next_kill)
+            raise Killed(machine.name)
+        self.advance(end)
+
+    def uuid4(self) -> SimpleNamespace:
+        return SimpleNamespace(hex=f"{self._names.getrandbits(128):032x}")
+
+    @contextmanager
+    def replace_time(self, folder: Path) -> Iterator[None]:
+        """Context in which backends use the virtual clock, machines' file operations may fail, and log lines are
+        events."""
+        self.folder = f"{folder}/"
+        with ExitStack() as stack:
+            for module in (transport, gate, signatures):
+                stack.enter_context(patch.object(module, "time", self))
+            stack.enter_context(patch.object(remote_client_store, "uuid", self))
+            for name in _OPERATIONS:
+                stack.enter_context(patch.object(os, name, self._wrap(name, getattr(os, name))))
+            for name, value in (("handlers", [_Handler(self)]), ("propagate", False)):
+                stack.enter_context(patch.object(LOGGER, name, value))
+            for logger, level in ((LOGGER, logging.INFO), (logging.getLogger("lightning.pytorch"), logging.ERROR)):
+                stack.callback(logger.setLevel, logger.level)
+                logger.setLevel(level)
+            yield
+
+    def _wrap(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            if self.machine is None:
+                return operation(*args, **options)
+            return self.machine.touch(name, operation, args, options)
+
+        return run
+
+
+class _Handler(logging.Handler):
+    """Adds the package's log lines to the events."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        machine = self._world.machine
+        self._world.note("" if machine is None else machine.name, record.getMessage())
