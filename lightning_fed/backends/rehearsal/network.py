@@ -279,7 +279,7 @@ class RehearsalTransport(Transport):
             answers = sorted(
                 one.arrived_at
                 for one in self.messages.values()
-                if one.sent_at >= start and one.arrived_at is not None and one.is_answered
+                if one.sent_at >= start and one.is_fetched and one.arrived_at is not None and one.is_answered
             )
             end = start + self._limit.seconds
             if self._limit.min_clients is not None and len(answers) >= self._limit.min_clients:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_fed.messages import Client
+
 DAY = 24 * 3600.0  # seconds
 
 
@@ -89,7 +91,7 @@ class Sites:
     """
 
     server: Profile
-    sites: Mapping[str, Profile]
+    sites: Mapping[Client, Profile]
     deadline: Mapping[str, Any] = field(default_factory=dict)
     patience: float = 600.0
 

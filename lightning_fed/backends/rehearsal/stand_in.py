@@ -84,8 +84,9 @@ class RehearsedRunner(ClientRunner):
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
         profile, (kind, train_request) = self._machine.profile, self._order
-        batches = train_request.visit.num_batches(profile.batches)
-        self._machine.work(profile.seconds_per_step * (batches if kind == VISIT else profile.batches))
+        per_epoch = remote.population.batches_per_epoch(train_request.visit.client) or profile.batches
+        batches = train_request.visit.num_batches(per_epoch) if kind == VISIT else per_epoch
+        self._machine.work(profile.seconds_per_step * batches)
         if MEMORY * self._model_bytes > profile.memory * 1e9:
             self._machine.end("needs more memory than the machine has")
         if self._trains:
@@ -125,6 +126,6 @@ class _StandInFit(SimpleNamespace):
         )
 
 
-def stand_in_data(client: Client, batches: int) -> Mapping[Client, TensorDataset]:
+def build_stand_in_data(client: Client, batches: int) -> Mapping[Client, TensorDataset]:
     """Data with the profile's number of batches, of one example each."""
     return {client: TensorDataset(torch.zeros(batches, 1))}

@@ -303,4 +303,5 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         machine = self._world.machine
-        self._world.note("" if machine is None else machine.name, record.getMessage())
+        if "\n" not in record.getMessage():  # summaries have real times
+            self._world.note("" if machine is None else machine.name, record.getMessage())
