@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -34,6 +35,7 @@ class Message:
         closed_at: Time at which the server stopped waiting; ``None`` before.
         is_damaged: Whether the answer was changed on the way.
         is_fetched: Whether the server has fetched an answer.
+        given_up_at: Time at which the server gave up the connection; ``None`` otherwise.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Message:
     closed_at: float | None = None
     is_damaged: bool = False
     is_fetched: bool = False
+    given_up_at: float | None = None
 
     @property
     def is_answered(self) -> bool:
@@ -302,11 +305,19 @@ class RehearsalTransport(Transport):
             f"round {round + 1}, {kind}: late answers and bytes (down, up) are counted as {counts}, but are {expected}",
         )
 
+    def _miss(self, message: Any, kind: str, round: int, again: Callable[[Client], Packet] | None) -> Answer | None:
+        answer = super()._miss(message, kind, round, again)
+        if answer is not None:
+            self.messages[message.name].given_up_at = self._world.now
+        return answer
+
     def _judge(
         self, place: str, message: Message | None, answer: Answer, times: tuple[float, float], can_repeat: bool
     ) -> None:
         """Compares the result of a message with the network's record. ``times``: start of the turn, and deadline."""
         now, (turn, end), check = self._world.now, times, self._check
+        if message is not None and message.given_up_at is not None:  # the client's turn may come later
+            now = message.given_up_at
         if message is None:
             check(answer == "it is not connected", f"{place}: no message was sent, but the result is {answer!r:.60}")
             return

@@ -124,7 +124,8 @@ class _Ledger(FederatedCallback):
         self._run = run
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        self._run.end_round(find_federation(trainer), trainer.current_epoch, copy_state(live_entries(module)), is_new)
+        if not self._run.server.is_dead:
+            self._run.end_round(find_federation(trainer), trainer.current_epoch, copy_state(live_entries(module)), is_new)
 
 
 class _Run:
@@ -160,7 +161,8 @@ class _Run:
                         ).run(self.transport)  # fmt: skip
                     break
                 except (Killed, OSError) as error:  # after a full disk, the operator starts the server again
-                    world.note("server", f"ends: {describe(error)}" if isinstance(error, OSError) else "ends")
+                    if isinstance(error, OSError):
+                        world.note("server", f"ends: {describe(error)}")
                     world.advance(self.server.kill())
                 except Exception as error:
                     outcome.failure = describe(error)

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed.backends.rehearsal.world import Machine
 from lightning_fed.backends.wire.data import HalfData
@@ -126,6 +126,6 @@ class _StandInFit(SimpleNamespace):
         )
 
 
-def build_stand_in_data(client: Client, batches: int) -> Mapping[Client, TensorDataset]:
+def build_stand_in_data(client: Client, batches: int) -> Mapping[Client, DataLoader[Any]]:
     """Data with the profile's number of batches, of one example each."""
-    return {client: TensorDataset(torch.zeros(batches, 1))}
+    return {client: DataLoader(TensorDataset(torch.zeros(batches, 1)))}

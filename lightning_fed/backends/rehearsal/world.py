@@ -40,6 +40,7 @@ class Machine:
         starts: Number of starts of the process.
         is_up: Whether the process runs.
         skew: Seconds by which the clock is ahead.
+        is_dead: Whether the process has just ended, and its exception handlers still run.
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
@@ -49,7 +50,7 @@ class Machine:
         self._began_at, self._ended_at = {1: world.now}, dict[int, float]()  # by number of the start
         self.synced: dict[int, int] = {}  # number of durable bytes by inode
         self.fuse: int | None = None  # file operations until a fault
-        self.is_fuse_deadly = self._is_dead = False
+        self.is_fuse_deadly = self.is_dead = False
         self.next_kill = self._draw(DAY / profile.restarts) if profile.restarts else math.inf
         never = (math.inf, math.inf)
         self._outages = [never if profile.availability == 1 else (-1.0, 0.0)]
@@ -92,26 +93,26 @@ class Machine:
         end = self._world.now + self._world.offset + seconds
         if end >= self.next_kill:
             self._world.offset = self.next_kill - self._world.now
-            self._is_dead = True
-            raise Killed(self.name)
+            self.end("is killed")
         self._world.offset += seconds
 
     def end(self, reason: str) -> NoReturn:
         """Ends the running process, with a reason for the log."""
-        self._world.note(self.name, reason)
-        self._is_dead, self.next_kill = True, self._world.now + self._world.offset
+        if reason:
+            self._world.note(self.name, reason)
+        self.is_dead, self.next_kill = True, self._world.now + self._world.offset
         raise Killed(self.name)
 
     def kill(self, restart: Callable[[], None] | None = None) -> float:
         """Ends the process, and returns the time of the next start."""
-        self.is_up, self._is_dead, self.fuse = False, False, None
+        self.is_up, self.is_dead, self.fuse = False, False, None
         is_power_lost = self.random.random() < 0.5
         if is_power_lost:
             self._lose_bytes()
         now = self._ended_at[self.starts] = self._world.now
         start = now + self.random.expovariate(1 / self.profile.downtime)
-        words = "loses power" if is_power_lost else "is killed"
-        self._world.note(self.name, f"{words}, and starts again after {start - now:.0f} s")
+        words = "without unsaved bytes" if is_power_lost else "with all files"
+        self._world.note(self.name, f"will start again after {start - now:.0f} s, {words}")
         rate = self.profile.restarts
         self.next_kill = start + self.random.expovariate(rate / DAY) if rate else math.inf
 
@@ -127,7 +128,7 @@ class Machine:
 
     def touch(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Runs a file operation of the machine's process, or a fault in place of the operation."""
-        if self._is_dead:
+        if self.is_dead:
             raise Killed(self.name)
         is_reading = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if is_reading or (name == "write" and args[0] <= 2):
@@ -157,7 +158,7 @@ class Machine:
             raise OSError(errno.ENOSPC, "No space left on device")
         if name in ("replace", "unlink") and self.random.random() < 0.5:
             operation(*args, **options)
-        self.end("the process ends")
+        self.end("")
 
     def set_fuse(self, seconds: float) -> None:
         """Draws the next fault of a file operation, for a process that works for some seconds."""
@@ -261,7 +262,7 @@ class World:
         machine, end = self.machine, self.now + seconds
         if machine is not None and machine.next_kill <= end:
             self.advance(machine.next_kill)
-            raise Killed(machine.name)
+            machine.end("is killed")
         self.advance(end)
 
     def uuid4(self) -> SimpleNamespace:
