@@ -69,7 +69,7 @@ class Machine:
         """Returns the time since which the connection of the process with number ``start`` is lost."""
         outage = next((begin for begin, end in self._outages if begin <= now < end), None)
         ended = self._ended_at.get(start)
-        if ended is None:
+        if ended is None or ended > now:
             return outage
         return min([ended, *(begin for begin, end in self._outages if begin <= ended < end)])
 

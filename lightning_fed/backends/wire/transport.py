@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK = 2.0  # seconds between checks for lost connections
 
-_WAITING = 3600.0  # extra seconds for which a signed order stays valid
+_WAITING = 3600.0  # extra seconds for which a signed order stays valid, and a late answer is counted
 
 Answer = Packet | str
 """A packet, or the reason for a missing packet."""
@@ -67,7 +67,7 @@ class Transport(ABC):
         self._deadline = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
         self._poll, self._key = poll, key
         self.sent = self.received = self.late = 0
-        self._unanswered: dict[str, tuple[Client, int]] = {}  # unanswered messages from earlier rounds
+        self._unanswered: dict[str, tuple[Client, int, float]] = {}  # messages without an answer in time
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
@@ -147,7 +147,7 @@ class Transport(ABC):
                 if client in ready:
                     break
                 if time.monotonic() > end:
-                    self._unanswered[open_messages.pop(client).name] = client, round
+                    self._unanswered[open_messages.pop(client).name] = client, round, time.monotonic()
                     ready[client] = _constant(f"it did not answer within {limit}")
                 else:
                     time.sleep(self._poll)
@@ -179,18 +179,19 @@ class Transport(ABC):
                     message.client,
                 )
                 self.sent += len(packet.data)
-                self._unanswered[message.name] = message.client, round
+                self._unanswered[message.name] = message.client, round, now
                 message.name, message.connection, message.lost_at = name, connection, None
                 return None
         if now - message.lost_at < self._deadline.reconnect:
             return None
-        self._unanswered[message.name] = message.client, round
+        self._unanswered[message.name] = message.client, round, now
         return "its connection was lost"
 
     def _count_late(self) -> None:
-        for name, (client, round) in list(self._unanswered.items()):
+        end = time.monotonic() - self._deadline.seconds - _WAITING
+        for name, (client, round, since) in list(self._unanswered.items()):
             answer = self.pull(name)
-            if answer is not None:
+            if answer is not None or since < end:
                 del self._unanswered[name]
             if isinstance(answer, Packet):
                 self.late += 1

@@ -4,6 +4,7 @@ import errno
 import io
 import itertools
 import json
+import math
 import weakref
 
 import pytest
@@ -120,6 +121,30 @@ def test_late_answers_are_counted_and_not_used(clock, caplog):
     assert "Dropped the late answer of client 'ann' to round 1." in caplog.text
     ask(network, ["ann"], round=2)
     assert network.late == 1
+
+
+def test_a_message_without_any_answer_is_forgotten(clock):
+    """Networks may lose messages in every round of a long run: the server must not poll all of them for ever."""
+    network = Network(clock, 60, {"ann": math.inf})
+    pulled, pull = [], network.pull
+    network.pull = lambda name: pulled.append(name) or pull(name)
+    for round in range(3):
+        ask(network, ["ann"], round)
+        clock.now += 1800
+    pulled.clear()
+    ask(network, [], 3)
+    assert pulled == ["message-1", "message-2"]
+    clock.now += 4000
+    ask(network, [], 4)
+    pulled.clear()
+    ask(network, [], 5)
+    assert not pulled
+
+
+def test_bytes_of_unsent_messages_are_not_counted(clock):
+    network = Network(clock, 60, {"ann": 1, "bob": 1}, {"bob": [(0, None)]})
+    list(network.ask("train", [(client, Packet("", b"1234")) for client in ("ann", "bob")], 0))
+    assert network.sent == 4
 
 
 def test_a_connection_that_is_back_goes_on_with_its_message(clock):
