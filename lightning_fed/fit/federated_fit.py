@@ -19,7 +19,7 @@ from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unse
 from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog
-from lightning_fed.fit.synchronisation import RoundSynchronisation
+from lightning_fed.fit.synchronisation import RoundSynchronisation, sharing_strategy
 from lightning_fed.lightning.internals import (
     await_validation,
     complete_epoch,
@@ -230,6 +230,11 @@ class FederatedFit:
     def has_one_client(self) -> bool:
         """True if the only client is in this process, so that training equals a plain fit."""
         return not self.is_remote and len(self.population.clients) == 1
+
+    @property
+    def has_ranks(self) -> bool:
+        """True if several processes train each client together, so that an error in one process ends the fit."""
+        return self.trainer.world_size > 1 and sharing_strategy(self.trainer) is None
 
     @property
     def is_batch_norm_fixed(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -43,11 +43,9 @@ _REFUSED_INSIDE: dict[type[L.Callback], str] = {
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
     """Returns the datamodule or module with the hook ``train_dataloader``; refuses a Trainer without the hook."""
-    datamodule: L.LightningDataModule | None = datamodule_of(trainer)
-    if datamodule is not None and is_overridden("train_dataloader", datamodule):
-        return datamodule
-    if is_overridden("train_dataloader", module):
-        return module
+    for owner in (datamodule_of(trainer), module):
+        if owner is not None and is_overridden("train_dataloader", owner):
+            return cast(L.LightningModule, owner)
     raise MisconfigurationException(
         "Expected training data: loaders or data sets passed to `fit`, a datamodule, or the module's "
         "`train_dataloader`, but found none. If loaders were passed to `fit`, `Federation` cannot find them in this "
@@ -76,12 +74,13 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes without client sharing, except DDP inside the only client (``is_alone``)."""
+    """Refuses several processes without client sharing, except DDP inside one client (``is_alone``)."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
             f"{trainer.world_size} processes: use strategy='client_parallel', which divides the clients, `devices=1`, "
-            "or strategy='ddp' inside one client, with `partition=IID(1)`, averaging and optimizer_state='keep'."
+            "or strategy='ddp' inside one client, with `partition=IID(1)`, averaging, optimizer_state='keep', "
+            "batch_norm='average', and no `visit_timeout`."
         )
 
 
@@ -145,7 +144,6 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
     """Refuses Trainer settings and callbacks that do not work in a federated fit (or a plain fit, if ``is_plain``)."""
-    check_processes(trainer, is_plain)
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
             "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "

@@ -21,7 +21,7 @@ from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, fed
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.fit.trainer_checks import check_round, check_trainer, find_loader_owner
+from lightning_fed.fit.trainer_checks import check_processes, check_round, check_trainer, find_loader_owner
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
@@ -156,6 +156,8 @@ class RoundLoop:
                 for hook in VISIT_HOOKS
             ),
         )
+        changes = fit.reports_statistics or fit.has_own_statistics or options.faults.visit_timeout is not None
+        check_processes(fit.trainer, not fit.has_server or (fit.is_plain and not changes))
         check_trainer(fit.trainer, fit.is_plain, options.optimizer_state == "keep")
         if fit.trainer.ckpt_path is not None and then not in (None, fit.is_plain):
             raise MisconfigurationException(
@@ -279,7 +281,7 @@ class RoundLoop:
                 exchange_reload_interval(fit.trainer, interval)
             if fit.trainer.overfit_batches:  # type: ignore[attr-defined]
                 loader = loader_to_overfit(loader)
-            if fit.trainer.world_size > 1 and sharing_strategy(fit.trainer) is None:
+            if fit.has_ranks:
                 loader = distribute_loader(fit.trainer, loader)
             split = load_feature("lightning_fed.partitions.loader_split").split_training_data
             fit.set_population(split(loader, self._partition, fit.schedule.seed))

@@ -199,6 +199,8 @@ class VisitDriver:
         loader, planned = self._loader, self._loader.current
         is_skipped = batch is None or self._is_skipped or (planned is not None and planned.fault is not None)
         self._is_skipped = False
+        if batch is None:
+            self._skip_batch()
         if self._has_batch_end and not is_skipped:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._batch_end.original(outputs, batch, local_idx)
@@ -258,7 +260,7 @@ class VisitDriver:
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
         fault = client_fault(error, planned)
         is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
-        if fault is None or is_alone:
+        if fault is None or is_alone or self.fit.has_ranks:
             raise error
         planned.fail(fault, error)
         if not isinstance(error, ClientFault) and not self._loader.population.has_raised:
@@ -271,6 +273,9 @@ class VisitDriver:
             )
 
     def _skip_batch(self) -> None:
+        planned = self._loader.current
+        if self.fit.has_ranks and planned is not None and planned.fault is not None:
+            raise planned.error or ClientFault(planned.fault)  # the other processes wait for this batch
         self.fit.ignore_warning("`training_step` returned `None`")
 
 

@@ -10,6 +10,7 @@ import lightning as L
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from lightning_fed.backends.ddp.runner import build_runner
 from lightning_fed.backends.flower.start import flower_home
 from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.backends.wire.bounds import OrderBounds
@@ -64,7 +65,7 @@ def client_app(
         ...     trainer={"accelerator": "cpu"},
         ... )
     """
-    runner = ClientRunner(
+    runner = build_runner(
         federation,
         model,
         data,

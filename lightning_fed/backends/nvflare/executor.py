@@ -16,6 +16,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
+from lightning_fed.backends.ddp.runner import build_runner
 from lightning_fed.backends.nvflare.transport import from_shareable, to_shareable
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.packets import PacketError
@@ -71,7 +72,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         make = partial(
-            ClientRunner, federation, model, data, trainer, callbacks=callbacks, bounds=bounds, policy=policy
+            build_runner, federation, model, data, trainer, callbacks=callbacks, bounds=bounds, policy=policy
         )
         self._make, self._store = make, store
         self._runner: ClientRunner | None = None

@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,9 @@ class ClientRunner:
     Takes the arguments of :func:`~lightning_fed.backends.flower.client_app`.
     """
 
+    reserved: Collection[str] = _OURS
+    store_kind = FolderStore
+
     def __init__(
         self,
         federation: Federation,
@@ -91,7 +94,7 @@ class ClientRunner:
     ) -> None:
         self._bounds = OrderBounds() if bounds is None else bounds
         self._federation, self._model, self._data = federation, model, data
-        self._options, self._callbacks = check_options(trainer, _OURS), list(callbacks)
+        self._options, self._callbacks = check_options(trainer, self.reserved), list(callbacks)
         self._store = Path(store)
         self._store.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._run = ""
@@ -169,10 +172,7 @@ class ClientRunner:
             kind, train_request, broadcast, population, self._gate.judge_entries, HeldFile(self._store / run)
         )
         try:
-            if run != self._run:
-                L.seed_everything(train_request.seed, verbose=False)
-                self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
-                self._run = run
+            self._build_module(run, train_request.seed)
             steps = self._fit(remote, run, round, datamodule)
         except ClientFault:
             raise
@@ -195,6 +195,12 @@ class ClientRunner:
             assert train_request.peers is not None
             self._sum_of(run, client, self._summed).mask(update, broadcast.state, train_request.peers, round)
         return write_update(update, Answer(steps, remote.left, keeps, len(update.unsent)))
+
+    def _build_module(self, run: str, seed: int) -> None:
+        if run != self._run:
+            L.seed_everything(seed, verbose=False)
+            self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
+            self._run = run
 
     def _check_order(
         self, kind: str, train_request: TrainRequest, clients: Sequence[Client], population: Population
@@ -234,7 +240,7 @@ class ClientRunner:
             faults=replace(self._federation.options.faults, min_clients=1),
             partition=None,
             visits=self._federation.options.visits_one_by_one,
-            store=FolderStore(self._store / run, keep_all=True),
+            store=self.store_kind(self._store / run, keep_all=True),
         )
         half.split(remote)
         trainer = L.Trainer(

@@ -1,0 +1,185 @@
+"""Client side with several processes: trains a visit with Lightning's DDP, and answers as one client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_fed.algorithms.proximal_term import ProximalTerm
+from lightning_fed.backends.ddp.data_shares import share_population
+from lightning_fed.backends.ddp.processes import Processes, as_bytes, current_rank
+from lightning_fed.backends.wire.data import HalfData
+from lightning_fed.backends.wire.held_file import HeldFile
+from lightning_fed.backends.wire.hyperparameters import on_device
+from lightning_fed.backends.wire.packets import VISIT, Packet, read_train_request
+from lightning_fed.backends.wire.runner import ClientRunner
+from lightning_fed.backends.wire.server_for_client import RemoteServer, RemoteServerSide, find_public_reason
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.client.client_store import FolderStore
+from lightning_fed.errors import ClientFault, VisitTimeout
+from lightning_fed.federated_callback import FederatedCallback, TrainerCallback
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.messages import State
+
+_log = logging.getLogger(__name__)
+
+_ON_CLIENT = ("on_client_request", "on_client_receive", "on_client_start", "on_client_batch", "on_client_end")
+_OF_RANKS = ("strategy", "sync_batchnorm")
+_DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "plugins")
+
+
+def build_runner(federation: Federation, model: Any, data: Any, trainer: Any, **options: Any) -> ClientRunner:
+    """Builds the runner for a client: with several processes if the Trainer's arguments ask for several devices."""
+    is_given = isinstance(trainer, Mapping) and trainer.get("devices", 1) != 1
+    kind = DistributedRunner if is_given and _count_processes(trainer) > 1 else ClientRunner
+    return kind(federation, model, data, trainer, **options)
+
+
+def _count_processes(trainer: Mapping[str, Any]) -> int:
+    """Number of processes of a Trainer with the arguments ``trainer``; refuses several machines, and other strategies.
+
+    Raises:
+        MisconfigurationException: With ``num_nodes`` above 1, or several devices and a strategy other than DDP.
+    """
+    probe = L.Trainer(**{name: trainer[name] for name in _DEVICES if name in trainer}, logger=False)
+    if probe.num_nodes > 1:
+        raise MisconfigurationException(
+            f"Expected num_nodes=1, because the processes of a client run on one machine, but got {probe.num_nodes}: "
+            "let each machine be a client."
+        )
+    if probe.world_size > 1 and not isinstance(probe.strategy, DDPStrategy):
+        raise MisconfigurationException(
+            "Expected strategy='ddp' for a client with several devices, but got "
+            f"{type(probe.strategy).__name__}: set strategy='ddp' or devices=1."
+        )
+    return probe.world_size
+
+
+class DistributedRunner(ClientRunner):
+    """Answers packets like the base class, but trains visits in several processes.
+
+    The processes start at the first visit and stay. This process alone checks orders, knows the keys of a secure sum,
+    and answers. Requests, measurements and evaluations run in this process, on one device. If a process ends or
+    raises, the others are ended, and the client misses the round.
+
+    Raises:
+        MisconfigurationException: If a callback computes with the data of a visit, which are only a share of the
+            client's data in each process, or if an argument cannot be sent to the processes.
+    """
+
+    def __init__(
+        self, federation: Federation, model: Any, data: Any, trainer: Mapping[str, Any], **options: Any
+    ) -> None:
+        count = _count_processes(trainer)
+        here = {name: value for name, value in trainer.items() if name not in (*_OF_RANKS, "devices")}
+        super().__init__(federation, model, data, here, **options)
+        steps = [callback for step in federation.server.chain.steps for callback in step.callbacks()]
+        for callback in (*federation.method.callbacks, *steps, *self._callbacks):
+            _check_callback(callback)
+        each = {"strategy": "ddp", **trainer}
+        self._processes = Processes(count, as_bytes((federation, model, data, each, options)), answer_visit)
+
+    def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
+        if self._kind != VISIT:
+            return super()._fit(remote, run, round, datamodule)
+        steps, update, fault, remote.left = self._processes.run(self._order, self._gate.judge_entries)
+        remote.server = cast(RemoteServer, SimpleNamespace(update=update, fault=fault))
+        return cast(int, steps)
+
+    def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
+        self._kind, self._order = kind, (packet, dict(node))
+        return super()._answer(kind, packet, node)
+
+
+def _check_callback(callback: Any) -> None:
+    is_known = type(callback) is ProximalTerm or not isinstance(callback, TrainerCallback)
+    if not is_known and any(is_overridden(hook, callback, FederatedCallback) for hook in _ON_CLIENT):
+        raise MisconfigurationException(
+            f"`{type(callback).__name__}` works inside visits, but each of several processes has only a share of "
+            "the client's data: set devices=1, or train with averaging or FedProx."
+        )
+
+
+class RankRunner(ClientRunner):
+    """One of several processes that train a visit together; only the first process writes files."""
+
+    reserved = tuple(name for name in ClientRunner.reserved if name not in _OF_RANKS)
+
+    def __init__(self, federation: Federation, model: Any, data: Any, trainer: Any, options: dict[str, Any]) -> None:
+        plugins = trainer.get("plugins", [])
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        super().__init__(federation, model, data, {**trainer, "plugins": [*plugins, LightningEnvironment()]}, **options)
+        self.rank, self._size = current_rank()
+        if self.rank:
+            self.store_kind = _ReadStore
+
+    def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
+        """Trains this process's share of a visit; returns the steps, the update, the fault and the schedulers' end.
+
+        ``judge`` asks the site's policy about the entries.
+        """
+        self.keep_log()
+        population, datamodule = self._data_at(node)
+        train_request, broadcast = read_train_request(packet, VISIT)
+        visit, run = train_request.visit, train_request.run
+        shared = share_population(population, self.rank, self._size, visit.seed)
+        held = _ReadHeldFile(self._store / run) if self.rank else HeldFile(self._store / run)
+        remote = RankSide(VISIT, train_request, broadcast, shared, judge, held)
+        self._build_module(run, train_request.seed)
+        steps, update, cpu = self._fit(remote, run, visit.round, datamodule), remote.server.update, torch.device("cpu")
+        if update is not None:
+            update = replace(update, state=on_device(update.state, cpu), extras=on_device(update.extras, cpu))
+        return steps, update, remote.server.fault, remote.left
+
+
+class RankSide(RemoteServerSide):
+    """The server as seen by one of several processes; the first process writes only after the others have read."""
+
+    def start(self, fit: FederatedFit) -> None:
+        strategy = fit.trainer.strategy
+        if fit.trainer.is_global_zero:
+            strategy.barrier()
+        super().start(fit)
+        if not fit.trainer.is_global_zero:
+            strategy.barrier()
+
+
+class _ReadHeldFile(HeldFile):
+    def store(self, state: State) -> None:
+        """Does nothing, because the first process writes."""
+
+
+class _ReadStore(FolderStore):
+    def put(self, client: Any, round: int, state: State) -> None:
+        """Does nothing, because the first process writes."""
+
+
+def answer_visit(arguments: tuple[Any, ...]) -> Any:
+    """Builds a process's runner; returns the function that trains visits and raises only ``ClientFault``."""
+    federation, model, data, trainer, options = arguments
+    runner = RankRunner(federation, model, data, trainer, options)
+    return partial(_answer_visit, runner)
+
+
+def _answer_visit(runner: RankRunner, order: tuple[Packet, dict[str, Any]], judge: Any) -> tuple[Any, ...] | None:
+    try:
+        outcome = runner.train(*order, judge)
+    except ClientFault:
+        raise
+    except VisitTimeout as error:
+        raise ClientFault(str(error)) from error
+    except Exception as error:
+        _log.exception("Process %d of a visit failed.", runner.rank + 1)
+        raise ClientFault(find_public_reason(error)) from error
+    return None if runner.rank else outcome
