@@ -209,7 +209,7 @@ def _ask_here(
             except (ClientFault, VisitTimeout) as fault:
                 answers.failed[visit.client] = str(fault)
             except Exception as error:
-                error.add_note(f"After round {round_number(visit.round)}, when client {visit.client!r} was asked.")
+                error.add_note(f"Raised as client {visit.client!r} answered after round {round_number(visit.round)}.")
                 raise
             else:
                 answers.updates[visit.client] = update

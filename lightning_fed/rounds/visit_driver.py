@@ -232,7 +232,7 @@ class VisitDriver:
             round_number(self.fit.server.report.round),
             loader.visits.index(planned) + 1,
             len(loader.visits),
-            "with what was trained so far" if has_aggregate else "and the global model does not change",
+            "and the updates so far are aggregated" if has_aggregate else "and the global model does not change",
         )
 
     @contextmanager

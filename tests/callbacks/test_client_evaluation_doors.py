@@ -134,7 +134,7 @@ def test_an_error_in_an_evaluation_names_client_and_stage(stage, federated_train
     evaluation.stage = stage
     with pytest.raises(KeyError, match="no mask") as caught:
         federated_trainer(max_rounds=1, callbacks=[evaluation]).fit(Both(), datamodule=data())
-    assert caught.value.__notes__[0] == f"In the {stage} of client 'ann'."
+    assert caught.value.__notes__[0] == f"Raised in the {stage} of client 'ann'."
 
 
 class OneFails(Both):

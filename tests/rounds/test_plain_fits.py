@@ -189,7 +189,7 @@ def test_models_and_files_are_lightnings(case, visits, fit, tmp_path, caplog):
     assert_same(federated_state, state)
     torch.testing.assert_close(federated_validated, validated, rtol=0, atol=0)
     assert_same_files(tmp_path / "federated", tmp_path / "plain")
-    assert ("with what was trained so far" in caplog.text) == (case in ("steps", "stop in validation"))
+    assert ("and the updates so far are aggregated" in caplog.text) == (case in ("steps", "stop in validation"))
 
 
 class Stop(Exception):

@@ -285,7 +285,7 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
         train_request = TrainRequest(visit=visit, **header)
         _check_train_request(train_request)
     except (TypeError, KeyError, ValueError) as error:
-        raise PacketError(f"its train request is invalid:  {error}") from error
+        raise PacketError(f"its train request is invalid: {error}") from error
     return train_request, Broadcast(visit.round, tensors.get("state", {}), tensors.get("extras", {}))
 
 

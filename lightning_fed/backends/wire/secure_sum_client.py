@@ -133,7 +133,7 @@ class ClientSum:
                 shares[peer] = _hex(open_share(sealing, keys[peer], keys[self._client], sealed, context))
             except SumError as error:
                 number = round_number(request.round)
-                _log.warning("Round %d: client %r: %s (from client %r).", number, self._client, error, peer)
+                _log.warning("Round %d: client %r cannot use client %r's share: %s.", number, self._client, peer, error)
                 shares[peer] = missing  # the shares of other clients may suffice
         self._put(request.round, "opened", {**known, "shares": list(shares.items())})
         return tuple(NOT_OPENED if shares[peer] == missing else OPENED for peer in request.peers)

@@ -187,7 +187,7 @@ class ClientEvaluation(AskableCallback):
         except ClientFault:
             raise
         except Exception as error:
-            error.add_note(f"In the {stage} of client {client!r}.{_advice(error)}")
+            error.add_note(f"Raised in the {stage} of client {client!r}.{_advice(error)}")
             raise
         if report.num_samples < self.min_examples:
             raise ClientFault(f"it has fewer {stage} examples than its min_examples={self.min_examples}")

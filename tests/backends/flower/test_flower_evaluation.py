@@ -294,7 +294,7 @@ def test_an_error_at_a_client_names_client_and_stage(has_norm, tmp_path, caplog)
         lambda: [ClientEvaluation()], held_out=held_out,
     )  # fmt: skip
     advice = " A batch is too small for a BatchNorm layer that normalises with batch statistics"
-    assert f"In the validation of client 'bob'.{advice if has_norm else ''}" in caplog.text
+    assert f"Raised in the validation of client 'bob'.{advice if has_norm else ''}" in caplog.text
     assert "'ann'" not in caplog.text
     assert "'cid'" not in caplog.text
     assert (advice in caplog.text) == has_norm
