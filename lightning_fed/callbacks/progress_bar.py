@@ -90,5 +90,5 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
 
 
 def default_progress_bar() -> ProgressBar:
-    """Creates the default bar like Lightning: with ``rich`` if installed."""
+    """Creates the default progress bar for rounds: with ``rich`` if installed, as in Lightning."""
     return FederatedRichProgressBar() if find_spec("rich") else FederatedProgressBar()

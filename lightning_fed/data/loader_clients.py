@@ -291,7 +291,7 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context that seeds a loader's random generators, and restores the states afterwards.
+    """Context with seeded random generators of a loader; the earlier states are restored afterwards.
 
     Raises:
         ValueError: If the loader has persistent workers, because the workers' random state belongs to training.

@@ -350,7 +350,7 @@ class FederatedFit:
         return is_first
 
     def ignore_warning(self, message: str, module: str = "") -> None:
-        """Suppresses a warning of Lightning (regular expressions for text and module) until :meth:`close`."""
+        """Suppresses warnings that match the regular expressions ``message`` and ``module``, until :meth:`close`."""
         self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Returns a reason for each client whose reported value differs from the value in sums or metric states."""
+    """Returns a reason for each client whose reported values contradict the client's sums or metric states."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)
