@@ -30,6 +30,7 @@ from lightning_fed.data.loader_clients import (
     seeded_own_generators,
     set_epoch,
 )
+from lightning_fed.data.partition import MapDataset
 from lightning_fed.data.partition import Partition as Partition
 from lightning_fed.data.population import LONGEST_NAME, batch_length, client_keys, seed_everything, seeded_generators
 from lightning_fed.data.population import LazyClients as LazyClients
