@@ -26,7 +26,7 @@ from lightning_fed.algorithms.asynchronous.callback import AsynchronousRounds
 from lightning_fed.argument_checks import check_count, check_nonnegative, check_option, check_positive
 from lightning_fed.data.population import Population
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
-from lightning_fed.method import register
+from lightning_fed.method import COMPANIONS, register
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
@@ -170,6 +170,7 @@ class AsynchronousRule(AveragingAggregator):
         return moved
 
 
+@register
 class FedBuff(AsynchronousRule):
     r"""Buffered asynchronous averaging: the model changes after each :math:`K` arrivals (Nguyen et al., AISTATS 2022).
 
@@ -217,6 +218,7 @@ class FedBuff(AsynchronousRule):
         return start
 
 
+@register
 class FedAsync(AsynchronousRule):
     r"""Asynchronous mixing: the model changes after each arrival (Xie, Koyejo & Gupta, 2019).
 
@@ -280,5 +282,4 @@ def _check_staleness(value: Staleness) -> float | tuple[float, float]:
     return check_nonnegative("staleness", value[0]), check_nonnegative("staleness", value[1])
 
 
-for _rule in (FedBuff, FedAsync):
-    register(_rule, callbacks=lambda rule: [AsynchronousRounds(rule)])
+COMPANIONS[AsynchronousRule] = lambda rule: [AsynchronousRounds(rule)]
