@@ -76,8 +76,8 @@ class PersonalModel(GradientTerm):
         schedule = find_federation(trainer).schedule
         if schedule.local_steps is not None or schedule.local_epochs <= self.global_epochs:
             raise MisconfigurationException(
-                f"`PersonalModel(global_epochs={self.global_epochs})` needs visits with more epochs, not steps: set"
-                f" larger `local_epochs` and no `local_steps`, but got local_epochs={schedule.local_epochs} and"
+                f"`PersonalModel(global_epochs={self.global_epochs})` needs more epochs per visit: set larger"
+                f" `local_epochs` and no `local_steps`, but got local_epochs={schedule.local_epochs} and"
                 f" local_steps={schedule.local_steps}."
             )
 

@@ -325,7 +325,7 @@ class Federation(TrainerCallback):
         """
         state = self.client_state(client)
         if self._loop.is_attached:
-            raise RuntimeError("A client's model is available after the fit: between rounds use `client_state`.")
+            raise RuntimeError("A client's model is available only after the fit: between rounds use `client_state`.")
         model = copy.deepcopy(self._fit.module)
         model.load_state_dict(state)
         return model.eval()

@@ -141,6 +141,7 @@ def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] 
     colors = [tuple(color) for color in class_colors]
     if not colors or not all(len(color) == 3 and all(0 <= value <= 255 for value in color) for color in colors):
         raise ValueError(
-            f"Expected `class_colors` to hold a (red, green, blue) from 0 to 255 per class, but got {class_colors}."
+            f"Expected `class_colors` to contain a tuple (red, green, blue) per class, with values from 0 to"
+            f" 255, but got {class_colors}."
         )
     return [(int(red), int(green), int(blue)) for red, green, blue in colors]

@@ -84,7 +84,7 @@ def client_state(
     if not is_known:
         raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
     if is_in_round:
-        raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
+        raise RuntimeError("A client's own model is available only between rounds and after the fit.")
     assert module is not None
     local = local_model(fit, module)
     state = local.global_state()

@@ -177,7 +177,8 @@ class ClientVisit:
         unsliced = sorted(request.rows.keys() - self._local.sliced.keys())
         if unsliced:
             raise MisconfigurationException(
-                f"A callback requests rows of {unsliced}, which are sent as a whole: name them in its `sliced_entries`."
+                f"A callback requests rows of {unsliced}, which are sent as a whole: list these entries in"
+                " `sliced_entries`."
             )
 
     def _load_optimizers(self, request: Request, stored: State) -> None:

@@ -62,8 +62,8 @@ def check_growth(
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):
             raise OptionError(
-                f"Expected a checkpoint with widths from growth by FedMA, but got {name!r} with shape {tuple(loaded)}"
-                f" for the module's shape {tuple(shape)}."
+                f"Expected a checkpoint with the module's shapes, except for neurons that FedMA added, but {name!r} has"
+                f" shape {tuple(loaded)} in the checkpoint, and {tuple(shape)} in the module."
             )
 
 

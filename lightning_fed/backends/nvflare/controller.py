@@ -104,7 +104,7 @@ class FederationController(Controller):  # type: ignore[misc]
     def process_result_of_unknown_task(
         self, client: Site, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
-        _log.warning("Discarded a late answer from site %r to %r.", client.name, task_name)
+        _log.warning("Discarded a late answer from site %r to the task %r.", client.name, task_name)
 
 
 def _survive_bad_answers() -> None:

@@ -85,7 +85,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
     if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
         raise PacketError("its list of clients is invalid")
     if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):
-        raise PacketError(f"its {len(peers)} clients have duplicates or do not fit the step")
+        raise PacketError(f"its list of {len(peers)} clients has duplicates, or is not allowed in the step {stage!r}")
     expected = len(peers) if stage == "unmask" else 0
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
         raise PacketError("its list of survivors is invalid")
