@@ -19,8 +19,8 @@ from common import QUIET, Curve, machine, parser, prepare, run_all, spread, tabl
 from torch import Tensor
 
 from lightning_fed import FederatedTrainer
-from lightning_fed.model.batch_norm import shift_between
-from lightning_fed.rounds.batch_norm import LARGE_SHIFT
+from lightning_fed.batch_norm.measurement import LARGE_SHIFT
+from lightning_fed.batch_norm.pooling import shift_between
 
 SETTINGS = ("alike", "mild", "weak", "medium", "strong", "drives", "retina", "classes 0.1")
 WAYS = ("pooled", "own", "by layer")

@@ -17,6 +17,7 @@ from . import study as study
 from . import tasks as tasks
 from .backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
 from .backends.vectorized.plan import Vectorized as Vectorized
+from .batch_norm.measurement import adapt as adapt
 from .callbacks.federation import Federation as Federation
 from .callbacks.federation import scheduler_steps as scheduler_steps
 from .client.client_store import ClientStore as ClientStore
@@ -32,7 +33,6 @@ from .fit.options import LocalStatistics as LocalStatistics
 from .messages import Broadcast as Broadcast
 from .messages import ClientUpdate as ClientUpdate
 from .method import Method as Method
-from .rounds.batch_norm import adapt as adapt
 from .rule import Aggregator as Aggregator
 from .server.schedule import Availability as Availability
 from .trainer import FederatedTrainer as FederatedTrainer

@@ -34,6 +34,19 @@ class TrainerCallback(L.Callback):
         self.on_after_setup()
 
 
+class RevertingCallback(L.Callback):
+    """Base class of callbacks that call ``revert`` after the end of a fit and after an exception."""
+
+    def revert(self) -> None:
+        """Reverts changes to the user's objects. Repeated calls must change nothing."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.revert()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.revert()
+
+
 class FederatedCallback(TrainerCallback):
     """A Lightning callback with additional hooks, for code that accesses the module, optimizer, batches or log.
 

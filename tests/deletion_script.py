@@ -41,7 +41,7 @@ def delete(package, feature):
     """Deletes a folder or a file from a package; `callbacks` stands for all callbacks outside the kernel."""
     path = package / feature
     if feature == "callbacks":
-        kernel = {"__init__.py", "federation.py", "unseen_data.py", "progress_bar.py"}
+        kernel = {"__init__.py", "federation.py", "progress_bar.py"}
         for file in path.iterdir():
             if file.suffix == ".py" and file.name not in kernel:
                 file.unlink()

@@ -25,7 +25,7 @@ from lightning_fed import data as data_package
 from lightning_fed.algorithms.fedfusion.model_surgery import fuse, unwrap
 from lightning_fed.data import IID, Dirichlet, LabelsPerClient, QuantitySkew, Shards
 from lightning_fed.datasets import Shapes, Synthetic
-from lightning_fed.model.feature_extraction import extract_features
+from lightning_fed.features.extraction import extract_features
 from tests import draws_script, warm_process
 from tests.breadth import quick
 from tests.conftest import QUIET

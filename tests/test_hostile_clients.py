@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fed import FederatedCallback
-from lightning_fed.model.batch_norm import find_bad_statistics, pool_statistics
+from lightning_fed.batch_norm.pooling import find_bad_statistics, pool_statistics
 from lightning_fed.rounds import batch_norm
 from lightning_fed.steps import MaxSamples, UniformWeights
 from tests.models import Module, adam, as_datasets, mlp, norm_mlp, vectors

@@ -18,7 +18,7 @@ from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.callbacks.picture_grid import default_colors
 from lightning_fed.data import Dirichlet, PartitionedData
 from lightning_fed.datasets import Shapes
-from lightning_fed.model.feature_extraction import evaluating
+from lightning_fed.features.extraction import evaluating
 from lightning_fed.tasks import SegmentationTask
 
 ROUNDS, CLIENTS = 48, 24

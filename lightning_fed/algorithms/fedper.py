@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_fed.callbacks.training_trace import find_class_task, has_same_parameters
 from lightning_fed.errors import OptionError
+from lightning_fed.features.layers import find_classifier
 from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import Selector, layer_entries
-from lightning_fed.model.features import find_classifier
 from lightning_fed.rule import Aggregator
 
 

@@ -20,19 +20,19 @@ from lightning_fed.algorithms.fedfusion.extractors import find_extractor_in_fit,
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor, entries_of_network
 from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.features.layers import FeatureLayer, has_channels_last
+from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
 from lightning_fed.lightning.internals import is_compiled, loss_scale
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, with_prefix, without_prefix
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import copy_state
-from lightning_fed.model.features import FeatureLayer, has_channels_last
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.rule import Aggregator
 
 _PREFIX = "previous:"
 
 
-class ContrastiveTerm(FederatedCallback):
+class ContrastiveTerm(RevertingCallback, FederatedCallback):
     r"""Adds the gradient of a model-contrastive loss with respect to the features.
 
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
@@ -127,10 +127,7 @@ class ContrastiveTerm(FederatedCallback):
             handle.remove()
         self._handles, self._inputs = [], None
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._extractors = []
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def revert(self) -> None:
         self._extractors = []
 
     def _record_inputs(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

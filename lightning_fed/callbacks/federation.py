@@ -9,7 +9,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from time import perf_counter  # bound at import, because profilers may replace `time.perf_counter`
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.aliases import warn_of_two
 from lightning_fed.atomic_files import folders_of, protect_checkpoints
-from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.federated import evaluated_client
@@ -38,17 +37,23 @@ from lightning_fed.fit.checkpoint_checks import (
     warn_of_batch_norm_option,
 )
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
-from lightning_fed.fit.fit_summary import describe_end, describe_start, files_of, last_checkpoint
+from lightning_fed.fit.fit_summary import (
+    describe_end,
+    describe_start,
+    files_of,
+    last_checkpoint,
+    statistics_of_monitored,
+)
 from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import add_callbacks, put_first
+from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
-from lightning_fed.rounds.batch_norm import adapt, statistics_of_monitored, warn_of_monitors
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import Answers, ask, client_state, local_model, own_models
 from lightning_fed.rounds.loop import RoundLoop
@@ -88,7 +93,7 @@ class Federation(TrainerCallback):
             without gradient need not be named.
         batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
             statistics with the new global model, and decide once between pooled statistics for similar clients and own
-            statistics for different clients (see :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`).
+            statistics for different clients (see :data:`~lightning_fed.batch_norm.measurement.LARGE_SHIFT`).
             ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always own. ``"average"``:
             averaged like all entries. ``"personal"``: kept by each client with the layers' weights (FedBN).
             :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial statistics, also
@@ -330,8 +335,6 @@ class Federation(TrainerCallback):
         model.load_state_dict(state)
         return model.eval()
 
-    adapt = staticmethod(adapt)
-
     def ask(
         self,
         module: L.LightningModule,
@@ -389,7 +392,9 @@ class Federation(TrainerCallback):
         add_callbacks(trainer, self, [*self.method.callbacks, *step_callbacks, *shared])
         option = self.options.batch_norm
         if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen != "pooled"):
-            add_callbacks(trainer, self, [UnseenData(partial(getattr, self, "_fit"))])  # a lambda cannot be pickled
+            with suppress(ModuleNotFoundError):  # without the feature, a round refuses BatchNorm layers
+                unseen = load_feature("lightning_fed.batch_norm.unseen_data")
+                add_callbacks(trainer, self, [unseen.UnseenData(partial(getattr, self, "_fit"))])  # can be pickled
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             self._fit.trainer = trainer
@@ -467,7 +472,8 @@ class Federation(TrainerCallback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Abandons an interrupted round, and prepares the Trainer's loops for the next round."""
-        warn_of_monitors(self._fit)
+        if self.has_own_statistics:
+            load_feature("lightning_fed.batch_norm.measurement").warn_of_monitors(self._fit)
         self._loop.end_epoch()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

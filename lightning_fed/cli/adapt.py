@@ -13,11 +13,11 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_fed.batch_norm.measurement import adapt
 from lightning_fed.cli.merge import READ_PAST, take_hyperparameters
 from lightning_fed.errors import OptionError
 from lightning_fed.matching.checkpoints import load_matched, read_checkpoint, state_of, with_state
 from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.rounds.batch_norm import adapt
 
 _DESCRIPTION = (
     "Measure a checkpoint's BatchNorm statistics on unlabelled data from a new site. The model comes from a recipe "

@@ -22,6 +22,7 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule
 from lightning_fed.data.population import seed_everything
+from lightning_fed.federated_callback import RevertingCallback
 from lightning_fed.fit.entry_policies import freeze_parameters
 from lightning_fed.fit.trainer_checks import find_loader_owner
 from lightning_fed.lightning.internals import OverriddenMethod
@@ -125,7 +126,7 @@ def _length_of(loader: Any) -> int:
     )
 
 
-class _PooledRounds(Callback):
+class _PooledRounds(RevertingCallback):
     """Replaces the training loader in a fit by :class:`_Rounds`, and freezes the recipe's frozen entries."""
 
     def __init__(self, federation: Federation) -> None:
@@ -136,7 +137,7 @@ class _PooledRounds(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._restore()
+        self.revert()
         federation, datamodule = self._federation, getattr(trainer, "datamodule", None)
 
         def make_rounds() -> _Rounds:
@@ -147,13 +148,7 @@ class _PooledRounds(Callback):
         self._loader = OverriddenMethod(find_loader_owner(trainer, pl_module), "train_dataloader", cache(make_rounds))
         self._frozen = freeze_parameters(pl_module, entry_policies(pl_module, frozen=federation.options.frozen))
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore()  # Lightning does not call `teardown` after an exception
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def revert(self) -> None:
         if self._loader is not None:
             self._loader.restore()
             self._loader = None

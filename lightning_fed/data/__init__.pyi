@@ -11,7 +11,14 @@ from lightning_fed.data.dataset_clients import (
     cut_batches,
 )
 from lightning_fed.data.dataset_clients import DatasetClients as DatasetClients
-from lightning_fed.data.federated import ChainedLoaders, ClientData, EvaluationData, is_one_client, split_loaders
+from lightning_fed.data.federated import (
+    ChainedLoaders,
+    ClientData,
+    EvaluationData,
+    copy_loader,
+    is_one_client,
+    split_loaders,
+)
 from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
 from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
 from lightning_fed.data.interleave import (
@@ -38,7 +45,8 @@ from lightning_fed.data.population import PlannedVisit as PlannedVisit
 from lightning_fed.data.population import Population as Population
 from lightning_fed.data.population import VisitBatch as VisitBatch
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.data.round_plan import VisitCosts, VisitGroups
+from lightning_fed.data.round_plan import VisitCosts, VisitGroups, balance_loads
+from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.datasets.arrays import ArrayDataset as ArrayDataset
 from lightning_fed.datasets.arrays import Augment
 from lightning_fed.partitions.appearance import ImageLook as ImageLook

@@ -3,6 +3,7 @@
 from lightning_fed.fit.entry_policies import freeze_parameters as freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit as FederatedFit
 from lightning_fed.fit.federated_fit import RemoteSide as RemoteSide
+from lightning_fed.fit.fit_summary import monitored_names as monitored_names
 from lightning_fed.fit.options import FixedStatistics as FixedStatistics
 from lightning_fed.fit.options import LocalStatistics as LocalStatistics
 from lightning_fed.fit.options import VisitsAtOnce as VisitsAtOnce

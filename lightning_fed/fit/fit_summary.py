@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fed.console import round_number
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import live_entries, parameter_entries
@@ -131,3 +132,18 @@ def last_checkpoint(trainer: L.Trainer) -> str | None:
     names = {name for saver in savers for name in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)}
     written = [path for path in map(Path, names - {""}) if path.exists()]
     return str(max(written, key=lambda path: path.stat().st_mtime)) if written else None
+
+
+def monitored_names(fit: FederatedFit) -> list[str]:
+    """Returns the names of logged values that the Trainer's callbacks monitor, such as ``val_loss``."""
+    monitors = (getattr(callback, "monitor", None) for callback in callbacks_of(fit.trainer))
+    return list(dict.fromkeys(name for name in monitors if isinstance(name, str)))
+
+
+def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
+    """Maps each monitored name to the BatchNorm statistics: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
+    of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
+    return {
+        name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
+        for name in monitored_names(fit)
+    }

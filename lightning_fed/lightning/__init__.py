@@ -25,6 +25,7 @@ from lightning_fed.lightning.internals import loss_scale as loss_scale
 from lightning_fed.lightning.internals import loss_scaler as loss_scaler
 from lightning_fed.lightning.internals import start_at_epoch as start_at_epoch
 from lightning_fed.lightning.internals import tensor_version as tensor_version
+from lightning_fed.lightning.isolated_pass import evaluating as evaluating
 from lightning_fed.lightning.isolated_pass import find_metrics as find_metrics
 from lightning_fed.lightning.isolated_pass import forward_step as forward_step
 from lightning_fed.lightning.isolated_pass import is_same as is_same
@@ -36,7 +37,3 @@ from lightning_fed.lightning.isolated_pass import run_prepared as run_prepared
 from lightning_fed.lightning.isolated_pass import run_step as run_step
 from lightning_fed.lightning.isolated_pass import unsynchronized as unsynchronized
 from lightning_fed.lightning.isolated_pass import until_fault as until_fault
-from lightning_fed.lightning.logged_values import LogCall as LogCall
-from lightning_fed.lightning.logged_values import LoggedValue as LoggedValue
-from lightning_fed.lightning.logged_values import LoggedValues as LoggedValues
-from lightning_fed.lightning.logged_values import intercepted as intercepted

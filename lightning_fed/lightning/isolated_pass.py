@@ -26,7 +26,6 @@ from lightning_fed.lightning.internals import (
     is_overridden,
     lightning_attributes,
 )
-from lightning_fed.model.feature_extraction import evaluating
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, deque)  # subclasses may have other constructors
@@ -281,3 +280,16 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 def _never() -> bool:
     return False
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context for evaluation mode without gradients; afterwards restores the training mode of each layer."""
+    modes = [(layer, layer.training) for layer in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode

@@ -1,8 +1,7 @@
 """Tools for models: entries (parameters and buffers), layer widths, features and BatchNorm layers."""
 
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
-from lightning_fed.model.batch_norm import find_bad_statistics as find_bad_statistics
-from lightning_fed.model.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
+from lightning_fed.model.batch_norm import freeze_batch_norm as freeze_batch_norm
 from lightning_fed.model.batches import MASK_KEYS as MASK_KEYS
 from lightning_fed.model.batches import TARGET_KEYS as TARGET_KEYS
 from lightning_fed.model.batches import BatchKey as BatchKey
@@ -30,25 +29,6 @@ from lightning_fed.model.entries import tensor_slots as tensor_slots
 from lightning_fed.model.entries import tensors_by_path as tensors_by_path
 from lightning_fed.model.entries import trainable_entries as trainable_entries
 from lightning_fed.model.entries import untrained_entries as untrained_entries
-from lightning_fed.model.feature_extraction import evaluating as evaluating
-from lightning_fed.model.features import FeatureLayer as FeatureLayer
-from lightning_fed.model.features import LogitsLayer as LogitsLayer
-from lightning_fed.model.features import count_classes as count_classes
-from lightning_fed.model.features import encoder_of as encoder_of
-from lightning_fed.model.features import find_classifier as find_classifier
-from lightning_fed.model.features import find_feature_layer as find_feature_layer
-from lightning_fed.model.features import has_channels_last as has_channels_last
-from lightning_fed.model.features import named_layers as named_layers
-from lightning_fed.model.features import replace_layer as replace_layer
-from lightning_fed.model.features import require_classifier as require_classifier
-from lightning_fed.model.features import tap_features as tap_features
-from lightning_fed.model.features import trained_layers as trained_layers
-from lightning_fed.model.features import without_compiled_code as without_compiled_code
-from lightning_fed.model.initial_state import shuffled_state as shuffled_state
-from lightning_fed.model.label_maps import VoidLabel as VoidLabel
-from lightning_fed.model.label_maps import class_indices as class_indices
-from lightning_fed.model.label_maps import resize_labels as resize_labels
-from lightning_fed.model.label_maps import void_label as void_label
 from lightning_fed.model.resize import layer_numbers as layer_numbers
 from lightning_fed.model.resize import resize_module as resize_module
 from lightning_fed.model.resize import set_tensor_data as set_tensor_data

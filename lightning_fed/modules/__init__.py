@@ -19,14 +19,14 @@ from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead as SampledSof
 from lightning_fed.algorithms.fedss.head import find_sampled_softmax_head as find_sampled_softmax_head
 from lightning_fed.algorithms.fedss.head_conversion import to_sampled_softmax as to_sampled_softmax
 from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses as SampledClasses
-from lightning_fed.model.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
-from lightning_fed.model.feature_extraction import extract_features as extract_features
-from lightning_fed.model.features import FeatureLayer as FeatureLayer
-from lightning_fed.model.features import count_classes as count_classes
-from lightning_fed.model.features import find_classifier as find_classifier
-from lightning_fed.model.features import find_feature_layer as find_feature_layer
-from lightning_fed.model.features import tap_features as tap_features
-from lightning_fed.model.unseen_statistics import UnseenStatistics as UnseenStatistics
+from lightning_fed.batch_norm.pooling import recalibrate_batch_norm as recalibrate_batch_norm
+from lightning_fed.batch_norm.unseen_statistics import UnseenStatistics as UnseenStatistics
+from lightning_fed.features.extraction import extract_features as extract_features
+from lightning_fed.features.layers import FeatureLayer as FeatureLayer
+from lightning_fed.features.layers import count_classes as count_classes
+from lightning_fed.features.layers import find_classifier as find_classifier
+from lightning_fed.features.layers import find_feature_layer as find_feature_layer
+from lightning_fed.features.layers import tap_features as tap_features
 from lightning_fed.modules.absent_classes import absent_class_loss as absent_class_loss
 from lightning_fed.modules.group_norm import to_group_norm as to_group_norm
 

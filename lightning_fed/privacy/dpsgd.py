@@ -35,7 +35,7 @@ from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.errors import ClientFault, OptionError
-from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, file_name
@@ -82,7 +82,7 @@ class _Account:
         )
 
 
-class DPSGD(FederatedCallback):
+class DPSGD(RevertingCallback, FederatedCallback):
     r"""Differential privacy for every training example: DP-SGD in client visits, or with a plain Trainer.
 
     Each step draws each of the client's :math:`n` examples independently with probability :math:`q = B / n`, clips the
@@ -237,10 +237,7 @@ class DPSGD(FederatedCallback):
             (account,) = self._accounts.values()
             self._begin(_Visit(None, 0, account), trainer, pl_module)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def revert(self) -> None:
         self._end()
         if self._loader is not None:
             self._loader.restore()

@@ -20,9 +20,9 @@ from lightning_fed.federated_callback import AskableCallback, notify_model_loade
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.batch_norm import find_measurement
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import copy_tree
-from lightning_fed.rounds.batch_norm import load_own_model, warn_of_report
 from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def ask(
                 def answer_here(visit: Visit) -> ClientUpdate:
                     sent = send(visit).state
                     if own:
-                        statistics = load_own_model(fit, local, visit.client, sent, fit.statistics_round)
+                        statistics = _load_own_model(fit, local, visit.client, sent, fit.statistics_round)
                         measured.update({} if statistics is None else {visit.client: statistics})
                     else:
                         local.load_global(sent)
@@ -174,9 +174,9 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
             for client in itertools.islice(ordered, ranks.rank, None, ranks.size):
                 try:
                     served_state = _shared(fit, client, state)
-                    statistics = load_own_model(fit, local, client, served_state, fit.statistics_round)
+                    statistics = _load_own_model(fit, local, client, served_state, fit.statistics_round)
                 except ClientFault as fault:
-                    warn_of_report(client, fault)
+                    _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
                     continue
                 measured.update({} if statistics is None else {client: statistics})
     finally:
@@ -185,9 +185,21 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
     _store_measurements(fit, local, measured, state)
 
 
+def _load_own_model(
+    fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
+) -> State | None:
+    # Returns new BatchNorm statistics, if the client has measured for the evaluation.
+    measurement = find_measurement(fit.module)
+    if measurement is None:
+        local.load_client(client, state, trains=False)
+        return None
+    statistics: State | None = measurement.load_own_model(fit, local, client, state, measure_round)
+    return statistics
+
+
 def _load(fit: FederatedFit, local: LocalModel, client: Client, state: State) -> None:
     # With several processes, a single process stores no measurement.
-    statistics = load_own_model(fit, local, client, _shared(fit, client, state), fit.statistics_round)
+    statistics = _load_own_model(fit, local, client, _shared(fit, client, state), fit.statistics_round)
     if statistics is not None and process_group_of(fit.trainer).size == 1:
         _store_measurements(fit, local, {client: statistics}, state)
 

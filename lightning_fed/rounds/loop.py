@@ -43,9 +43,9 @@ from lightning_fed.lightning.internals import (
     move_log_position,
 )
 from lightning_fed.messages import Client
+from lightning_fed.model.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.model.entries import check_entries
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle, shorten_log
-from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages

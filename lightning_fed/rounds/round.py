@@ -30,6 +30,7 @@ from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.carried_attributes import CarriedAttributes
 from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, tensor_version
 from lightning_fed.messages import Client, State
+from lightning_fed.model.batch_norm import find_measurement, freeze_batch_norm
 from lightning_fed.model.entries import (
     find_fault,
     find_implausible,
@@ -38,7 +39,6 @@ from lightning_fed.model.entries import (
     untrained_entries,
 )
 from lightning_fed.numerics.trees import copy_tree
-from lightning_fed.rounds.batch_norm import freeze_batch_norm, measure_round, measured_layers, warn_of_batch_norm
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.rounds.visit_flow import ClientVisit, server_callbacks
 from lightning_fed.rule import RoundInfo
@@ -106,8 +106,10 @@ class Round:
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self.loader.failed.items():
                 self._server.fail(client, reason, self.loader.errors.get(client))
-        self.fit.norm_layers = list(measured_layers(self.fit))
-        warn_of_batch_norm(self.fit, self.local, self.loader.visits)
+        measurement = find_measurement(self._module)
+        self.fit.norm_layers = [] if measurement is None else list(measurement.measured_layers(self.fit))
+        if measurement is not None:
+            measurement.warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
         self._carried.start_round()
@@ -213,8 +215,12 @@ class Round:
 
     def measure_batch_norm(self) -> str | None:
         """Pools BatchNorm statistics for the new global model; returns a description of a fault, or ``None``."""
+        measurement = find_measurement(self._module)
+        if measurement is None:
+            return None
+        fault: str | None
         with seeded_generators():  # processes measure different clients
-            self._measured, fault = measure_round(self.fit, self.local)
+            self._measured, fault = measurement.measure_round(self.fit, self.local)
         return fault
 
     def log(self, has_aggregate: bool) -> None:

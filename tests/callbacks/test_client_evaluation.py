@@ -15,8 +15,8 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
 from lightning_fed.callbacks.evaluation.data_pass import evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults, is_score
+from lightning_fed.callbacks.logged_values import LogCall, LoggedValues
 from lightning_fed.compression import Float16, Quantized, TopK
-from lightning_fed.lightning.logged_values import LogCall, LoggedValues
 from tests import models
 
 CLIENTS = {"ann": 20, "bob": 40}

@@ -15,9 +15,9 @@ from torch import nn
 from torch.func import vmap
 from torch.utils.data import DataLoader
 
+from lightning_fed.callbacks.logged_values import LogCall
 from lightning_fed.data import LoaderDataModule
 from lightning_fed.lightning import internals
-from lightning_fed.lightning.logged_values import LogCall
 from tests.recorders import MemoryLogger, loading
 
 CONNECTOR = "lightning.pytorch.trainer.connectors.data_connector"

@@ -8,9 +8,9 @@ import torch
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedAvg, FedMA
+from lightning_fed.batch_norm.pooling import limit_counts
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import build_method
-from lightning_fed.model.batch_norm import limit_counts
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import RoundReport, Server
 from lightning_fed.steps import MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights

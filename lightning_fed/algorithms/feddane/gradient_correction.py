@@ -25,11 +25,11 @@ from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.isolated_pass import isolated_pass, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import register
+from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import find_non_finite, parameter_entries
 from lightning_fed.numerics.precision import as_real
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rounds.batch_norm import batch_norm_layers
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.server.schedule import Visit
 

@@ -31,11 +31,11 @@ from lightning_fed.callbacks.training_trace import (
 )
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
+from lightning_fed.features.layers import FeatureLayer
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import callbacks_of, is_fitting
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import tensors_by_path
-from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import default_seed
 

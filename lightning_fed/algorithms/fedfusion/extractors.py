@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fed.callbacks.training_trace import find_class_task
-from lightning_fed.model.features import FeatureLayer, encoder_of, require_classifier, trained_layers
+from lightning_fed.features.layers import FeatureLayer, encoder_of, require_classifier, trained_layers
 
 _EXTRACTOR_NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)

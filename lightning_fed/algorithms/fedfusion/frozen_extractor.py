@@ -10,9 +10,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.features.layers import FeatureLayer
 from lightning_fed.messages import State
 from lightning_fed.model.entries import entry_names, tensors_by_path
-from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.precision import as_real
 
 _INTERNAL = frozenset(vars(nn.Module()))

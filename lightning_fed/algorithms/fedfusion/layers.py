@@ -21,7 +21,7 @@ from lightning_fed.algorithms.fedfusion.operators import (
     OperatorName,
     build_operator,
 )
-from lightning_fed.model.features import FeatureLayer
+from lightning_fed.features.layers import FeatureLayer
 
 Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 

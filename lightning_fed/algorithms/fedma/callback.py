@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.algorithms.fedma.checks import check_growth, check_optimizers, check_options, warn_of_rounds
+from lightning_fed.algorithms.fedma.initial_state import shuffled_state
 from lightning_fed.algorithms.fedma.matching_pass import (
     ASSIGNMENT,
     COUNTS,
@@ -24,12 +25,13 @@ from lightning_fed.algorithms.fedma.matching_pass import (
     read_assignment,
     read_widths,
 )
+from lightning_fed.batch_norm.measurement import measure_statistics, pool_statistics
 from lightning_fed.callbacks.example_input import forward_inputs, training_batch
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.training_trace import find_class_task, forward_of_training, has_forward
 from lightning_fed.client.local_model import forget_memory, memory_of
 from lightning_fed.errors import ClientFault
-from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.matching.match_widths import match_widths
 from lightning_fed.matching.permutation import PermutationGroup, resize_groups
@@ -37,6 +39,7 @@ from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
+from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.batches import BatchKey, as_classes, find_target
 from lightning_fed.model.entries import (
     copy_state,
@@ -46,16 +49,14 @@ from lightning_fed.model.entries import (
     parameter_entries,
     trainable_entries,
 )
-from lightning_fed.model.initial_state import shuffled_state
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_tensors
-from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
 from lightning_fed.server.schedule import Visit
 
 _MODEL = f"{MEMORY}model:"
 
 
-class LayerwiseTraining(FederatedCallback):
+class LayerwiseTraining(RevertingCallback, FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
     Finds permutation groups and stages before the first round and logs the result. Each client stores a model between
@@ -126,7 +127,7 @@ class LayerwiseTraining(FederatedCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Prepares the module to load checkpoints of wider models."""
-        self._restore_hook()
+        self.revert()
         self._resized = {}
         if stage == "fit":
             self._growable = {}
@@ -145,12 +146,6 @@ class LayerwiseTraining(FederatedCallback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"growable": self._growable}
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore_hook()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore_hook()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
@@ -388,7 +383,7 @@ class LayerwiseTraining(FederatedCallback):
                 ) from error
         return move_tensors(example, module.device)
 
-    def _restore_hook(self) -> None:
+    def revert(self) -> None:
         if self._hook is not None:
             self._hook.restore()
             self._hook = None

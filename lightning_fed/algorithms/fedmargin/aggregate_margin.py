@@ -14,8 +14,8 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     class_sums,
 )
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.model.label_maps import VoidLabel, class_indices, void_label
-from lightning_fed.numerics.float64_states import Float64States
+from lightning_fed.features.label_maps import VoidLabel, class_indices, void_label
+from lightning_fed.metrics.float64_states import Float64States
 
 
 class AggregateMeanMargin(Float64States):

@@ -30,17 +30,17 @@ from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.errors import OptionError, describe
-from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.features.label_maps import VoidLabel
+from lightning_fed.features.layers import FeatureLayer, find_feature_layer, tap_features
+from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
 from lightning_fed.lightning.isolated_pass import forward_step, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import register
-from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features
-from lightning_fed.model.label_maps import VoidLabel
 
 _log = logging.getLogger(__name__)
 
 
-class ClassPrototypes(FederatedCallback):
+class ClassPrototypes(RevertingCallback, FederatedCallback):
     """Measures class-wise feature means (prototypes), and the distance moved by prototypes in training.
 
     In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
@@ -204,10 +204,7 @@ class ClassPrototypes(FederatedCallback):
         if self._training_sums is not None:
             self._training_sums.end_batch(is_trained=bool(outputs))
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._hooks.close()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def revert(self) -> None:
         self._hooks.close()
 
     # A federation

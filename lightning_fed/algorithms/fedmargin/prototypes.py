@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_option
-from lightning_fed.model.label_maps import VoidLabel, class_indices, resize_labels
+from lightning_fed.features.label_maps import VoidLabel, class_indices, resize_labels
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import float64_device
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lightning_fed.algorithms.fedss.losses import MarginOf, Reduction, sampled_logits, with_margin
 from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses
 from lightning_fed.argument_checks import check_count, check_option, check_positive
-from lightning_fed.model.features import LogitsLayer
+from lightning_fed.features.layers import LogitsLayer
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
 from lightning_fed.numerics.precision import at_least_float32
 

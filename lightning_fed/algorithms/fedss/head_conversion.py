@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead
 from lightning_fed.algorithms.fedss.losses import MarginOf
-from lightning_fed.model.features import find_classifier, replace_layer
+from lightning_fed.features.layers import find_classifier, replace_layer
 
 
 class MarginLoss(nn.Module):

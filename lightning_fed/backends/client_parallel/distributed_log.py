@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fed.callbacks.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.data.federated import ChainedLoaders
+from lightning_fed.federated_callback import RevertingCallback
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import OverriddenMethod, callbacks_with_log, ignored_warning
-from lightning_fed.lightning.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
 _IRRELEVANT_WARNINGS = (
@@ -45,7 +46,7 @@ LogPart: TypeAlias = tuple[Mapping[str, _Entry], Mapping[str, LoggedValue]]
 """One process's entries and sums, by name."""
 
 
-class DistributedLog(L.Callback):
+class DistributedLog(RevertingCallback):
     """Replaces ``LightningModule.log`` during training and evaluation batches.
 
     Per-step values go directly to Lightning; only the first process has loggers. Per-epoch values are accumulated with
@@ -69,7 +70,7 @@ class DistributedLog(L.Callback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore()
+        self.revert()
         self._reset()
         self._module, self._ranks = pl_module, process_group_of(trainer)
         log = intercepted(self._handle_call)
@@ -104,12 +105,6 @@ class DistributedLog(L.Callback):
         self.log_all(parts[:1] if isinstance(first, ChainedLoaders) else parts)
 
     on_test_epoch_end = on_validation_epoch_end
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore()
 
     # A round
 
@@ -197,7 +192,7 @@ class DistributedLog(L.Callback):
     def _forward(self, *args: Any, **kwargs: Any) -> None:
         self._hooks[0].original(*args, **kwargs)
 
-    def _restore(self) -> None:
+    def revert(self) -> None:
         for hook in self._hooks:
             hook.restore()
         self._ignored.close()

@@ -15,6 +15,7 @@ from lightning_fed.backends.vectorized.obstacles import Obstacle, check_entries,
 from lightning_fed.backends.vectorized.stacked_model import StackedModel
 from lightning_fed.backends.vectorized.stacked_visits import StackedVisits
 from lightning_fed.backends.vectorized.vectorisation_check import check_vectorisation
+from lightning_fed.batch_norm.measurement import layers_in_training
 from lightning_fed.data.interleave import detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
 from lightning_fed.data.round_plan import VisitGroups
@@ -22,7 +23,6 @@ from lightning_fed.errors import describe
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import VisitsAtOnce
 from lightning_fed.model.entries import entry_names, tensors_by_path
-from lightning_fed.rounds.batch_norm import layers_in_training
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.server.schedule import Schedule
 

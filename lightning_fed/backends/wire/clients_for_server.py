@@ -36,6 +36,8 @@ from lightning_fed.backends.wire.packets import (
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.backends.wire.secure_sum_server import ServerSum
 from lightning_fed.backends.wire.transport import Transport
+from lightning_fed.batch_norm.measurement import warn_of_report
+from lightning_fed.batch_norm.pooling import find_bad_statistics
 from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.compression import CODES, VERSION
 from lightning_fed.console import round_number
@@ -45,10 +47,8 @@ from lightning_fed.federated_callback import FederatedCallback, federated_callba
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import add_optimizer_steps, is_overridden
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
-from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.model.entries import find_non_finite, live_entries
 from lightning_fed.privacy.secure_sum import RingSum
-from lightning_fed.rounds.batch_norm import warn_of_report
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Answer as UpdateAnswer
 from lightning_fed.rounds.visit_flow import Ask, Flow, Step, run_to_step

@@ -22,6 +22,7 @@ from lightning_fed.backends.wire.hyperparameters import (
     pack_numbers,
 )
 from lightning_fed.backends.wire.packets import NOT_HELD, QUESTION, REQUEST, VISIT, TrainRequest
+from lightning_fed.batch_norm.measurement import client_statistics, load_own_model, measured_layers
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.compression import VERSION, Downlink
 from lightning_fed.console import round_number
@@ -33,6 +34,7 @@ from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
 from lightning_fed.lightning.isolated_pass import forward_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
+from lightning_fed.model.batch_norm import freeze_batch_norm
 from lightning_fed.model.entries import (
     copy_state,
     find_implausible,
@@ -40,7 +42,6 @@ from lightning_fed.model.entries import (
     live_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import client_statistics, freeze_batch_norm, load_own_model, measured_layers
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Ask, ask_server
 from lightning_fed.rule import RoundInfo

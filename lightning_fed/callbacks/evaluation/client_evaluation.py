@@ -32,7 +32,7 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
-from lightning_fed.federated_callback import AskableCallback, federated_callbacks
+from lightning_fed.federated_callback import AskableCallback, RevertingCallback, federated_callbacks
 from lightning_fed.lightning.internals import (
     OverriddenMethod,
     callbacks_of,
@@ -58,7 +58,7 @@ _PRIVATE = {"sum": "the secure sum would not protect their scores", "model": "no
 _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 
 
-class ClientEvaluation(AskableCallback):
+class ClientEvaluation(RevertingCallback, AskableCallback):
     """Evaluates the model on the validation and test data of each client.
 
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
@@ -164,12 +164,6 @@ class ClientEvaluation(AskableCallback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._show_table(trainer)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore()
 
     # A client
 
@@ -442,20 +436,20 @@ class ClientEvaluation(AskableCallback):
             )
 
         def step(*args: Any, **kwargs: Any) -> None:
-            self._restore()  # the module's hooks compute the values over all clients
+            self.revert()  # the module's hooks compute the values over all clients
             try:
                 self._evaluate_remotely(trainer, module, stage)
             finally:
                 override()
 
         def override() -> None:
-            replacements = {f"{stage}_step": step, f"on_{stage}_end": self._restore}
+            replacements = {f"{stage}_step": step, f"on_{stage}_end": self.revert}
             replacements |= {f"on_{stage}_{hook}": _nothing for hook in _HOOKS}
             self._overridden = [OverriddenMethod(module, name, new) for name, new in replacements.items()]
 
         override()
 
-    def _restore(self) -> None:
+    def revert(self) -> None:
         overridden, self._overridden = self._overridden, []
         for method in overridden:
             method.restore()

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fed.batch_norm.unseen_data import measure_unseen
 from lightning_fed.callbacks.evaluation.metric_states import (
     MetricStates,
     RunningValue,
@@ -40,7 +41,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
 )
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names
 from lightning_fed.callbacks.evaluation.results import monitored_name
-from lightning_fed.callbacks.unseen_data import measure_unseen
+from lightning_fed.callbacks.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.data.federated import split_loaders
 from lightning_fed.errors import ClientFault, describe
 from lightning_fed.lightning.internals import (
@@ -51,7 +52,6 @@ from lightning_fed.lightning.internals import (
     lightning_attributes,
 )
 from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
-from lightning_fed.lightning.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.messages import Client
 from lightning_fed.process_group import ProcessGroup
 

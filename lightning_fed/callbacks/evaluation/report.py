@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_fed.callbacks.evaluation.metric_states import MetricState, MetricStates, metric_of
+from lightning_fed.callbacks.logged_values import LoggedValue
 from lightning_fed.errors import BadUpdate
-from lightning_fed.lightning.logged_values import LoggedValue
 from lightning_fed.messages import Client, ClientUpdate, State
 
 _REDUCTIONS = ("mean", "sum", "max", "min")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option, check_positive
-from lightning_fed.numerics.distances import squared_distances
+from lightning_fed.metrics.functional.distances import squared_distances
 from lightning_fed.numerics.precision import float64_device
 
 Estimator = Literal["biased", "unbiased"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.numerics.distances import squared_distances
+from lightning_fed.metrics.functional.distances import squared_distances
 from lightning_fed.numerics.precision import to_float64
 
 RetrievalMetric = Literal["cosine", "euclidean"]

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fed import Availability, FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import FedBN, FedFusion
+from lightning_fed.batch_norm.measurement import measure_round
 from lightning_fed.callbacks import FeatureFusion, Federation, SampledSoftmax
 from lightning_fed.compare import MethodChoice
 from lightning_fed.data import IID
 from lightning_fed.datasets import CamVid
 from lightning_fed.modules import FusedExtractor, find_fusion, unwrap
-from lightning_fed.rounds.batch_norm import measure_round
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net

@@ -13,7 +13,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     reference_prototypes,
     update_prototypes,
 )
-from lightning_fed.model.label_maps import resize_labels
+from lightning_fed.features.label_maps import resize_labels
 from tests import references_margin as references
 
 WEIGHTINGS = ["class_count", "num_samples", "uniform"]

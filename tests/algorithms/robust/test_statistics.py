@@ -7,7 +7,7 @@ import torch
 from lightning_fed import LocalStatistics
 from lightning_fed.algorithms import FedAdam, Krum, Median, TrimmedMean
 from lightning_fed.attacks import ALIE
-from lightning_fed.model.batch_norm import pool_statistics
+from lightning_fed.batch_norm.pooling import pool_statistics
 from lightning_fed.rounds import batch_norm
 from tests import models
 from tests.references_robust import trimmed_mean_reference

@@ -24,7 +24,7 @@ from lightning_fed.backends.site.signatures import read_private_key, sign
 from lightning_fed.backends.wire.packets import Answer, PacketError, write_packet, write_update
 from lightning_fed.callbacks.evaluation.metric_states import MetricState
 from lightning_fed.callbacks.evaluation.report import EvaluationReport
-from lightning_fed.lightning.logged_values import LoggedValue
+from lightning_fed.callbacks.logged_values import LoggedValue
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests import models

@@ -45,8 +45,8 @@ from lightning_fed.backends.wire.secure_sum_packets import (
     write_sum_request,
 )
 from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED
+from lightning_fed.batch_norm.pooling import find_bad_statistics
 from lightning_fed.messages import Broadcast, ClientUpdate, Request
-from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.server.schedule import Visit
 from lightning_fed.server.server import Server
 

@@ -31,8 +31,8 @@ from lightning_fed.backends.wire.packets import (
     write_update,
 )
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
+from lightning_fed.batch_norm.pooling import find_bad_statistics
 from lightning_fed.messages import Request
-from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.server.schedule import Visit
 from tests.recorders import assert_same
 

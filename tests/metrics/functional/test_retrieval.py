@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_fed.metrics.functional.distances import squared_distances
 from lightning_fed.metrics.functional.retrieval import mean_average_precision_at_r, relevant_neighbors
-from lightning_fed.numerics.distances import squared_distances
 from tests import references_retrieval as references
 from tests.breadth import quick
 

@@ -19,6 +19,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.batch_norm.pooling import InputStatistics as InputStatistics
+from lightning_fed.batch_norm.pooling import find_bad_statistics, limit_counts, recalibrate_batch_norm, shift_between
+from lightning_fed.batch_norm.pooling import pool_statistics as pool_statistics
 from lightning_fed.client.local_model import STATISTICS, LocalModel
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.data.round_plan import balance_loads
@@ -26,17 +29,15 @@ from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import OptionError, describe
 from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.fit_summary import monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.internals import callbacks_of, is_overridden
+from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.lightning.isolated_pass import forward_step, isolated_pass, run_step
 from lightning_fed.messages import Broadcast, Client, State, tensor_bytes
-from lightning_fed.model.batch_norm import InputStatistics as InputStatistics
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
-from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, recalibrate_batch_norm, shift_between
-from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.batches import BatchKey, find_inputs
-from lightning_fed.model.entries import BatchNorm, entry_policies, find_implausible, is_running_statistic
+from lightning_fed.model.entries import entry_policies, find_implausible, is_running_statistic
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.schedule import Visit
 from lightning_fed.server.server import ServerInterface
@@ -58,20 +59,6 @@ LARGE_SHIFT = 0.05
 
 Different image appearance changes the first layer. Different labels change later layers, where own statistics hurt.
 """
-
-
-def freeze_batch_norm(module: nn.Module) -> None:
-    """Makes BatchNorm layers normalise with their running statistics, without updates, also in training."""
-    for layer in batch_norm_layers(module).values():
-        layer.eval()
-
-
-def thaw_batch_norm(module: nn.Module) -> None:
-    """Sets each BatchNorm layer to the mode (training or evaluation) of its parent module."""
-    for parent in module.modules():
-        for child in parent.children():
-            if isinstance(child, BatchNorm):
-                child.train(parent.training)
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
@@ -105,8 +92,6 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
 
 def warn_of_monitors(fit: FederatedFit) -> None:
     """Warns once if callbacks monitor a value of the global model, but clients have separate BatchNorm statistics."""
-    if not fit.has_own_statistics:
-        return
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
     if names and fit.record_warning("monitor"):
         _log.warning(
@@ -116,21 +101,6 @@ def warn_of_monitors(fit: FederatedFit) -> None:
             _SERVES[fit.unseen],
             f"fed/{names[0]}/mean",
         )
-
-
-def monitored_names(fit: FederatedFit) -> list[str]:
-    """Returns the names of logged values that the Trainer's callbacks monitor, such as ``val_loss``."""
-    monitors = (getattr(callback, "monitor", None) for callback in callbacks_of(fit.trainer))
-    return list(dict.fromkeys(name for name in monitors if isinstance(name, str)))
-
-
-def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Maps each monitored name to the BatchNorm statistics: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
-    of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
-    return {
-        name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
-        for name in monitored_names(fit)
-    }
 
 
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
@@ -146,9 +116,10 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     <lightning_fed.rule.RuleCapabilities.tolerated>`).
 
     Returns:
-        ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`),
-        or an empty dict with fewer than two reports; and ``None``, or a description of invalid pooled statistics: the
-        round then does not count, and neither a decision nor statistics are stored.
+        ``fed/batch_norm_shift``, the largest shift of a layer
+        (:func:`~lightning_fed.batch_norm.pooling.shift_between`), or an empty dict with fewer than two reports; and
+        ``None``, or a description of invalid pooled statistics: the round then does not count, and neither a decision
+        nor statistics are stored.
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.features.layers import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
+from lightning_fed.lightning.isolated_pass import evaluating
 from lightning_fed.model.batches import BatchKey, find_inputs
-from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
 
 def extract_features(
@@ -88,16 +88,3 @@ class _Sample:
         added = maps[new // positions, :, new % positions].to("cpu", torch.float32)
         self.vectors = added if self.vectors is None else torch.cat([self.vectors[smallest[smallest < num_old]], added])
         self._draws = draws[smallest]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context for evaluation mode without gradients; afterwards restores the training mode of each layer."""
-    modes = [(layer, layer.training) for layer in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for layer, mode in modes:
-            layer.training = mode

@@ -12,7 +12,7 @@ from lightning_fed.rounds import batch_norm
 from tests import models
 from tests.recorders import MemoryLogger, loading, state_of
 from tests.references_batch_norm import normalised_by_batch
-from tests.rounds.test_batch_norm_decision import (
+from tests.batch_norm.test_batch_norm_decision import (
     ROUNDS,
     assert_measured,
     decisions,

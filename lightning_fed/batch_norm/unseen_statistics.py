@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.features.layers import without_compiled_code
 from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.features import without_compiled_code
 
 
 class UnseenStatistics:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_fed.model.label_maps import resize_labels
+from lightning_fed.features.label_maps import resize_labels
 
 
 @pytest.mark.parametrize("size", [(4, 4), (33, 17), (5, 9), (13, 64)])

@@ -11,14 +11,15 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.batch_norm.pooling import InputStatistics
+from lightning_fed.batch_norm.unseen_statistics import UnseenStatistics
 from lightning_fed.data.federated import copy_loader, split_loaders
 from lightning_fed.data.population import seeded_generators
-from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.federated_callback import FederatedCallback, RevertingCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.isolated_pass import isolated_pass, run_step
 from lightning_fed.messages import Client, State
-from lightning_fed.model.batch_norm import InputStatistics, batch_norm_layers
-from lightning_fed.model.unseen_statistics import UnseenStatistics
+from lightning_fed.model.batch_norm import batch_norm_layers
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class DataStatistics(UnseenStatistics):
         return mean.to(values).unsqueeze(0), variance.to(values).unsqueeze(0)
 
 
-class UnseenData(FederatedCallback):
+class UnseenData(RevertingCallback, FederatedCallback):
     """Runs BatchNorm on data without a client, with batch statistics or statistics measured on these data.
 
     The callback is active from the start of a validation, test or prediction until the next round, while the module is
@@ -53,10 +54,10 @@ class UnseenData(FederatedCallback):
         self._adapter: DataStatistics | None = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop()
+        self.revert()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop()
+        self.revert()
         self._start(pl_module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -83,12 +84,6 @@ class UnseenData(FederatedCallback):
         if self._adapter is None:  # clients on other machines evaluate outside a Trainer's validation
             self._start(module)
         self._switch(is_active=client is None or self._find_fit().served_client != client)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._stop()
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
@@ -123,7 +118,7 @@ class UnseenData(FederatedCallback):
         if fit.has_own_statistics:
             self._adapter = DataStatistics(module, fit.norm_layers)
 
-    def _stop(self) -> None:
+    def revert(self) -> None:
         if self._adapter is not None:
             self._adapter.remove()
         self._adapter = None

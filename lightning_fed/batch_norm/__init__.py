@@ -1,0 +1,1 @@
+"""BatchNorm statistics: measurement on clients, pooling, and data without a client."""

@@ -1,0 +1,1 @@
+"""Features and labels: feature layers of a model, feature vectors, label maps."""
