@@ -312,7 +312,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         if not visit.was_checked and visit.count > 1:
             check_examples(trainer, pl_module, batch, visit.gradients)
             visit.was_checked = True
-        visit.gradients.values = {}
+        visit.gradients.clear()
 
     @torch.no_grad()
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -326,9 +326,10 @@ class DPSGD(RevertingCallback, FederatedCallback):
                 "`DPSGD` needs an optimizer with one loss per step, but got a second loss in one batch: the noise "
                 "covers only the first loss."
             )
-        values, visit.gradients.values = visit.gradients.values, {}
+        values = visit.gradients.values
+        visit.gradients.clear()
         for name, parameter in visit.trained.items():
-            rows = len(values[parameter]) if parameter in values else None
+            rows = len(values[parameter].norms) if parameter in values else None
             if rows is None and parameter.grad is not None and parameter.requires_grad:
                 raise MisconfigurationException(
                     f"The gradient of the parameter {name!r} comes from outside its layer's `forward`, so its "
@@ -344,12 +345,12 @@ class DPSGD(RevertingCallback, FederatedCallback):
         for parameter in visit.trained.values():
             if not parameter.requires_grad:
                 continue
-            total = sums.get(parameter, torch.zeros_like(parameter))
+            total = sums[parameter] if parameter in sums else torch.zeros_like(parameter)
             if noise is not None:
                 normal = noise.standard_normal(tuple(parameter.shape), dtype=_numpy_type(parameter))
-                scaled = self.noise_multiplier * self.max_grad_norm * torch.from_numpy(np.asarray(normal))
-                total = total + scaled.to(parameter)
-            parameter.grad = total / visit.planned.expected
+                scaled = torch.from_numpy(np.asarray(normal)).mul_(self.noise_multiplier * self.max_grad_norm)
+                total.add_(scaled.to(parameter))
+            parameter.grad = total.div_(visit.planned.expected)
         visit.has_step = True
         if visit.client is None:
             self._accounts[None].steps += 1

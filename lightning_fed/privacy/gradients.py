@@ -1,4 +1,4 @@
-"""Per-example gradients with Opacus' layer rules, their clipped sum, and a numerical check.
+"""Norms and weighted sums of per-example gradients, the clipped sum, and a numerical check.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1. https://arxiv.org/abs/1607.00133
 """
@@ -6,15 +6,18 @@ Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1. 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn import grad as nn_grad
 
 from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.data.interleave import batch_tensors, rebuild_batch
@@ -24,30 +27,64 @@ from lightning_fed.lightning.isolated_pass import isolated_pass, loss_in
 from lightning_fed.model.entries import BatchNorm
 
 _TRIED = 8  # examples per check: enough for losses that mix some examples, and cheap compared with a visit
+_CONVOLUTIONS: dict[type, Any] = {
+    nn.Conv1d: nn_grad.conv1d_weight,
+    nn.Conv2d: nn_grad.conv2d_weight,
+    nn.Conv3d: nn_grad.conv3d_weight,
+}
+_Rows: TypeAlias = slice | Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of a parameter, one per example.
+
+    ``norms`` has shape ``(examples,)``. ``weigh(rows, factors)`` returns the sum over the examples in ``rows``, each
+    multiplied by a factor. ``samples``: the gradients, shape ``(examples, ...)``; ``None`` if not computed.
+    """
+
+    norms: Tensor
+    weigh: Callable[[_Rows, Tensor], Tensor]
+    samples: Tensor | None = None
 
 
 class ExampleGradients:
-    """Per-example gradients from one backward pass through the mean loss.
+    """Per-example gradient norms and weighted sums from one backward pass through the mean loss.
 
-    Hooks record each layer's inputs and output gradients. Opacus' layer rules compute example gradients from both, with
-    ``torch.func`` as fallback. Module and layers are not changed. In-place operations are allowed, unlike with Opacus'
-    hooks. ``values`` are gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
+    Hooks record each layer's inputs and output gradients; the backward pass computes no parameter gradients for layers
+    with a rule. Norms for linear layers, convolutions and embeddings need no per-example gradients if a product of
+    inputs and output gradients is cheaper. Other layers use Opacus' rules, with ``torch.func`` as fallback. Module and
+    layers are not changed. In-place operations are allowed, unlike with Opacus' hooks. ``values``: gradients divided by
+    the number of examples, by parameter.
+
+    References:
+        Li et al., ICLR 2022, section 4 (https://arxiv.org/abs/2110.05679); Bu et al., ICML 2023, Algorithm 1
+        (https://arxiv.org/abs/2210.00038).
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         self._samplers = _opacus("opacus.grad_sample").GradSampleModule.GRAD_SAMPLERS
         self._sampler_of_others = _opacus("opacus.grad_sample.functorch").ft_compute_per_sample_gradient
-        self.values: dict[nn.Parameter, Tensor] = {}
+        self.values: dict[nn.Parameter, Gradients] = {}
+        self.is_recording = True
+        self.anchor = torch.zeros((), requires_grad=True)  # a leaf for outputs without trained inputs
+        self._calls: Counter[nn.Module] = Counter()
+        self._frozen: list[nn.Parameter] = []
         self._names = {layer: name for name, layer in module.named_modules()}
         self._layers = list(self._find_layers(module, set(parameters)))
-        self._handles = [layer.register_forward_hook(self._watch) for layer in self._layers]
+        self._handles = [layer.register_forward_pre_hook(self._freeze) for layer in self._layers]
+        self._handles += [layer.register_forward_hook(self._watch, always_call=True) for layer in self._layers]
+
+    def clear(self) -> None:
+        """Discards the recorded gradients."""
+        self.values = {}
+        self._calls.clear()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
             vars(layer).pop("ft_compute_sample_grad", None)  # cached by Opacus on layers without a rule
-        self.values = {}
+        self.clear()
 
     def _find_layers(self, layer: nn.Module, trained: set[nn.Parameter]) -> Iterator[nn.Module]:
         if any(parameter in trained for parameter in layer.parameters(recurse=False)):
@@ -69,40 +106,140 @@ class ExampleGradients:
         for child in dict.fromkeys(layer.children()):
             yield from self._find_layers(child, trained)
 
+    def _freeze(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self.is_recording and torch.is_grad_enabled() and type(layer) in self._samplers:
+            self._frozen = [
+                parameter
+                for name, parameter in layer.named_parameters(recurse=False)
+                if name in ("weight", "bias") and parameter.requires_grad
+            ]
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
+
     def _watch(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if not torch.is_grad_enabled():
+        frozen, self._frozen = self._frozen, []
+        for parameter in frozen:  # also after an error in the layer
+            parameter.requires_grad_(True)
+        if output is None or not (self.is_recording and torch.is_grad_enabled()):
             return
         if not isinstance(output, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             raise MisconfigurationException(
                 f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with positional tensors, or "
                 "does not return a tensor, so per-example gradients are unknown."
             )
+        if frozen and not output.requires_grad:
+            output.add_(self.anchor)
         if output.requires_grad:
             # Inputs are detached now, because later operations may overwrite the output.
             activations = [value.detach() for value in inputs]
+            self._calls[layer] += 1
             output.register_hook(partial(self._add, layer, activations))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _add(self, layer: nn.Module, activations: list[Tensor], output_gradient: Tensor) -> None:
-        sampler = self._samplers.get(type(layer), self._sampler_of_others)
-        if type(layer) is nn.Conv2d and layer.groups > 1:
-            sampler = _grouped_convolution
-        for parameter, values in sampler(layer, activations, output_gradient.detach()).items():
+        is_only = self._calls[layer] == 1  # with several calls the norm of the sum needs per-example gradients
+        found = _rule(layer, activations[0], output_gradient.detach(), is_only)
+        if found is None:
+            sampler = self._samplers.get(type(layer), self._sampler_of_others)
+            samples = sampler(layer, activations, output_gradient.detach())
+            found = {parameter: of_samples(values.to(parameter.dtype)) for parameter, values in samples.items()}
+        for parameter, gradients in found.items():
             if not parameter.requires_grad:
                 continue
-            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # Opacus ignores `padding_idx`
-                values[:, layer.padding_idx] = 0
             earlier = self.values.get(parameter)
-            if earlier is not None and len(earlier) != len(values):
+            if earlier is not None and len(earlier.norms) != len(gradients.norms):
                 raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} receives {len(earlier)} and {len(values)} rows for one batch, "
-                    "so per-example gradients are unknown."
+                    f"The layer {self._names[layer]!r} receives {len(earlier.norms)} and {len(gradients.norms)} rows "
+                    "for one batch, so per-example gradients are unknown."
                 )
-            self.values[parameter] = values if earlier is None else earlier + values
+            if earlier is not None:
+                gradients = of_samples(cast(Tensor, earlier.samples) + cast(Tensor, gradients.samples))
+            self.values[parameter] = gradients
+
+
+def of_samples(samples: Tensor) -> Gradients:
+    """Wraps per-example gradients, shape ``(examples, ...)``."""
+
+    def weigh(rows: _Rows, factors: Tensor) -> Tensor:
+        return (factors @ samples[rows].flatten(1)).view(samples.shape[1:])
+
+    return Gradients(samples.flatten(1).norm(dim=1), weigh, samples)
+
+
+def _rule(layer: nn.Module, inputs: Tensor, signal: Tensor, is_only: bool) -> dict[nn.Parameter, Gradients] | None:
+    """Gradients from a layer's inputs and output gradients; ``None`` for layers without a formula."""
+    kind, weight, bias = type(layer), cast(Any, getattr(layer, "weight", None)), getattr(layer, "bias", None)
+    is_convolution = kind in _CONVOLUTIONS and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    if not is_convolution and kind not in (nn.Embedding, nn.Linear):
+        return None
+    signal = signal.to(weight.dtype)
+    if kind is nn.Embedding:
+        return {weight: _embedding(layer, inputs, signal, is_only)}
+    rule = _convolution if is_convolution else _linear
+    signals = signal.flatten(2).mT if is_convolution else signal.reshape(len(signal), -1, signal.shape[-1])
+    found = {} if bias is None else {cast(nn.Parameter, bias): of_samples(signals.sum(1))}
+    if weight.requires_grad:
+        # The norm of a product takes one multiplication per pair of positions, the product one per entry.
+        has_short_norm = is_only and signals.shape[1] * (weight[0].numel() + len(weight)) < weight.numel()
+        found[weight] = rule(layer, inputs.to(weight.dtype), signal, signals, has_short_norm)
+    return found
+
+
+def _linear(layer: Any, inputs: Tensor, signal: Tensor, signals: Tensor, has_short_norm: bool) -> Gradients:
+    values = inputs.reshape(len(inputs), -1, inputs.shape[-1])
+
+    def weigh(rows: _Rows, factors: Tensor) -> Tensor:
+        scaled = factors[:, None, None] * signals[rows]
+        return scaled.flatten(0, 1).mT @ values[rows].flatten(0, 1)
+
+    return Gradients(_product_norms(signals, values), weigh) if has_short_norm else of_samples(signals.mT @ values)
+
+
+def _convolution(layer: Any, inputs: Tensor, signal: Tensor, signals: Tensor, has_short_norm: bool) -> Gradients:
+    shape, count = layer.weight.shape, len(inputs)
+    product = partial(_CONVOLUTIONS[type(layer)], stride=layer.stride, padding=layer.padding, dilation=layer.dilation)
+
+    def weigh(rows: _Rows, factors: Tensor) -> Tensor:
+        scaled = signal[rows] * factors.view(-1, *[1] * (signal.ndim - 1))
+        return cast(Tensor, product(inputs[rows], shape, scaled, groups=layer.groups))
+
+    if has_short_norm and layer.groups == 1 and type(layer) is nn.Conv2d:
+        patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+        return Gradients(_product_norms(signals, patches.mT), weigh)
+    # one convolution with the examples as groups
+    merged = (inputs.flatten(0, 1)[None], (count * shape[0], *shape[1:]), signal.flatten(0, 1)[None])
+    return of_samples(product(*merged, groups=count * layer.groups).view(count, *shape))
+
+
+def _product_norms(signals: Tensor, values: Tensor) -> Tensor:
+    """Norms of ``signals.mT @ values`` for each example, from the inner products of positions."""
+    return ((signals @ signals.mT) * (values @ values.mT)).sum((1, 2)).clamp(min=0).sqrt()
+
+
+def _embedding(layer: Any, inputs: Tensor, signal: Tensor, is_only: bool) -> Gradients:
+    shape, ids = layer.weight.shape, inputs.reshape(len(inputs), -1)
+    signals = signal.reshape(*ids.shape, -1)
+    if layer.padding_idx is not None:
+        signals = signals.masked_fill((ids == layer.padding_idx)[..., None], 0)
+    starts = shape[0] * torch.arange(len(ids), device=ids.device)
+    places = ids + starts[:, None]
+    if not is_only:
+        return of_samples(_add_rows(signals, places, len(ids) * shape[0]).view(len(ids), *shape))
+    used, numbers = places.unique(return_inverse=True)
+    squares = _add_rows(signals, numbers, len(used)).square().sum(1)
+    norms = _add_rows(squares, used // shape[0], len(ids)).sqrt()
+    return Gradients(
+        norms, lambda rows, factors: _add_rows(factors[:, None, None] * signals[rows], ids[rows], shape[0])
+    )
+
+
+def _add_rows(values: Tensor, places: Tensor, count: int) -> Tensor:
+    flat = values.flatten(0, places.ndim - 1)
+    return flat.new_zeros(count, *flat.shape[1:]).index_add_(0, places.flatten(), flat)
 
 
 def clipped_sum(
-    gradients: Mapping[nn.Parameter, Tensor], num_examples: int, max_norm: float
+    gradients: Mapping[nn.Parameter, Gradients], num_examples: int, max_norm: float
 ) -> dict[nn.Parameter, Tensor]:
     r"""Sum of per-example gradients, each clipped over all parameters.
 
@@ -112,37 +249,11 @@ def clipped_sum(
     """
     if not gradients:
         return {}
-    parts = [values.flatten(1).to(parameter.dtype) for parameter, values in gradients.items()]
-    norms = num_examples * torch.stack([part.norm(dim=1) for part in parts]).norm(dim=0)
-    is_finite = norms.isfinite()
+    norms = num_examples * torch.stack([part.norms for part in gradients.values()]).norm(dim=0)
     factors = num_examples * torch.where(norms > max_norm, max_norm / norms, torch.ones_like(norms))
-    factors = torch.where(is_finite, factors, torch.zeros_like(factors))
-    sums = {}
-    for parameter, part in zip(gradients, parts, strict=True):
-        counted = part if bool(is_finite.all()) else torch.where(is_finite[:, None], part, torch.zeros_like(part))
-        sums[parameter] = (factors.to(part.dtype) @ counted).view_as(parameter)
-    return sums
-
-
-# Faster than Opacus' rule, which computes all pairs of channels.
-def _grouped_convolution(
-    layer: nn.Conv2d, activations: list[Tensor], output_gradient: Tensor
-) -> dict[nn.Parameter, Tensor]:
-    unfolded = _opacus("opacus.utils.tensor_utils").unfold2d(
-        activations[0].to(output_gradient.dtype),
-        kernel_size=layer.kernel_size,
-        padding=layer.padding,
-        stride=layer.stride,
-        dilation=layer.dilation,
-    )
-    count, groups = len(unfolded), layer.groups
-    patches = unfolded.view(count, groups, -1, unfolded.shape[-1])
-    signal = output_gradient.reshape(count, groups, -1, unfolded.shape[-1])
-    weights = torch.einsum("ngoq,ngpq->ngop", signal, patches).reshape(count, *layer.weight.shape)
-    samples = {cast(nn.Parameter, layer.weight): weights}
-    if isinstance(layer.bias, nn.Parameter):
-        samples[layer.bias] = output_gradient.sum((2, 3))
-    return samples
+    is_finite = norms.isfinite()
+    rows = slice(None) if bool(is_finite.all()) else is_finite.nonzero()[:, 0]
+    return {parameter: part.weigh(rows, factors[rows].to(parameter.dtype)) for parameter, part in gradients.items()}
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
@@ -165,39 +276,41 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     modes = [(layer, layer.training) for layer in module.modules()]
 
-    def flat(rows: slice, seed: int) -> Tensor:
-        gradients.values = {}
+    def differentiate(rows: slice, seed: int) -> list[Tensor]:
         with seeded_generators(seed), trainer.precision_plugin.forward_context():
             output = step(_some_of(batch, rows), *batch_index)
-        loss = loss_in(output)
-        loss_gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        pairs = zip(parameters, loss_gradients, strict=True)
-        return _flat([torch.zeros_like(value) if gradient is None else gradient for value, gradient in pairs])
+        leaves = [*parameters, gradients.anchor]
+        return list(torch.autograd.grad(loss_in(output), leaves, materialize_grads=True))[:-1]
 
     with isolated_pass(module, gradients=True):
         for layer, mode in modes:
             layer.training = mode and not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
-        flat(slice(0, count), 0)
-        batch_gradients = gradients.values
+        gradients.clear()
+        differentiate(slice(0, count), 0)
+        recorded, gradients.is_recording = gradients.values, False
         tolerance = 0.1 if "bf16" in trainer.precision else 0.02  # a different summation order flips some ReLUs
         for row in range(2):
-            single = flat(slice(row, row + 1), 0)
-            parts = ((value, batch_gradients.get(value)) for value in parameters)
-            from_batch = count * _flat(
-                [torch.zeros_like(value) if part is None else part[row] for value, part in parts]
-            )
-            if (from_batch - single).norm() <= tolerance * single.norm() + 1e-9:
+            rows = slice(row, row + 1)
+            single = differentiate(rows, 0)
+            parts = map(recorded.get, parameters)
+            from_batch = [
+                torch.zeros_like(value) if part is None else part.weigh(rows, torch.full_like(part.norms[rows], count))
+                for value, part in zip(single, parts, strict=True)
+            ]
+            size = _norm(single)
+            if _norm(map(torch.sub, from_batch, single)) <= tolerance * size + 1e-9:
                 continue
-            if not single.isfinite().all() and not from_batch.isfinite().all():
+            if not size.isfinite() and not _norm(from_batch).isfinite():
                 continue  # the example's gradient is not finite in both passes
-            if (flat(slice(row, row + 1), 1) - single).norm() > tolerance * single.norm():
+            if _norm(map(torch.sub, differentiate(rows, 1), single)) > tolerance * size:
                 break  # the step draws random numbers
             raise MisconfigurationException(
                 "The gradient of an example depends on other examples in the batch, but `DPSGD` needs a mean loss "
                 "over independent examples, and layers with one row per example. For ignored pixels and region "
                 "losses, average the losses of single images (`SegmentationTask(per_image=True)`)."
             )
-    gradients.values = {}
+    gradients.is_recording = True
+    gradients.clear()
 
 
 def _some_of(batch: Any, rows: slice) -> Any:
@@ -206,8 +319,9 @@ def _some_of(batch: Any, rows: slice) -> Any:
     return rebuild_batch(batch, tensors)
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([value.detach().flatten().double() for value in tensors])
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(value).double() for value in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def find_unsupported(module: nn.Module) -> list[str]:

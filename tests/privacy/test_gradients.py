@@ -22,6 +22,7 @@ from lightning_fed.privacy.gradients import (
     check_examples,
     clipped_sum,
     find_unsupported,
+    of_samples,
 )
 
 
@@ -96,6 +97,10 @@ def data_of(name, net_shape, target_shape):
     return inputs, torch.randint(4, (net_shape[0], *target_shape), generator=generator)
 
 
+def row_of(gradients, row):
+    return gradients.weigh(slice(row, row + 1), torch.ones_like(gradients.norms[:1]))
+
+
 @pytest.mark.parametrize("name", quick(NETS, [name for name in NETS if name not in ("resnet", "deeplab")]))
 def test_the_gradients_of_a_loop_over_the_examples(name):
     """To 1e-9 in float64: in float32 another order of sums switches single ReLUs."""
@@ -112,7 +117,7 @@ def test_the_gradients_of_a_loop_over_the_examples(name):
         plain.zero_grad()
         F.cross_entropy(plain(inputs[row : row + 1]), targets[row : row + 1]).backward()
         alone = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
-        together = torch.cat([gradients.values[parameter][row].flatten() for parameter in net.parameters()])
+        together = torch.cat([row_of(gradients.values[parameter], row).flatten() for parameter in net.parameters()])
         assert (len(inputs) * together - alone).norm() <= 1e-9 * alone.norm()
         assert alone.norm() > 1e-3
     gradients.remove()
@@ -147,7 +152,8 @@ def test_the_clipped_sum_against_numpy(clip):
     parameters = {
         name: nn.Parameter(torch.zeros(value.shape[1:], dtype=torch.float64)) for name, value in values.items()
     }
-    sums = clipped_sum({parameters[name]: torch.from_numpy(value) / 7 for name, value in values.items()}, 7, clip)
+    gradients = {parameters[name]: of_samples(torch.from_numpy(value) / 7) for name, value in values.items()}
+    sums = clipped_sum(gradients, 7, clip)
     found = np.concatenate([sums[parameters[name]].numpy().reshape(-1) for name in values])
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
@@ -156,7 +162,7 @@ def test_the_clipped_sum_against_numpy(clip):
 def test_an_example_whose_gradient_is_not_finite_adds_nothing(bad):
     weight, bias = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     gradients = {weight: torch.tensor([[3.0, 4.0], [bad, 0.0]]) / 2, bias: torch.tensor([[0.0, 0.0], [1.0, 1.0]]) / 2}
-    sums = clipped_sum(gradients, 2, 1.0)
+    sums = clipped_sum({parameter: of_samples(values) for parameter, values in gradients.items()}, 2, 1.0)
     torch.testing.assert_close(sums[weight], torch.tensor([0.6, 0.8]))
     torch.testing.assert_close(sums[bias], torch.zeros(2))
 
@@ -168,10 +174,10 @@ def test_one_example_changes_the_sum_by_the_clip_at_most():
         values = scale * torch.randn(20, 300, generator=generator)
         for left_out in range(20):
             rest = torch.cat([values[:left_out], values[left_out + 1 :]])
-            change = (
-                clipped_sum({weight: values / 20}, 20, 0.7)[weight] - clipped_sum({weight: rest / 19}, 19, 0.7)[weight]
+            total, remaining = (
+                clipped_sum({weight: of_samples(part / len(part))}, len(part), 0.7)[weight] for part in (values, rest)
             )
-            assert change.norm() <= 0.7 * (1 + 1e-5)
+            assert (total - remaining).norm() <= 0.7 * (1 + 1e-5)
 
 
 # --- Trial ------------------------------------------------------------------------------------------------------------
