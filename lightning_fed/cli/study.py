@@ -16,9 +16,10 @@ def run(args: Sequence[str]) -> None:
     command_args, fit_args = split_options(args)
     options = parser.parse_args(command_args)
     plan = read_plan(parser, options, fit_args, sites=options.stage, patient=options.patient)
-    from lightning_fed.compare.method_options import CENTRAL, LOCAL
+    from lightning_fed.compare.method_options import CENTRAL
     from lightning_fed.compare.plan import run_comparison
     from lightning_fed.compare.report import summarize
+    from lightning_fed.study.answers import LOCAL
     from lightning_fed.study.report import align_tables, gather_study, keep_primary, write_study
 
     labels = [method.label for method in plan.methods]

@@ -13,12 +13,10 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.method import build_method, find_method, list_options, method_key, method_names, parse_method
 from lightning_fed.model.entries import entry_policies
+from lightning_fed.study.answers import LOCAL
 
 CENTRAL = "central"
 """Name for centralised training on the pooled data of all clients."""
-
-LOCAL = "local"
-"""Name for local training: every client keeps a separate model, and nothing is sent."""
 
 _BASELINES = (CENTRAL, LOCAL)
 _OF_THE_RECIPE = ("method", "partition", "availability.stragglers", "seed")  # options that are equal for all methods

@@ -26,6 +26,9 @@ from lightning_fed.study.statistics import (
 
 _log = logging.getLogger(__name__)
 
+LOCAL = "local"
+"""Name for local training: every client keeps a separate model, and nothing is sent."""
+
 Kind: TypeAlias = Literal["scores", "areas", "replicates"]
 Answer: TypeAlias = dict[str, dict[str, list[float]]]
 """Sums by pair of models (``"fedavg|local"``) and by seed; ``"all"`` for the mean over seeds."""

@@ -264,7 +264,7 @@ def _note(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:
     if seeds == 1:
         notes.append("Another seed gives other models: `--seeds 5` adds seeds and keeps finished runs.")
     sent = [f"`{name}` {number:.3g}" for name, number in study.megabytes.items()]
-    return "\n".join([*notes, f"Megabytes sent in a training: {', '.join(sent)}."])
+    return "\n".join([*notes, *([f"Megabytes sent in a training: {', '.join(sent)}."] if sent else [])])
 
 
 def _csv(study: Study) -> str:

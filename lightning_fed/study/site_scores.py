@@ -132,7 +132,10 @@ class SiteScores(AskableCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
         data = loaders_of(trainer, self.stage)[client]
-        self.scores[row_name(client)] = score_site(trainer, module, client, data, self.metric, self.stage, self.patient)
+        limit = limit_of(trainer, self.stage)
+        self.scores[row_name(client)] = score_site(
+            trainer, module, client, data, self.metric, self.stage, self.patient, limit
+        )
         return ClientUpdate(client, 1, {})
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -156,17 +159,24 @@ class SiteScores(AskableCallback):
 
 
 def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
-    """Refuses several processes, clients on other machines, hidden client models, and unequal numbers of rounds."""
+    """Refuses clients on other machines, hidden client models, several processes, and unequal numbers of rounds."""
+    check_rounds(trainer)
+    if federation is not None and federation.is_remote:
+        raise MisconfigurationException(
+            "A study needs all clients on this machine, but got clients on other machines: use `SiteStudy`."
+        )
+    if federation is not None and federation.server.chain.reveals != "update":
+        raise MisconfigurationException(
+            "A study needs visible client models, but secure sums or central privacy hide them, and statistics by site"
+            " would not be protected: remove the step, or use `SiteStudy` for tables at the sites."
+        )
+
+
+def check_rounds(trainer: L.Trainer) -> None:
+    """Refuses several processes and unequal numbers of rounds."""
     reason = ""
     if trainer.world_size > 1:
         reason = f"one process, but got {trainer.world_size}: set `devices=1`"
-    elif federation is not None and federation.is_remote:
-        reason = "all clients on this machine, but got clients on other machines"
-    elif federation is not None and federation.server.chain.reveals != "update":
-        reason = (
-            "visible client models, but secure sums or central privacy hide them, and statistics by site would not be"
-            " protected: remove the step"
-        )
     elif any(isinstance(callback, EarlyStopping) for callback in callbacks_of(trainer)):
         reason = "equal numbers of rounds for all methods, but got `EarlyStopping`: remove the callback"
     if reason:
@@ -179,14 +189,17 @@ def score_site(
     client: Client,
     data: Any,
     metric: str,
-    stage: Stage = "test",
-    patient: str | None = None,
+    stage: Stage,
+    patient: str | None,
+    limit: int | float,
 ) -> dict[str, Any]:
-    """Scores a site's cases one by one with the loaded module, in the form of :attr:`SiteScores.scores`."""
+    """Scores a site's cases one by one with the loaded module, in the form of :attr:`SiteScores.scores`.
+
+    ``limit`` is the number (int) or share (float) of the batches.
+    """
     loaders = split_loaders(data)
     if len(loaders) > 1:
         raise MisconfigurationException(f"Expected one {stage} loader for client {client!r}, but got {len(loaders)}.")
-    limit = limit_of(trainer, stage)
     whole = evaluate_data(trainer, module, data, stage, _ALL_STATES, limit, keeps=True)
     if metric not in whole.values:
         raise MisconfigurationException(

@@ -426,7 +426,7 @@ def test_scores_that_cannot_be_compared_are_refused():
         answer_site(runs)
     loaders = [DataLoader(cases("test")["north"])] * 2
     with pytest.raises(MisconfigurationException, match="one test loader for client 'north', but got 2"):
-        score_site(L.Trainer(**QUIET), Net(), "north", loaders, "test_loss")
+        score_site(L.Trainer(**QUIET), Net(), "north", loaders, "test_loss", "test", None, 1.0)
 
 
 def test_fingerprints_distinguish_cases():

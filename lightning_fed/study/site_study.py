@@ -1,0 +1,219 @@
+"""A study with sites on other machines: one fit per model, and sums over cases after each fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.callbacks.evaluation.client_evaluation import loaders_of
+from lightning_fed.callbacks.evaluation.data_pass import Stage
+from lightning_fed.callbacks.evaluation.results import is_score
+from lightning_fed.callbacks.evaluation.tables import row_name
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.errors import BadUpdate, ClientFault
+from lightning_fed.federated_callback import AskableCallback
+from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.study.answers import LOCAL, Answer, Kind, answer_site
+from lightning_fed.study.report import Study, describe, write_study
+from lightning_fed.study.site_scores import check_rounds, score_site
+
+_log = logging.getLogger(__name__)
+
+_LENGTHS: dict[str, int] = {"scores": 6, "areas": 10, "replicates": 9}  # sums for a pair, by kind of score
+
+_NAME = re.compile(r"[\w.:=+\-]{1,100}")
+
+
+class SiteStudy(AskableCallback):
+    """Study of a federation with sites on other machines, one fit per model and seed.
+
+    Server and sites need this callback. After a fit, every site scores the fit's model on single cases, and stores the
+    scores in ``folder/sites``. The answer to the server has only sums over cases, for each pair of models in the study
+    and for each seed. With ``"local"`` and another model, the server writes the files of :func:`write_study`. The first
+    model other than ``"local"`` is the primary comparison. Every site also writes a table for the site's own use,
+    ``sites/<client>.md``. With a secure sum or central privacy no sums leave, and only the sites' tables exist.
+
+    For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
+
+    Args:
+        model: Name of the fit's model on the server: ``"local"``, or a name such as ``"fedavg"``.
+        metric: Name of a logged value: ``"test_acc"``, or ``"val_acc"`` for validation data.
+        folder: Folder for the study's files, the same folder in all fits of the study.
+        stage: ``"test"`` or ``"validation"``.
+        patient: Key for the patients in a dictionary batch; ``None`` if all cases are independent.
+        min_support: Smallest number of cases for an answer, set at the site; see :func:`answer_site`.
+
+    Raises:
+        MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping``.
+
+    Example:
+        >>> study = SiteStudy("fedavg", "test_acc", "runs/study")
+    """
+
+    supports_vectorize = True
+    keeps_privacy = True
+
+    def __init__(
+        self,
+        model: str,
+        metric: str,
+        folder: str | os.PathLike[str],
+        stage: Stage = "test",
+        patient: str | None = None,
+        min_support: int = 10,
+    ) -> None:
+        check_option("stage", stage, get_args(Stage))
+        if not _NAME.fullmatch(model):
+            raise ValueError(f"Expected `model` to have letters, digits and `.:=+-_` only, but got {model!r}.")
+        self.model, self.metric, self.stage, self.patient = model, metric, stage, patient
+        self.min_support = check_count("min_support", min_support, lowest=2)
+        self.folder = Path(folder).expanduser()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        check_rounds(trainer)
+
+    # The server
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stores the model's name before training, so results cannot influence the primary comparison."""
+        federation = find_federation(trainer)
+        if not federation.has_server:
+            return
+        schedule = federation.schedule
+        plan = {"metric": self.metric, "stage": self.stage, "rounds": trainer.max_epochs}
+        plan |= {"local_epochs": schedule.local_epochs, "local_steps": schedule.local_steps}
+        content = {"plan": plan, "models": {}} | _read(self._runs)
+        if different := [name for name, value in plan.items() if value != content["plan"][name]]:
+            raise MisconfigurationException(
+                f"Expected equal {', '.join(different)} in all fits of a study, but got {plan} after"
+                f" {content['plan']}: choose another `folder` for another study."
+            )
+        content["models"].setdefault(self.model, {})
+        write_text_atomically(self._runs, json.dumps(content))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation = find_federation(trainer)
+        if not federation.has_server or trainer.current_epoch < (trainer.max_epochs or 0):
+            return
+        seed, content = federation.schedule.seed, _read(self._runs)
+        sent = [float(trainer.callback_metrics.get(f"comm/total_{way}_bytes", 0)) for way in ("up", "down")]
+        content["models"][self.model][str(seed)] = sum(sent) / 1e6
+        write_text_atomically(self._runs, json.dumps(content))
+        megabytes = {model: by_seed for model, by_seed in content["models"].items() if by_seed}
+        models = sorted(megabytes, key=lambda model: model == LOCAL)
+        seeds = [int(one) for one in megabytes[models[0]] if all(one in by_seed for by_seed in megabytes.values())]
+        question = {"metric": self.metric, "model": self.model, "seed": seed, "models": models, "seeds": seeds}
+        with federation.averages_in_place():
+            answers = federation.ask(pl_module, self, federation.population.clients, question, own=True)
+        kinds, sums = dict[str, Kind](), dict[str, Answer]()
+        for client, update in answers.updates.items():
+            try:
+                kinds[row_name(client)], sums[row_name(client)] = _read_sums(update, models, seeds)
+            except BadUpdate as error:
+                _log.warning("The study excludes the answer of client %r: %s.", client, error)
+        missing = ""
+        if federation.server.chain.reveals != "update":
+            missing = "secure sums or central privacy hide the scores of single sites; each site has the site's table"
+        elif not seeds or len(models) < 2 or models[-1] != LOCAL:
+            missing = f"a table needs {LOCAL!r} and another model with an equal seed, but the study has {models}"
+        if missing or not sums:
+            _log.info("The study has no table yet: %s.", missing or "no site answered")
+            return
+        means = {model: sum(by_seed.values()) / len(by_seed) for model, by_seed in megabytes.items()}
+        study = Study(self.metric, is_score(self.metric), models, seeds, self.min_support, kinds, sums, means)
+        _log.info("%s", write_study(study, self.folder))
+
+    @property
+    def _runs(self) -> Path:
+        return self.folder / "runs.json"
+
+    # A site
+
+    def on_client_question(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
+    ) -> ClientUpdate:
+        model, seed, models, seeds = self._read_question(question)
+        loaders = loaders_of(trainer, self.stage)
+        if client not in loaders:
+            raise ClientFault(f"it has no {self.stage} data")
+        path = self.folder / "sites" / f"{urllib.parse.quote(row_name(client), safe='')}.json"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        settings = [self.metric, self.stage, self.patient]
+        content = {"settings": settings, "runs": {}} | _read(path)
+        if content["settings"] != settings:
+            raise ClientFault("its scores from earlier fits have another metric, stage or patient key")
+        runs = content["runs"]
+        found = score_site(trainer, module, client, loaders[client], self.metric, self.stage, self.patient, 1.0)
+        runs.setdefault(model, {})[str(seed)] = found
+        write_text_atomically(path, json.dumps(content))
+        if any(str(one) not in runs.get(other, {}) for other in models for one in seeds):
+            raise ClientFault("it has no scores from an earlier fit of this study: repeat that fit")
+        if not seeds or len(models) < 2:
+            return ClientUpdate(client, 1, {})
+        compared = {other: {one: runs[other][str(one)] for one in seeds} for other in models}
+        try:
+            kind, answer = answer_site(compared, 2)
+            sent = answer_site(compared, self.min_support)[1]
+        except MisconfigurationException as error:  # the texts have no data
+            raise ClientFault(str(error)) from error
+        if models[-1] == LOCAL:
+            name = row_name(client)
+            study = Study(self.metric, is_score(self.metric), models, seeds, 2, {name: kind}, {name: answer}, {})
+            write_text_atomically(path.with_suffix(".md"), f"{describe(study)}\n")
+        if find_federation(trainer).server.chain.reveals != "update":
+            return ClientUpdate(client, 1, {})
+        extras = {
+            f"study/{kind}/{pair}/{part}": torch.tensor(numbers, dtype=torch.float64)
+            for pair, parts in sent.items()
+            for part, numbers in parts.items()
+        }
+        return ClientUpdate(client, 1, {}, extras)
+
+    def _read_question(self, question: Mapping[str, Any]) -> tuple[str, int, list[str], list[int]]:
+        model, seed, models, seeds = (question.get(name) for name in ("model", "seed", "models", "seeds"))
+        if question.get("metric") != self.metric:
+            raise ClientFault(f"its program has the metric {self.metric!r}")
+        if not isinstance(models, list) or not isinstance(seeds, list):
+            raise ClientFault("the request is not a question of a study")
+        if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in (model, *models)):
+            raise ClientFault("the request has an invalid name of a model")
+        if not all(type(number) is int for number in (seed, *seeds)):
+            raise ClientFault("the request has an invalid seed")
+        return str(model), int(seed or 0), models, seeds
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
+def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
+    """Reads a site's sums; raises ``BadUpdate`` for other names or lists. A site with few cases sends no sums."""
+    answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
+    parts = ["all", *map(str, seeds)]
+    if not update.extras:
+        return "scores", {}
+    kind: Any = next(iter(update.extras)).split("/")[1:2]
+    length = _LENGTHS.get("".join(kind), 0)
+    names = {f"study/{''.join(kind)}/{pair}/{part}": (pair, part) for pair in answer for part in parts}
+    if update.extras.keys() != names.keys():
+        raise BadUpdate(f"its names are not the pairs of {list(models)} with the parts {parts}")
+    for name, (pair, part) in names.items():
+        value = update.extras[name]
+        if value.shape != (length,) or value.dtype != torch.float64 or not 1 <= float(value[0]) < 2**53:
+            raise BadUpdate(f"{name!r} is not a list of {length} sums")
+        answer[pair][part] = value.tolist()
+    return kind[0], answer

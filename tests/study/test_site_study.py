@@ -1,0 +1,257 @@
+"""`SiteStudy`: sites on other machines answer with sums, and the sums equal the scores of plain PyTorch."""
+
+import itertools
+import json
+import logging
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from scipy import stats
+from torch.nn import functional as F
+
+pytest.importorskip("flwr")
+
+from lightning_fed import FederatedTrainer, Federation
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.transport import FlowerTransport, from_records
+from lightning_fed.backends.wire.server import run_server
+from lightning_fed.errors import BadUpdate, ClientFault
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.privacy import SecureSum
+from lightning_fed.steps import MaxSamples
+from lightning_fed.study import SiteStudy
+from lightning_fed.study.site_study import _read_sums
+from tests.backends.flower.grids import FakeGrid
+from tests.backends.flower.halves import OPTIONS
+from tests.backends.site.test_policy import answers_in, write_policy
+from tests.conftest import QUIET
+from tests.generators import same_random_numbers
+from tests.study.sites import SIZES, Net, Sites, cases
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+ROUNDS = 2
+MODELS = ("fedavg", "local")
+
+
+def federation(model, seed=3, steps=()):
+    return Federation("fedavg", personal=["*"] if model == "local" else (), seed=seed, steps=list(steps))
+
+
+def on_flower(folder, model, rounds=ROUNDS, metric="test_loss", stores="", **options):
+    """Fits with a node for north and tiny, and a node for south; returns the server's module and the answers."""
+    sent = []
+
+    def record(node, message, content):
+        if message.metadata.message_type == "evaluate.question":
+            sent.append(json.loads(from_records(content).text) | {"data": from_records(content).data})
+        return [content]
+
+    def half(place):
+        return [SiteStudy(model, metric, folder / place)]
+
+    apps = {
+        node: client_app(
+            federation(model, **options), Net, Sites(), OPTIONS, callbacks=half("sites"),
+            store=folder / f"{stores}{node}",
+        )
+        for node in (11, 12)
+    }  # fmt: skip
+    grid = FakeGrid(
+        apps, {node: {"partition-id": index, "num-partitions": 2} for index, node in enumerate(apps)}, record
+    )
+    transport = FlowerTransport(grid, 5.0, poll=0.01)
+    run = f"{model}{options.get('seed', 3)}"
+    trainer = run_server(
+        federation(model, **options), Net, None, {**OPTIONS, "max_epochs": rounds}, transport,
+        transport.await_clients(len(SIZES), 1), folder / run, half("server"),
+    )  # fmt: skip
+    return trainer.lightning_module, sent
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    fits = {}
+    with same_random_numbers():
+        for model, seed in itertools.product(MODELS, (3, 4)):
+            fits[model, seed] = on_flower(folder, model, seed=seed, stores=f"{model}{seed}-")
+    return folder, fits
+
+
+def losses(module, site):
+    data = cases("test")[site]
+    with torch.no_grad():
+        return F.cross_entropy(module.layer(data.x), data.y, reduction="none").double().numpy()
+
+
+def test_sums_are_those_of_the_global_and_the_sites_models(trained):
+    folder, fits = trained
+    study = json.loads((folder / "server" / "study.json").read_text())
+    assert (study["models"], study["seeds"], study["higher_is_better"]) == (["fedavg", "local"], [3, 4], False)
+    for site in ("north", "south"):
+        runs = json.loads((folder / "sites" / "sites" / f"{site}.json").read_text())["runs"]
+        for seed in (3, 4):
+            assert runs["fedavg"][f"{seed}"]["scores"] == pytest.approx(losses(fits["fedavg", seed][0], site), rel=1e-5)
+        pair = [np.mean([runs[model][f"{seed}"]["scores"] for seed in (3, 4)], 0) for model in MODELS]
+        n, a, b, a_squared, b_squared, product = study["answers"][site]["fedavg|local"]["all"]
+        expected = stats.ttest_rel(*pair)
+        variance = (a_squared + b_squared - 2 * product - (a - b) ** 2 / n) / (n * (n - 1))
+        assert n == SIZES[site]
+        assert (a - b) / n / variance**0.5 == pytest.approx(expected.statistic, rel=1e-9)
+    assert study["megabytes"]["local"] == 0 < study["megabytes"]["fedavg"]
+
+
+def test_the_network_gives_the_sums_of_one_process(trained, tmp_path):
+    for model in MODELS:
+        trainer = FederatedTrainer(
+            federation=federation(model),
+            max_rounds=ROUNDS,
+            callbacks=[SiteStudy(model, "test_loss", tmp_path)],
+            **QUIET,
+        )
+        L.seed_everything(3, verbose=False)
+        trainer.fit(Net(), datamodule=Sites())
+    found = json.loads((tmp_path / "study.json").read_text())["answers"]
+    expected = json.loads((trained[0] / "server" / "study.json").read_text())["answers"]
+    assert found["tiny"] == expected["tiny"] == {}
+    for site in ("north", "south"):
+        remote = expected[site]["fedavg|local"]
+        assert found[site]["fedavg|local"]["3"] == pytest.approx(remote["3"], rel=1e-5)
+        assert remote["3"] != pytest.approx(remote["4"], rel=1e-3)
+
+
+def test_nothing_but_the_sums_leaves(trained):
+    folder, fits = trained
+    first, last = fits["fedavg", 3][1], fits["local", 4][1]
+    assert {len(answer["data"]) for answer in first} == {0}
+    names = {f"study/scores/fedavg|local/{part}" for part in ("all", "3", "4")}
+    by_client = {answer["header"]["client"]: answer for answer in last}
+    assert by_client.keys() == SIZES.keys()
+    for client, answer in by_client.items():
+        rows = answer["tensors"]["extras"]
+        assert {row[0] for row in rows} == (set() if client == "tiny" else names)
+        assert len(answer["data"]) == 8 * 6 * len(rows)
+        header = answer["header"]
+        assert (header["num_samples"], header["metrics"], answer["tensors"]["state"]) == (1, {}, [])
+    table = (folder / "server" / "study.md").read_text()
+    assert "| tiny | below 10 |" in table
+    assert "| tiny | 4 |" in (folder / "sites" / "sites" / "tiny.md").read_text()  # for the site's own eyes
+    assert "north" not in (folder / "sites" / "sites" / "tiny.md").read_text()
+
+
+def test_a_policy_names_the_sums(tmp_path, caplog):
+    """Node 11 refuses and node 12 sends the sums. The site at node 11 still has the table for local use."""
+    for node, metrics in ((11, ["val_acc"]), (12, ["study/scores/*"])):
+        write_policy(
+            tmp_path / f"{node}", answers=["update", "evaluation"], entries=["layer.*"], metrics=metrics, faults="text"
+        )
+    for model in MODELS:
+        on_flower(tmp_path, model)
+    assert "does not allow 'study/scores/fedavg|local/" in caplog.text
+    assert list(json.loads((tmp_path / "server" / "study.json").read_text())["answers"]) == ["south", "tiny"]
+    assert (tmp_path / "sites" / "sites" / "north.md").exists()
+    allowed = [line for line in answers_in(tmp_path / "12") if line["answer"] == "evaluation"]
+    assert allowed[-1]["rule"]["metrics"] == ["study/scores/*"]
+    last = [line for line in answers_in(tmp_path / "11") if line["client"] == "north"][-1]
+    assert (last["answer"], last["rule"]) == ("evaluation", {"refused": "metrics"})
+
+
+def test_with_a_secure_sum_only_the_sites_have_tables(tmp_path, caplog):
+    steps = [MaxSamples(40), SecureSum(5.0)]
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        answers = [on_flower(tmp_path, model, steps=() if model == "local" else steps)[1] for model in MODELS[::-1]]
+    assert {len(answer["data"]) for answer in answers[-1]} == {0}
+    assert not (tmp_path / "server" / "study.md").exists()
+    assert "`fedavg` against `local`" in (tmp_path / "sites" / "sites" / "north.md").read_text()
+    assert "hide the scores of single sites" in caplog.text
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def fit(folder, model="fedavg", rounds=ROUNDS, metric="test_loss", callbacks=()):
+    trainer = FederatedTrainer(
+        federation=federation(model),
+        max_rounds=rounds,
+        callbacks=[SiteStudy(model, metric, folder), *callbacks],
+        **QUIET,
+    )
+    trainer.fit(Net(), datamodule=Sites())
+
+
+def test_unequal_fits_are_refused_before_training(tmp_path):
+    fit(tmp_path)
+    with pytest.raises(MisconfigurationException, match="Expected equal rounds in all fits"):
+        fit(tmp_path, "local", rounds=ROUNDS + 1)
+    with pytest.raises(MisconfigurationException, match="Expected equal metric in all fits"):
+        fit(tmp_path, "local", metric="test_acc")
+    with pytest.raises(MisconfigurationException, match="got `EarlyStopping`"):
+        fit(tmp_path, "local", callbacks=[EarlyStopping("val_loss")])
+    with pytest.raises(ValueError, match="Expected `model` to have letters"):
+        SiteStudy("a|b", "test_acc", tmp_path)
+    assert list(json.loads((tmp_path / "runs.json").read_text())["models"]) == ["fedavg"]
+
+
+def test_a_site_without_earlier_scores_is_excluded(tmp_path, caplog):
+    fit(tmp_path)
+    (tmp_path / "sites" / "south.json").unlink()
+    fit(tmp_path, "local")
+    assert "Client 'south' does not answer: it has no scores from an earlier fit" in caplog.text
+    assert list(json.loads((tmp_path / "study.json").read_text())["answers"]) == ["north", "tiny"]
+
+
+def test_an_interrupted_fit_is_not_compared(tmp_path):
+    class StopsEarly(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = True
+
+    fit(tmp_path, callbacks=[StopsEarly()])
+    assert json.loads((tmp_path / "runs.json").read_text())["models"] == {"fedavg": {}}
+    assert not (tmp_path / "sites").exists()
+
+
+def update(**changes):
+    extras = {f"study/scores/fedavg|local/{part}": torch.ones(6, dtype=torch.float64) for part in ("all", "3")}
+    return ClientUpdate("ann", 1, {}, extras | changes)
+
+
+def test_invalid_answers_are_excluded():
+    models, name = ["fedavg", "local"], "study/scores/fedavg|local/3"
+    kind, answer = _read_sums(update(), models, [3])
+    assert (kind, answer["fedavg|local"]["3"]) == ("scores", [1.0] * 6)
+    assert _read_sums(ClientUpdate("ann", 1, {}), models, [3]) == ("scores", {})
+    nan = torch.full((6,), float("nan"), dtype=torch.float64)
+    for changes, reason in (
+        ({"study/scores/fedavg|central/3": nan}, "its names are not the pairs"),
+        ({"other": nan}, "its names are not the pairs"),
+        ({name: nan}, "not a list of 6 sums"),
+        ({name: torch.ones(5, dtype=torch.float64)}, "not a list of 6 sums"),
+        ({name: torch.ones(6)}, "not a list of 6 sums"),
+    ):
+        with pytest.raises(BadUpdate, match=reason):
+            _read_sums(update(**changes), models, [3])
+    unknown = {name.replace("scores", "cases"): value for name, value in update().extras.items()}
+    with pytest.raises(BadUpdate):
+        _read_sums(ClientUpdate("ann", 1, {}, unknown), models, [3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"metric": "test_acc"}, "has the metric 'test_loss'"),
+        ({"models": None}, "not a question of a study"),
+        ({"models": ["../fedavg"]}, "invalid name of a model"),
+        ({"model": 3}, "invalid name of a model"),
+        ({"seeds": ["3"]}, "invalid seed"),
+        ({"seed": True}, "invalid seed"),
+    ],
+)
+def test_invalid_questions_are_refused(changes, reason, tmp_path):
+    question = {"metric": "test_loss", "model": "fedavg", "seed": 3, "models": ["fedavg"], "seeds": [3]}
+    with pytest.raises(ClientFault, match=reason):
+        SiteStudy("fedavg", "test_loss", tmp_path).on_client_question(None, None, "north", question | changes)
