@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 def load_feature(module: str) -> ModuleType:
@@ -23,6 +26,15 @@ def load_feature(module: str) -> ModuleType:
             " reinstall lightning-fed.",
             name=error.name,
         ) from error
+
+
+def find_feature(module: str) -> ModuleType | None:
+    """Imports the module of a feature that a fit can omit; without the module, logs a warning and returns ``None``."""
+    try:
+        return load_feature(module)
+    except ModuleNotFoundError as error:
+        _log.warning("%s", error)
+        return None
 
 
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_fed import FederatedCallback
+from lightning_fed.batch_norm import measurement
 from lightning_fed.batch_norm.pooling import find_bad_statistics, pool_statistics
-from lightning_fed.rounds import batch_norm
 from lightning_fed.steps import MaxSamples, UniformWeights
 from tests.models import Module, adam, as_datasets, mlp, norm_mlp, vectors
 from tests.recorders import assert_same, state_of
@@ -137,12 +137,12 @@ def test_no_pool_of_good_statistics_is_infinite():
 def test_what_counts_counts_in_pooled_statistics_too(steps, counts, federated_trainer, monkeypatch):
     """For the three clients pooled in every layer."""
 
-    def noting(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
+    def noting(reports, layer, *tolerated, pool=measurement.pool_statistics):
         pooled.append([float(report[f"batch_norm:{layer}:count"]) for report in reports])
         return pool(reports, layer, *tolerated)
 
     pooled = []
-    monkeypatch.setattr(batch_norm, "pool_statistics", noting)
+    monkeypatch.setattr(measurement, "pool_statistics", noting)
     trainer = federated_trainer(max_rounds=1, steps=steps)
     trainer.fit(Module(norm_mlp(), adam), as_datasets(vectors(SIZES)))
     assert pooled
@@ -152,7 +152,7 @@ def test_what_counts_counts_in_pooled_statistics_too(steps, counts, federated_tr
 def test_a_round_with_statistics_that_cannot_be_is_taken_back(federated_trainer, monkeypatch, caplog):
     """The earlier model is restored, and the next round trains."""
 
-    def poisoned(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
+    def poisoned(reports, layer, *tolerated, pool=measurement.pool_statistics):
         mean, variance = pool(reports, layer, *tolerated)
         return mean, variance * (float("inf") if trainer.current_epoch == 1 else 1)
 
@@ -162,7 +162,7 @@ def test_a_round_with_statistics_that_cannot_be_is_taken_back(federated_trainer,
         def on_server_round_end(self, trainer, module, is_new):
             states.append((is_new, state_of(module)))
 
-    monkeypatch.setattr(batch_norm, "pool_statistics", poisoned)
+    monkeypatch.setattr(measurement, "pool_statistics", poisoned)
     trainer = federated_trainer(max_rounds=3, callbacks=[Watch()])
     trainer.fit(Module(norm_mlp(), adam), as_datasets(vectors(SIZES)))
     assert [is_new for is_new, _ in states] == [True, False, True]

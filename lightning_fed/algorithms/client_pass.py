@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.errors import describe
-from lightning_fed.lightning.isolated_pass import loss_in, run_step, until_fault
+from lightning_fed.features.isolated_pass import loss_in, run_step, until_fault
 from lightning_fed.messages import Broadcast
 from lightning_fed.rounds.client_errors import client_fault
 

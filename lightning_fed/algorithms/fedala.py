@@ -20,9 +20,9 @@ from lightning_fed.algorithms.client_pass import loss_of, pass_over_data, refuse
 from lightning_fed.argument_checks import check_count, check_number, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
+from lightning_fed.features.isolated_pass import isolated_pass
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import loss_scale
-from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, with_prefix
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import copy_state, parameter_entries, tensors_by_path

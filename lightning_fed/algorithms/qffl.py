@@ -19,7 +19,7 @@ from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import batch_length
 from lightning_fed.errors import BadUpdate
-from lightning_fed.lightning.isolated_pass import isolated_pass
+from lightning_fed.features.isolated_pass import isolated_pass
 from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64

@@ -15,9 +15,9 @@ from lightning_fed.batch_norm.pooling import InputStatistics
 from lightning_fed.batch_norm.unseen_statistics import UnseenStatistics
 from lightning_fed.data.federated import copy_loader, split_loaders
 from lightning_fed.data.population import seeded_generators
+from lightning_fed.features.isolated_pass import isolated_pass, run_step
 from lightning_fed.federated_callback import FederatedCallback, RevertingCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.lightning.isolated_pass import isolated_pass, run_step
 from lightning_fed.messages import Client, State
 from lightning_fed.model.batch_norm import batch_norm_layers
 
@@ -83,7 +83,9 @@ class UnseenData(RevertingCallback, FederatedCallback):
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         if self._adapter is None:  # clients on other machines evaluate outside a Trainer's validation
             self._start(module)
-        self._switch(is_active=client is None or self._find_fit().served_client != client)
+        if self._adapter is not None:
+            self._adapter.report = {}
+            self._adapter.is_active = client is None or self._find_fit().served_client != client
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
@@ -103,15 +105,12 @@ class UnseenData(RevertingCallback, FederatedCallback):
                 except ValueError as error:
                     if "more than 1 value per channel" not in str(error):
                         raise
-                    self._warn_of_single_example()
+                    if self._find_fit().record_warning("single"):
+                        _log.warning(
+                            "A batch with a single example is excluded from the BatchNorm statistics: set another "
+                            "batch size, or drop_last=True."
+                        )
         adapter.report = statistics.as_extras()
-
-    def _warn_of_single_example(self) -> None:
-        if self._find_fit().record_warning("single"):
-            _log.warning(
-                "A batch with a single example is excluded from the BatchNorm statistics: set another batch size, or"
-                " drop_last=True."
-            )
 
     def _start(self, module: L.LightningModule) -> None:
         fit = self._find_fit()
@@ -122,10 +121,6 @@ class UnseenData(RevertingCallback, FederatedCallback):
         if self._adapter is not None:
             self._adapter.remove()
         self._adapter = None
-
-    def _switch(self, is_active: bool) -> None:
-        if self._adapter is not None:
-            self._adapter.is_active, self._adapter.report = is_active, {}
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:

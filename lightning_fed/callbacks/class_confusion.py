@@ -18,9 +18,9 @@ from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
-from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch, until_fault
+from lightning_fed.features.batches import BatchKey, as_classes, find_inputs, find_target
+from lightning_fed.features.isolated_pass import isolated_pass, prepare_batch, until_fault
 from lightning_fed.messages import Client
-from lightning_fed.model.batches import BatchKey, as_classes, find_inputs, find_target
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.server.schedule import Visit
 

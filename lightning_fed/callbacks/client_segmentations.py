@@ -30,13 +30,13 @@ from lightning_fed.console import markdown_table, round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault
+from lightning_fed.features.batches import BatchKey, find_inputs, find_target
+from lightning_fed.features.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.features.label_maps import VoidLabel, void_label
 from lightning_fed.lightning.internals import datamodule_of
-from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from lightning_fed.metrics.segmentation import SegmentationScores
-from lightning_fed.model.batches import BatchKey, find_inputs, find_target
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

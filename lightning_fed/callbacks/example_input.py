@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.population import PlannedVisit, seeded_generators
+from lightning_fed.features.batches import TARGET_KEYS, BatchKey, find_inputs
 from lightning_fed.messages import Client
-from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs
 from lightning_fed.server.schedule import Visit
 
 _POSITIONAL = (
@@ -41,7 +41,7 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
     """Returns arguments for ``forward`` from a batch: a tensor, tuple or dictionary, with two examples if possible.
 
-    The inputs come from :func:`~lightning_fed.model.batches.find_inputs`, or from mapping entries with the argument
+    The inputs come from :func:`~lightning_fed.features.batches.find_inputs`, or from mapping entries with the argument
     names of ``forward``; otherwise the whole batch is returned.
     """
     parameters = inspect.signature(module.forward).parameters

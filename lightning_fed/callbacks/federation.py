@@ -9,7 +9,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter  # bound at import, because profilers may replace `time.perf_counter`
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, Local
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import add_callbacks, put_first
-from lightning_fed.lazy_names import load_feature
+from lightning_fed.lazy_names import find_feature, load_feature
 from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
@@ -392,8 +392,8 @@ class Federation(TrainerCallback):
         add_callbacks(trainer, self, [*self.method.callbacks, *step_callbacks, *shared])
         option = self.options.batch_norm
         if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen != "pooled"):
-            with suppress(ModuleNotFoundError):  # without the feature, a round refuses BatchNorm layers
-                unseen = load_feature("lightning_fed.batch_norm.unseen_data")
+            unseen = find_feature("lightning_fed.batch_norm.unseen_data")
+            if unseen is not None:
                 add_callbacks(trainer, self, [unseen.UnseenData(partial(getattr, self, "_fit"))])  # can be pickled
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":

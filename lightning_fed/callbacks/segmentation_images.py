@@ -17,12 +17,12 @@ from lightning_fed.callbacks.pictures import PeriodicPictures, log_picture, repo
 from lightning_fed.callbacks.training_trace import LabelDescription, describe_labels
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
+from lightning_fed.features.batches import BatchKey, find_inputs, find_target
+from lightning_fed.features.isolated_pass import evaluating
 from lightning_fed.features.label_maps import VoidLabel, void_label
 from lightning_fed.features.layers import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 from lightning_fed.lightning.internals import is_fitting
-from lightning_fed.lightning.isolated_pass import evaluating
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
-from lightning_fed.model.batches import BatchKey, find_inputs, find_target
 
 EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 

@@ -24,6 +24,8 @@ from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import describe
+from lightning_fed.features.batches import BatchKey
+from lightning_fed.features.isolated_pass import find_metrics, isolated_pass, loss_in, prepare_batch, run_prepared
 from lightning_fed.features.label_maps import VoidLabel
 from lightning_fed.features.layers import (
     LogitsLayer,
@@ -33,8 +35,6 @@ from lightning_fed.features.layers import (
     without_compiled_code,
 )
 from lightning_fed.lightning.internals import datamodule_of, is_overridden
-from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, loss_in, prepare_batch, run_prepared
-from lightning_fed.model.batches import BatchKey
 from lightning_fed.numerics.trees import map_leaves, tree_leaves
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

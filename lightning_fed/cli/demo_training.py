@@ -26,7 +26,7 @@ from lightning_fed.data.population import seeded_generators
 from lightning_fed.datasets.array_module import ArrayDataModule
 from lightning_fed.datasets.camvid import CamVid
 from lightning_fed.datasets.shapes import Shapes
-from lightning_fed.lightning.isolated_pass import evaluating
+from lightning_fed.features.isolated_pass import evaluating
 from lightning_fed.messages import Client
 from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.partitions.appearance import Look

@@ -95,11 +95,6 @@ class LoaderClients(Population):
             loader = self._in_order[client]
         return _Streams(loader) if isinstance(loader, CombinedLoader) else loader
 
-    def _record_workers(self, loader: Any) -> None:
-        for part in _parts(loader):
-            if getattr(part, "persistent_workers", False):
-                self._opened[id(part)] = part
-
     def close(self) -> None:
         opened, self._opened = self._opened, {}
         for loader in opened.values():
@@ -139,7 +134,7 @@ class LoaderClients(Population):
         served = 0
         try:
             loader = self._loader(planned.visit.client)
-            self._record_workers(loader)
+            self._opened |= {id(part): part for part in _parts(loader) if getattr(part, "persistent_workers", False)}
             with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
                 batches = self._passes(loader, planned)
                 if self.sampling is not None and not isolated:

@@ -17,8 +17,8 @@ from lightning_fed.console import markdown_table
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets
 from lightning_fed.data.partition import MapDataset, Partition
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
+from lightning_fed.features.batches import as_classes, find_inputs, find_target
 from lightning_fed.messages import Client
-from lightning_fed.model.batches import as_classes, find_inputs, find_target
 from lightning_fed.server.schedule import Visit
 
 _PICTURES = 3

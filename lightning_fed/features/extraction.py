@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.features.batches import BatchKey, find_inputs
+from lightning_fed.features.isolated_pass import evaluating
 from lightning_fed.features.layers import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
-from lightning_fed.lightning.isolated_pass import evaluating
-from lightning_fed.model.batches import BatchKey, find_inputs
 
 
 def extract_features(

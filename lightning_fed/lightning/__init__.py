@@ -1,6 +1,5 @@
 """Adapters to Lightning's internals, also usable without federated training."""
 
-from lightning_fed.lightning.fingerprints import fingerprint as fingerprint
 from lightning_fed.lightning.internals import BATCH_HOOKS as BATCH_HOOKS
 from lightning_fed.lightning.internals import TRANSFER_HOOKS as TRANSFER_HOOKS
 from lightning_fed.lightning.internals import OverriddenMethod as OverriddenMethod
@@ -25,15 +24,3 @@ from lightning_fed.lightning.internals import loss_scale as loss_scale
 from lightning_fed.lightning.internals import loss_scaler as loss_scaler
 from lightning_fed.lightning.internals import start_at_epoch as start_at_epoch
 from lightning_fed.lightning.internals import tensor_version as tensor_version
-from lightning_fed.lightning.isolated_pass import evaluating as evaluating
-from lightning_fed.lightning.isolated_pass import find_metrics as find_metrics
-from lightning_fed.lightning.isolated_pass import forward_step as forward_step
-from lightning_fed.lightning.isolated_pass import is_same as is_same
-from lightning_fed.lightning.isolated_pass import isolated_pass as isolated_pass
-from lightning_fed.lightning.isolated_pass import loss_in as loss_in
-from lightning_fed.lightning.isolated_pass import noted_attributes as noted_attributes
-from lightning_fed.lightning.isolated_pass import prepare_batch as prepare_batch
-from lightning_fed.lightning.isolated_pass import run_prepared as run_prepared
-from lightning_fed.lightning.isolated_pass import run_step as run_step
-from lightning_fed.lightning.isolated_pass import unsynchronized as unsynchronized
-from lightning_fed.lightning.isolated_pass import until_fault as until_fault

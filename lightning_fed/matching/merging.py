@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.batch_norm.pooling import recalibrate_batch_norm
+from lightning_fed.features.batches import BatchKey, find_inputs
 from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
 from lightning_fed.matching.match_widths import match_widths
 from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import entry_tensors, find_non_finite
 from lightning_fed.model.resize import resize_module
 from lightning_fed.numerics.trees import move_tensors

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_option
 from lightning_fed.features.label_maps import VoidLabel, resize_labels, void_label
-from lightning_fed.metrics.float64_states import Float64Mean
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
+from lightning_fed.numerics.float64_states import Float64Mean
 
 Level = Literal["softmax", "feature"]
 

@@ -2,12 +2,6 @@
 
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.batch_norm import freeze_batch_norm as freeze_batch_norm
-from lightning_fed.model.batches import MASK_KEYS as MASK_KEYS
-from lightning_fed.model.batches import TARGET_KEYS as TARGET_KEYS
-from lightning_fed.model.batches import BatchKey as BatchKey
-from lightning_fed.model.batches import as_classes as as_classes
-from lightning_fed.model.batches import find_inputs as find_inputs
-from lightning_fed.model.batches import find_target as find_target
 from lightning_fed.model.entries import BatchNorm as BatchNorm
 from lightning_fed.model.entries import Selector as Selector
 from lightning_fed.model.entries import batch_norm_statistics as batch_norm_statistics

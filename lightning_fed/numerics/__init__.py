@@ -2,6 +2,9 @@
 
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from lightning_fed.numerics.chunks import chunk_steps as chunk_steps
+from lightning_fed.numerics.float64_states import Float64Mean as Float64Mean
+from lightning_fed.numerics.float64_states import Float64States as Float64States
+from lightning_fed.numerics.foreach import norms as norms
 from lightning_fed.numerics.precision import as_real as as_real
 from lightning_fed.numerics.precision import at_least_float32 as at_least_float32
 from lightning_fed.numerics.precision import cast_back as cast_back

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.partition import Partition
+from lightning_fed.features.batches import MASK_KEYS
 from lightning_fed.messages import Client
-from lightning_fed.model.batches import MASK_KEYS
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.partitions.base import PartitionOfPartition
 from lightning_fed.partitions.sample_assignment import generator_for

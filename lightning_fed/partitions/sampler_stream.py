@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
+from lightning_fed.checks.fingerprints import fingerprint
 from lightning_fed.data.dataset_clients import DatasetClients, cut_batches
 from lightning_fed.data.loader_clients import samplers_of, seeded_own_generators, set_epoch
 from lightning_fed.data.population import PlannedVisit, seeded_generators
 from lightning_fed.errors import OptionError
-from lightning_fed.lightning.fingerprints import fingerprint
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.partitions.loader_parts import LOADERS_REMEDY, batches_of

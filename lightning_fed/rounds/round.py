@@ -27,7 +27,7 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.entry_policies import warn_of_dropped
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.carried_attributes import CarriedAttributes
+from lightning_fed.lazy_names import find_feature
 from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, tensor_version
 from lightning_fed.messages import Client, State
 from lightning_fed.model.batch_norm import find_measurement, freeze_batch_norm
@@ -81,7 +81,8 @@ class Round:
         self.optimizers = self._collect_optimizers()
         self.state = self.local.global_state(self._server.held.values)
         is_reset = fit.options.optimizer_state == "reset"
-        self._carried = CarriedAttributes(fit.module, fit.trainer, not fit.has_one_client, is_reset)
+        checks = find_feature("lightning_fed.checks.carried_attributes")
+        self._check = checks and checks.CarriedAttributes(fit.module, fit.trainer, not fit.has_one_client, is_reset)
         self._measured: dict[str, float] = {}
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.state if name in untrained]
@@ -112,8 +113,9 @@ class Round:
             measurement.warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
-        self._carried.start_round()
-        self.loader.on_visit = self._carried.start_visit
+        if self._check is not None:
+            self._check.start_round()
+            self.loader.on_visit = self._check.start_visit
 
     def _collect_optimizers(self) -> LocalOptimizers:
         trainer, configs = self._trainer, self._trainer.lr_scheduler_configs
@@ -150,7 +152,8 @@ class Round:
         self.fit.save_generators()
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
-        self._carried.end_round(self._server.report.round)
+        if self._check is not None:
+            self._check.end_round(self._server.report.round)
         self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
 
     def close(self) -> bool:
@@ -247,7 +250,8 @@ class Round:
 
     def abandon(self) -> None:
         """Ends the round without an aggregate, and restores the initial global model, except in a plain fit."""
-        self._carried.stop()
+        if self._check is not None:
+            self._check.stop()
         self.driver.close()
         self.fit.save_generators()
         if not self.fit.is_plain:

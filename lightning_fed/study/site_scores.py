@@ -44,9 +44,9 @@ from lightning_fed.callbacks.federation import Federation, federation_of
 from lightning_fed.data.federated import EvaluationData, split_loaders
 from lightning_fed.data.interleave import batch_tensors, rebuild_batch
 from lightning_fed.data.population import batch_length
+from lightning_fed.features.isolated_pass import isolated_pass
 from lightning_fed.federated_callback import AskableCallback
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_fitting, is_overridden
-from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.partitions.partitioned import PartitionedData
 from lightning_fed.study.statistics import draw_cases

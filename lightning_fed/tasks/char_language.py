@@ -16,7 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed.argument_checks import check_count, check_option, check_share
-from lightning_fed.metrics.float64_states import Float64Mean
+from lightning_fed.numerics.float64_states import Float64Mean
 from lightning_fed.tasks.base import Task
 
 __all__ = ["CharLSTM", "CharLanguageTask"]

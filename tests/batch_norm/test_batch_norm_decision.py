@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fed import Faults, FederatedCallback, FederatedDataModule, LocalStatistics, adapt
 from lightning_fed.algorithms import FedAvg, FedSS
+from lightning_fed.batch_norm import measurement
 from lightning_fed.data import Dirichlet
 from lightning_fed.modules import SampledSoftmaxHead
 from lightning_fed.privacy import SecureSum
-from lightning_fed.rounds import batch_norm
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedma import fits
@@ -288,7 +288,7 @@ def test_few_examples_per_client_are_no_shift(federated_trainer):
     """Eight equal clients with four examples each differ by chance, by more than the limit without examples."""
     clients = gaussian_clients(8, 4)
     trainer, _, recorder = fit(federated_trainer, clients, max_rounds=1)
-    assert recorder.logged[0]["fed/batch_norm_shift"] > 2 * batch_norm.LARGE_SHIFT
+    assert recorder.logged[0]["fed/batch_norm_shift"] > 2 * measurement.LARGE_SHIFT
     assert trainer.federation.batch_norm_decision == "pooled"
 
 
@@ -333,14 +333,14 @@ def test_clients_with_some_rows_of_an_entry_have_own_statistics(federated_traine
 
 class Fails:
     def __init__(self, monkeypatch, clients, rounds=range(ROUNDS)):
-        measure = batch_norm.client_statistics
+        measure = measurement.client_statistics
 
         def failing(trainer, module, population, visit, *arguments):
             if visit.client in clients and visit.round in rounds:
                 raise ValueError("no measurement")
             return measure(trainer, module, population, visit, *arguments)
 
-        monkeypatch.setattr(batch_norm, "client_statistics", failing)
+        monkeypatch.setattr(measurement, "client_statistics", failing)
 
 
 def test_a_client_that_cannot_measure_is_served_by_its_batch(federated_trainer, monkeypatch, caplog):

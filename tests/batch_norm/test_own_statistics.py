@@ -8,10 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from lightning_fed import FederatedCallback, FederatedDataModule, LocalStatistics
-from lightning_fed.rounds import batch_norm
+from lightning_fed.batch_norm import measurement
 from tests import models
-from tests.recorders import MemoryLogger, loading, state_of
-from tests.references_batch_norm import normalised_by_batch
 from tests.batch_norm.test_batch_norm_decision import (
     ROUNDS,
     assert_measured,
@@ -21,6 +19,8 @@ from tests.batch_norm.test_batch_norm_decision import (
     measured_reference,
     unlike,
 )
+from tests.recorders import MemoryLogger, loading, state_of
+from tests.references_batch_norm import normalised_by_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -112,7 +112,7 @@ def test_stale_statistics_are_not_served(federated_trainer, tmp_path, caplog):
 
 
 def test_a_round_that_is_taken_back_decides_and_stores_nothing(federated_trainer, monkeypatch, caplog):
-    def poisoned(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
+    def poisoned(reports, layer, *tolerated, pool=measurement.pool_statistics):
         mean, variance = pool(reports, layer, *tolerated)
         return mean, variance * (float("inf") if not seen else 1)
 
@@ -124,7 +124,7 @@ def test_a_round_that_is_taken_back_decides_and_stores_nothing(federated_trainer
             count = federation.state_dict()["num_measured"]
             seen.append((is_new, federation.batch_norm_decision, count, len(federation.store.clients())))
 
-    monkeypatch.setattr(batch_norm, "pool_statistics", poisoned)
+    monkeypatch.setattr(measurement, "pool_statistics", poisoned)
     with caplog.at_level(logging.INFO, "lightning_fed"):
         fit(federated_trainer, unlike(), max_rounds=2, callbacks=[Watch()])
     assert seen == [(False, "", 0, 0), (True, "own", 1, len(models.SIZES))]

@@ -18,7 +18,7 @@ from lightning_fed.algorithms import FedFusion, FedRep
 from lightning_fed.callbacks import ClassPrototypes, SpreadOut, training_trace
 from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.data import IID
-from lightning_fed.lightning.isolated_pass import is_same
+from lightning_fed.features.isolated_pass import is_same
 from lightning_fed.modules import SampledSoftmaxHead
 from tests import models
 from tests.recorders import MemoryLogger, assert_same, state_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed.lightning.isolated_pass import evaluating
+from lightning_fed.features.isolated_pass import evaluating
 from lightning_fed.metrics import MaximumMeanDiscrepancy
 from lightning_fed.modules import extract_features
 from tests import models

@@ -20,9 +20,9 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
 from lightning_fed.errors import describe
+from lightning_fed.features.isolated_pass import isolated_pass, until_fault
 from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.isolated_pass import isolated_pass, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.model.batch_norm import batch_norm_layers

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_fed.algorithms.fedfusion.extractors import Extractor, find_extractor
 from lightning_fed.algorithms.fedfusion.layers import Example, FusedExtractor, FusionLayer
 from lightning_fed.algorithms.fedfusion.operators import ConvFusion, OperatorName
+from lightning_fed.features.isolated_pass import evaluating
 from lightning_fed.features.layers import FeatureLayer, replace_layer
 from lightning_fed.lightning.internals import is_compiled, is_overridden
-from lightning_fed.lightning.isolated_pass import evaluating
 from lightning_fed.messages import State
 
 FUSION = "feature_fusion"

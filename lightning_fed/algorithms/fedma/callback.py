@@ -31,6 +31,7 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.training_trace import find_class_task, forward_of_training, has_forward
 from lightning_fed.client.local_model import forget_memory, memory_of
 from lightning_fed.errors import ClientFault
+from lightning_fed.features.batches import BatchKey, as_classes, find_target
 from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.matching.match_widths import match_widths
@@ -40,7 +41,6 @@ from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.batches import BatchKey, as_classes, find_target
 from lightning_fed.model.entries import (
     copy_state,
     entry_tensors,

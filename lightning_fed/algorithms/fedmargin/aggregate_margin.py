@@ -15,7 +15,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
 )
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.features.label_maps import VoidLabel, class_indices, void_label
-from lightning_fed.metrics.float64_states import Float64States
+from lightning_fed.numerics.float64_states import Float64States
 
 
 class AggregateMeanMargin(Float64States):

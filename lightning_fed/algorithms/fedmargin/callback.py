@@ -30,10 +30,10 @@ from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.errors import OptionError, describe
+from lightning_fed.features.isolated_pass import forward_step, until_fault
 from lightning_fed.features.label_maps import VoidLabel
 from lightning_fed.features.layers import FeatureLayer, find_feature_layer, tap_features
 from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
-from lightning_fed.lightning.isolated_pass import forward_step, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import register
 

@@ -15,10 +15,10 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     class_prototypes,
     class_sums,
 )
+from lightning_fed.features.batches import BatchKey, as_classes, find_target
+from lightning_fed.features.isolated_pass import forward_step, isolated_pass, prepare_batch, run_prepared
 from lightning_fed.features.label_maps import VoidLabel, class_indices
 from lightning_fed.features.layers import FeatureLayer, tap_features, without_compiled_code
-from lightning_fed.lightning.isolated_pass import forward_step, isolated_pass, prepare_batch, run_prepared
-from lightning_fed.model.batches import BatchKey, as_classes, find_target
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.training_trace import find_class_task, has_same_parameters
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
+from lightning_fed.features.batches import BatchKey, find_target
+from lightning_fed.features.isolated_pass import until_fault
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import callbacks_of
-from lightning_fed.lightning.isolated_pass import until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
-from lightning_fed.model.batches import BatchKey, find_target
 from lightning_fed.model.entries import layer_entries
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]

@@ -20,11 +20,11 @@ from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.round_plan import VisitCosts
+from lightning_fed.features.isolated_pass import find_metrics, unsynchronized
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import RoundSynchronisation
 from lightning_fed.lightning.internals import add_optimizer_steps, callbacks_of, is_overridden
-from lightning_fed.lightning.isolated_pass import find_metrics, unsynchronized
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.process_group import ProcessGroup

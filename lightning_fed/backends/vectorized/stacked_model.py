@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
 from lightning_fed.callbacks.logged_values import LogCall, intercepted
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
-from lightning_fed.lightning.isolated_pass import loss_in
+from lightning_fed.features.isolated_pass import loss_in
 from lightning_fed.model.entries import copy_state, tensor_slots, tensors_by_path
 from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32

@@ -26,8 +26,8 @@ from lightning_fed.callbacks.logged_values import LogCall, intercepted
 from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.errors import describe
+from lightning_fed.features.isolated_pass import is_same, isolated_pass, loss_in, noted_attributes, prepare_batch
 from lightning_fed.lightning.internals import is_vmap_tensor, tensor_version
-from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, loss_in, noted_attributes, prepare_batch
 from lightning_fed.model.entries import copy_state, tensors_by_path
 
 _WRITES = "`training_step` writes the attribute {!r}, which all clients would share"

@@ -29,10 +29,10 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
+from lightning_fed.features.isolated_pass import forward_step
 from lightning_fed.federated_callback import AskableCallback, federated_callbacks, notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
-from lightning_fed.lightning.isolated_pass import forward_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.batch_norm import freeze_batch_norm
 from lightning_fed.model.entries import (

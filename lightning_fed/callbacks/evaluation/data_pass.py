@@ -44,6 +44,7 @@ from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.data.federated import split_loaders
 from lightning_fed.errors import ClientFault, describe
+from lightning_fed.features.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
 from lightning_fed.lightning.internals import (
     batch_size_of,
     callbacks_of,
@@ -51,7 +52,6 @@ from lightning_fed.lightning.internals import (
     is_overridden,
     lightning_attributes,
 )
-from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
 from lightning_fed.messages import Client
 from lightning_fed.process_group import ProcessGroup
 

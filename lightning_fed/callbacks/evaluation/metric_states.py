@@ -41,8 +41,8 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultitaskWrapp
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_fed.errors import BadUpdate, describe
+from lightning_fed.features.isolated_pass import find_metrics
 from lightning_fed.lightning.internals import OverriddenMethod
-from lightning_fed.lightning.isolated_pass import find_metrics
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import at_least_float32
 

@@ -7,8 +7,8 @@ import torch
 from lightning_fed import LocalStatistics
 from lightning_fed.algorithms import FedAdam, Krum, Median, TrimmedMean
 from lightning_fed.attacks import ALIE
+from lightning_fed.batch_norm import measurement
 from lightning_fed.batch_norm.pooling import pool_statistics
-from lightning_fed.rounds import batch_norm
 from tests import models
 from tests.references_robust import trimmed_mean_reference
 
@@ -92,7 +92,7 @@ RULES = {
 @pytest.mark.parametrize("name", [*RULES, "fedavg"])
 def test_one_liar_in_a_fit(name, mode, federated_trainer, monkeypatch):
     measured = {}
-    measure = batch_norm.client_statistics
+    measure = measurement.client_statistics
 
     def lying(trainer, module, population, visit, *arguments):
         extras = measure(trainer, module, population, visit, *arguments)
@@ -102,7 +102,7 @@ def test_one_liar_in_a_fit(name, mode, federated_trainer, monkeypatch):
         measured[visit.client] = {key: value.clone() for key, value in extras.items()}
         return extras
 
-    monkeypatch.setattr(batch_norm, "client_statistics", lying)
+    monkeypatch.setattr(measurement, "client_statistics", lying)
     treatment = mode if mode == "recalibrate" else LocalStatistics("pooled")
     steps = [ALIE([LIAR])] if name == "as many as it stands" else []
     trainer = federated_trainer(

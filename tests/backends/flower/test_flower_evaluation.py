@@ -18,11 +18,11 @@ from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.backends.wire import server_for_client
 from lightning_fed.backends.wire.server import run_server
+from lightning_fed.batch_norm import measurement
 from lightning_fed.callbacks import ClientEvaluation, LocalEvaluation, SiteMatrix
 from lightning_fed.cli.recipe_halves import read_recipe
 from lightning_fed.errors import ClientFault
 from lightning_fed.privacy import SecureSum
-from lightning_fed.rounds import batch_norm
 from lightning_fed.steps import MaxSamples
 from tests import evaluations, models
 from tests.backends.flower.grids import FakeGrid
@@ -99,14 +99,14 @@ def test_clients_have_the_statistics_of_one_process(batch_norm, federated_traine
 
 def test_a_client_without_a_measurement_has_the_statistics_of_one_process(federated_trainer, tmp_path, monkeypatch):
     """Such a client is evaluated with batch statistics."""
-    measure = batch_norm.client_statistics
+    measure = measurement.client_statistics
 
     def failing(trainer, module, population, visit, *arguments):
         if visit.client == "bob":
             raise ValueError("no measurement")
         return measure(trainer, module, population, visit, *arguments)
 
-    for module in (batch_norm, server_for_client):
+    for module in (measurement, server_for_client):
         monkeypatch.setattr(module, "client_statistics", failing)
     data = {
         client: (inputs + 20.0 * place, targets)

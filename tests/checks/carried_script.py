@@ -1,6 +1,6 @@
 """Visits write attributes in two processes: run by `test_carried_attributes.py`.
 
-`python -m tests.lightning.carried_script FOLDER` trains; `<folder>/<rank>.txt` has the log of each process.
+`python -m tests.checks.carried_script FOLDER` trains; `<folder>/<rank>.txt` has the log of each process.
 """
 
 import logging
@@ -34,7 +34,7 @@ def main():
     trainer = FederatedTrainer(
         max_rounds=2, seed=0, strategy="client_parallel", devices=2, default_root_dir=folder, **QUIET
     )
-    logger = logging.getLogger("lightning_fed.lightning.carried_attributes")
+    logger = logging.getLogger("lightning_fed.checks.carried_attributes")
     logger.addHandler(logging.FileHandler(folder / f"{trainer.global_rank}.txt"))
     trainer.fit(Counting(), models.as_datasets(models.vectors()))
 

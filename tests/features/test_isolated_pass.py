@@ -9,7 +9,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
 from lightning_fed.callbacks import ClientEvaluation
-from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass
+from lightning_fed.features.isolated_pass import find_metrics, isolated_pass
 from tests import models
 from tests.recorders import MemoryLogger
 

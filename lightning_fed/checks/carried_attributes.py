@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_fed.checks.fingerprints import LIBRARIES, METRICS, VALUES, fingerprint, parts, storage_address
 from lightning_fed.console import round_number
-from lightning_fed.lightning.fingerprints import LIBRARIES, METRICS, VALUES, fingerprint, parts, storage_address
 from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
     OverriddenMethod,
@@ -113,9 +113,13 @@ class CarriedAttributes:
         if self._is_reset:
             self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
         self._before = self._fingerprints()
-        if not is_compiled(self._module):
-            self._override_metrics()
-        self._override_callbacks()
+        for name, metric in () if is_compiled(self._module) else self._metrics():
+            for attribute in ("forward", "compute", "reset"):
+                self._override(metric, attribute, partial(self._call_metric, name))
+        for callback in self._callbacks():
+            for hook in () if self._is_training(callback) else BATCH_HOOKS:
+                if is_overridden(hook, callback):
+                    self._override(callback, hook, self._call_hook)
         self._watch()
 
     def start_visit(self) -> None:
@@ -258,11 +262,6 @@ class CarriedAttributes:
         method.replacement = partial(call, method)
         self._methods.append(method)
 
-    def _override_metrics(self) -> None:
-        for name, metric in self._metrics():
-            for attribute in ("forward", "compute", "reset"):
-                self._override(metric, attribute, partial(self._call_metric, name))
-
     def _call_metric(self, name: str, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
         is_forward = method.name == "forward"
         if not self._num_forwards and id(method.owner) in self._updated:
@@ -290,12 +289,6 @@ class CarriedAttributes:
                 if isinstance(value, Metric) and id(value) not in seen:
                     seen.update(map(id, value.modules()))
                     yield name, value
-
-    def _override_callbacks(self) -> None:
-        for callback in self._callbacks():
-            for hook in () if self._is_training(callback) else BATCH_HOOKS:
-                if is_overridden(hook, callback):
-                    self._override(callback, hook, self._call_hook)
 
     def _call_hook(self, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
         if self._num_visits > 2:

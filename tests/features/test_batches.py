@@ -5,7 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from lightning_fed.model.batches import as_classes, find_inputs, find_target
+from lightning_fed.features.batches import as_classes, find_inputs, find_target
 
 X, Y, Z = torch.zeros(2, 3), torch.tensor([0, 1]), torch.tensor([5, 6])
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedFusion, FedMA
+from lightning_fed.checks.carried_attributes import CarriedAttributes
 from lightning_fed.data.dataset_clients import count_batches
-from lightning_fed.lightning.carried_attributes import CarriedAttributes
 from tests import models, warm_process
 from tests.backends.flower.halves import on_flower
 
@@ -967,7 +967,7 @@ def test_on_flower_each_is_named_once_as_well(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
-    warm_process.run("tests.lightning.carried_script", tmp_path)
+    warm_process.run("tests.checks.carried_script", tmp_path)
     for rank in range(2):
         (message,) = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert "visits changed these attributes of Counting: `count`." in message

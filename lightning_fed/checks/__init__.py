@@ -1,0 +1,1 @@
+"""Checks of a fit: attributes with values from another client's visit."""
