@@ -48,6 +48,7 @@ RUNS = {
     **{name: {"federation": {"method": name, **OPTIONS}} for name in METHODS},
     "ditto": {"federation": {"method": "ditto", "clients_per_round": 3, "store": "clients"}},
     "fedaws": {"model": {"batch_norm": False, "num_classes": 9}, "federation": {"method": "fedaws", **OPTIONS}},
+    "fedbuff": {"federation": {"method": "fedbuff:buffer=3", **OPTIONS, "clients_per_round": 4}},
     "feddyn": {"federation": {"method": "feddyn:alpha=0.1", **OPTIONS}},
     "fedfusion": {"fusion": {"operator": "multi"}, "federation": {**OPTIONS, "personal": ["head.*"]}},
     "fedma": {"model": {"batch_norm": None}, "federation": {"method": "fedma", **OPTIONS}},

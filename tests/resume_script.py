@@ -150,6 +150,11 @@ RUNS = {
             "availability": Availability(client_dropout=0.2),
         },
     },
+    # Start models of clients in flight, and a virtual clock.
+    "in-order-of-arrival": {
+        "model": {"schedulers": True},
+        "federation": {"method": "fedbuff", "clients_per_round": 4, "local_epochs": 2, "store": "clients"},
+    },
     "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
     "federated-trainer": {
         "door": "trainer",

@@ -58,5 +58,5 @@ def test_a_disk_that_fails(error, tmp_path):
 @pytest.mark.parametrize("run", [*RUNS, *(ON_FLOWER if find_spec("flwr") else ())])
 def test_every_point(run, tmp_path):
     points, found = killed(tmp_path, [run], all=True)[run].values()
-    assert len(found) == len(points) > 90
+    assert len(found) == len(points) > (45 if run == "fedasync" else 90)
     assert ours(points, found) == {}

@@ -246,7 +246,7 @@ def test_tuners_are_refused(tune, federated_trainer):
 
 
 BAD_ARGUMENTS = [
-    ({"method": "fedsgd"}, ValueError, r"one of 37 names, but got 'fedsgd'. Did you mean 'fed"),
+    ({"method": "fedsgd"}, ValueError, r"one of 39 names, but got 'fedsgd'. Did you mean 'fed"),
     ({"method": FedAvg}, TypeError, "a name, a Method or an Aggregator object, but got <class"),
     ({"clients_per_round": 0}, ValueError, "`clients_per_round` to be at least 1, but got 0"),
     ({"clients_per_round": 0.0}, ValueError, r"in \(0, 1\], but got 0.0"),

@@ -28,7 +28,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.method import COMPANIONS, register
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import RoundInfo
+from lightning_fed.rule import RoundInfo, trained_entries
 from lightning_fed.server.averaging import AveragingAggregator
 from lightning_fed.server.schedule import Cohort, Schedule
 
@@ -159,8 +159,10 @@ class AsynchronousRule(AveragingAggregator):
         self._versions = {version: model for version, model in versions.items() if version in needed}
 
     def _move(self, state: State, start: State, factor: float) -> State:
-        """Moves the current model by ``factor`` times the client's change, in float64."""
-        moved, reference = dict(state), self.reference(start)
+        """Moves the current model by ``factor`` times the client's change, in float64; statistics stay in range."""
+        moved = dict(state)
+        trained = trained_entries(self._info, state)
+        reference = {**self._state, **{name: self.reference(start)[name] for name in trained}}
         for name, value in state.items():
             if value is start.get(name):  # unsent
                 moved[name] = self._state[name]
@@ -177,7 +179,8 @@ class FedBuff(AsynchronousRule):
     .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
         s(\tau) = (1 + \tau)^{-1/2}
 
-    With the buffer size equal to the number of clients, rounds equal synchronous rounds, bit for bit. For a server step
+    Untrained entries, such as running statistics, move towards the client's values, as in :class:`FedAsync`. With the
+    buffer size equal to the number of clients, rounds equal synchronous rounds, bit for bit. For a server step
     size other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.

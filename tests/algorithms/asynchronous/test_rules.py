@@ -70,7 +70,7 @@ def arrived(rule, tmp_path, round, x, arrivals):
     (tmp_path / "order").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     rule = rule(replay=str(tmp_path / "order"))
     for version in range(round + 1):
-        rule.draw_cohort(max(version, round), Schedule(), None)
+        rule.draw_cohort(round, Schedule(), None)
         start = x if version == round else [10.0 * version, 5.0]
         rule.start(RoundInfo(version), {"w": torch.tensor(start)})
     for name, (version, change) in arrivals.items():
@@ -95,6 +95,17 @@ def test_fedasync_on_the_numbers_of_the_specification(tmp_path):
     torch.testing.assert_close(new, torch.tensor([1.24, -1.88]), rtol=1e-6, atol=0)
     new = arrived(FedAsync, tmp_path, 2, [1.24, -1.88], {"a": (0, lambda start: torch.tensor([0.8, -2.2]))})
     torch.testing.assert_close(new, torch.tensor([1.08757953, -1.99085125]), rtol=1e-6, atol=0)
+
+
+def test_running_statistics_stay_between_model_and_client(tmp_path):
+    """A stale difference would give a negative variance: 0.5 + s (1 - 5)."""
+    (tmp_path / "order").write_text('[1, "a", 0, ""]\n')
+    rule = FedBuff(1, replay=str(tmp_path / "order"))
+    for round, variance in enumerate((5.0, 0.5)):
+        rule.draw_cohort(1, Schedule(), None)
+        rule.start(RoundInfo(round), {"norm.running_var": torch.tensor(variance)})
+    rule.receive(ClientUpdate("a", 9, {"norm.running_var": torch.tensor(1.0)}))
+    assert float(rule.aggregate()["norm.running_var"]) == pytest.approx(0.5 + 0.5 / 2**0.5)
 
 
 @pytest.mark.parametrize(
