@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """Yields a temporary path for writing; afterwards moves the file to ``path``, unless an exception was raised.
 
-    Missing folders are created. After an exception (for example, for a full disk) a note names the unchanged file.
-    Processes that write the same file need different suffixes.
+    Missing folders are created, and the new file survives a loss of power. A note on an exception (for example, for a
+    full disk) names the unchanged file. Processes that write the same file need different suffixes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")
@@ -41,9 +41,21 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     except Exception as error:
         error.add_note(f"Raised while writing {str(path)!r}: the file is unchanged.")
         raise
+    else:
+        sync_folder(path.parent)
     finally:
         with suppress(OSError):  # an error here, for example on a read-only disk, would hide the original exception
             partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names of a folder's files durable. On Windows, a system call does not exist."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_text_atomically(path: Path, text: str) -> None:

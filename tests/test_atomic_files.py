@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import stat
 import shutil
 from pathlib import Path
 
@@ -105,3 +106,12 @@ def test_an_error_that_names_no_file_gets_the_folders_of_the_fit(tmp_path):
     with pytest.raises(OSError, match="No space left") as raised:
         trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
     assert f"{tmp_path / 'logs'}" in "".join(raised.value.__notes__)
+
+
+def test_a_new_file_survives_a_loss_of_power(tmp_path, monkeypatch):
+    """The order matters: contents, name, folder. Without the folder, a loss of power brings back the old file."""
+    events, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(stat.S_ISDIR(os.fstat(descriptor).st_mode)))
+    monkeypatch.setattr(os, "replace", lambda *paths: events.append("replace") or replace(*paths))
+    write_text_atomically(tmp_path / "file", "text")
+    assert events == [False, "replace", True]

@@ -70,7 +70,10 @@ def _read_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     wanted = federation.schedule.clients_per_round
     count = min(wanted, len(sites.sites)) if isinstance(wanted, int) else wanted
     names = ("local_epochs", "local_steps", "availability", "faults", "steps")
-    arguments = {name: federation.arguments[name] for name in names} | {"clients_per_round": count, "seed": federation.seed}
+    arguments = {name: federation.arguments[name] for name in names} | {
+        "clients_per_round": count,
+        "seed": federation.seed,
+    }
     return Plan(
         sites, lambda: type(federation)(**arguments), rounds, model_bytes=tensor_bytes(recipe.model.state_dict())
     )

@@ -198,7 +198,8 @@ class RehearsalTransport(Transport):
         sites: Mapping[Client, Site],
         deadline: Deadline,
         check: Callable[[bool, str], None],
-        key: Ed25519PrivateKey | None = None,
+        key: Ed25519PrivateKey,
+        released: set[int],
     ) -> None:
         super().__init__(deadline, max(0.1, deadline.seconds / 2000), key)
         self._world, self._server, self._sites, self._check = world, server, sites, check
@@ -206,13 +207,8 @@ class RehearsalTransport(Transport):
         self._slack, self._valid = self._poll * 2 + _TICK, deadline.seconds + 3600
         self.messages: dict[str, Message] = {}
         self.results: dict[int, dict[Client, bool]] = {}  # validity of each answer, by round and client
-        self._models: set[int] = set()
+        self._released = released
         self._num_sent = self._num_received = 0
-
-    @property
-    def num_models(self) -> int:
-        """Number of different models sent to clients."""
-        return len(self._models)
 
     def answer_seconds(self) -> list[float]:
         """Seconds from sending to the answer, for visits with an answer."""
@@ -246,7 +242,7 @@ class RehearsalTransport(Transport):
         message = Message(name, client, kind, packet, site.machine.starts, self._world.now)
         self.messages[name] = message
         if kind == VISIT:
-            self._models.add(hash(packet.data))
+            self._released.add(hash(packet.data))
         self._num_sent += len(packet.data)
         site.send(message)
         return name

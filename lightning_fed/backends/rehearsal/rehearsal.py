@@ -17,7 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lightning_fed.backends.rehearsal.network import Message, RehearsalTransport, Site
 from lightning_fed.backends.rehearsal.profiles import DAY, Sites
-from lightning_fed.backends.rehearsal.stand_in import QUIET, RehearsedRunner, StandIn, build_stand_in_data, train_stand_in
+from lightning_fed.backends.rehearsal.stand_in import (
+    QUIET,
+    RehearsedRunner,
+    StandIn,
+    build_stand_in_data,
+    train_stand_in,
+)
 from lightning_fed.backends.rehearsal.world import Killed, Machine, World
 from lightning_fed.backends.site.gate import POLICY_FILE
 from lightning_fed.backends.site.policy import ANSWERS, change_update, find_kind, read_policy
@@ -35,7 +41,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 
 _MOST_STARTS = 200  # of the server
-_MOST_FILES = 12  # per client, independent of the number of rounds
+_MOST_VERSIONS = 4  # of a client's stored state in a run, independent of the number of rounds
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,9 @@ class _Ledger(FederatedCallback):
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         if not self._run.server.is_dead:
-            self._run.end_round(find_federation(trainer), trainer.current_epoch, copy_state(live_entries(module)), is_new)
+            self._run.end_round(
+                find_federation(trainer), trainer.current_epoch, copy_state(live_entries(module)), is_new
+            )
 
 
 class _Run:
@@ -137,12 +145,13 @@ class _Run:
         self.key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"rehearsal").digest())
         self.left: dict[str, list[tuple[float, Message, Packet]]] = {str(client): [] for client in plan.sites.sites}
         self.sites = {client: self._build_site(client, model_bytes) for client in plan.sites.sites}
+        self.released: set[int] = set()  # hashes of the models that clients received
         self.transport: RehearsalTransport
 
     def check(self, is_kept: bool, text: str) -> None:
         if not is_kept:
-            words = f"seed {self.outcome.seed}, {self.world.now:.1f} s, event {len(self.outcome.log or self.world.log)}: {text}"
-            self.outcome.violations.append(words)
+            event = len(self.outcome.log or self.world.log)
+            self.outcome.violations.append(f"seed {self.outcome.seed}, {self.world.now:.1f} s, event {event}: {text}")
             self.world.note("", f"VIOLATION: {text}")
 
     def run(self) -> None:
@@ -151,7 +160,9 @@ class _Run:
         num_bytes = 0
         with world.replace_time(self.folder):
             while self.server.starts <= _MOST_STARTS:
-                self.transport = RehearsalTransport(world, self.server, self.sites, deadline, self.check, self.key)
+                self.transport = RehearsalTransport(
+                    world, self.server, self.sites, deadline, self.check, self.key, self.released
+                )
                 try:
                     with world.run_on(self.server):
                         ServerRunner(
@@ -184,6 +195,11 @@ class _Run:
             del outcome.visits[later]
         for client, reason in report.failed.items():
             outcome.excluded[client, reason] += 1
+            is_kept = "stored state" not in reason and "lost its state" not in reason
+            self.check(
+                is_kept or self.sites[client].machine.has_lost_files,
+                f"round {round + 1}: {client!r} has no state, although no disk lost a file: {reason}",
+            )
         outcome.visits[round] = RoundResult(list(report.received), dict(report.failed), model, is_new)
         results = self.transport.results.get(round, {})
         lost = [client for client, is_good in results.items() if is_good and client not in report.received]
@@ -194,7 +210,7 @@ class _Run:
         missing = {visit.client for visit in federation.cohort.visits} ^ {*report.received, *report.failed}
         self.check(not missing, f"round {round + 1}: {missing} are neither used nor excluded")
         for step in federation.server.chain.steps:
-            released = self.transport.num_models - 1 if round else 0
+            released = len(self.released) - 1 if round else 0
             spent = getattr(step, "rounds", math.inf)
             self.check(spent >= released, f"round {round + 1}: {released} models were sent, but epsilon counts {spent}")
 
@@ -250,15 +266,15 @@ class _Run:
             )
             self.check(
                 is_equal and new.keys() == result.model.keys(),
-                f"round {round + 1}: the model differs from a fit in one process: an update is lost, doubled or changed",
+                f"round {round + 1}: the model differs from a fit in one process: a lost, doubled or changed update",
             )
-            state, stored = result.model, stored | pending
+            state, stored = result.model, stored | {client: kept for client, kept in pending.items() if kept}
 
     def _check_site(self, site: Site) -> None:
         machine, left = site.machine, self.left[site.machine.name]
-        files = sum(path.is_file() for path in machine.folder.rglob("*"))
-        runs = sum(path.is_dir() for path in machine.folder.iterdir())
-        self.check(files <= _MOST_FILES * max(runs, 1), f"{machine.name} has {files} files: its disk is not bounded")
+        for run in machine.folder.iterdir():
+            count = sum(1 for _ in run.rglob("*.safetensors"))
+            self.check(count <= _MOST_VERSIONS, f"{machine.name} has {count} states of a run: its disk is not bounded")
         if not machine.profile.policy:
             return
         policy = read_policy(machine.folder / POLICY_FILE)
@@ -282,4 +298,6 @@ class _Run:
             recent.append((clock, answer, len(bare.text.encode()) + len(bare.data)))
             count, size = sum(one[1] == answer for one in recent), sum(one[2] for one in recent)
             is_kept = count <= policy.rounds_per_day and size <= policy.bytes_per_day
-            self.check(is_kept, f"{machine.name} sent {count} answers and {size} bytes in a day, more than the policy allows")
+            self.check(
+                is_kept, f"{machine.name} sent {count} answers and {size} bytes in a day, more than the policy allows"
+            )

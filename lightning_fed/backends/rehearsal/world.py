@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ from lightning_fed.console import LOGGER
 
 EPOCH = 1_800_000_000.0
 """Unix time at the start of every rehearsal."""
+
+_WRITE_BACK = 30.0  # seconds after which a system has written changes of folders to the disk
 
 _OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # of `os`, each a possible point of failure
 
@@ -49,6 +52,8 @@ class Machine:
         self.starts, self.is_up, self.skew = 1, True, profile.clock_skew
         self._began_at, self._ended_at = {1: world.now}, dict[int, float]()  # by number of the start
         self.synced: dict[int, int] = {}  # number of durable bytes by inode
+        self.has_lost_files = False
+        self._renames: list[tuple[float, Path, bytes | None]] = []  # not durable: time, target, and earlier content
         self.fuse: int | None = None  # file operations until a fault
         self.is_fuse_deadly = self.is_dead = False
         self.next_kill = self._draw(DAY / profile.restarts) if profile.restarts else math.inf
@@ -143,7 +148,13 @@ class Machine:
         if name == "fsync":
             status = os.fstat(args[0])
             self.synced[status.st_ino] = status.st_size
+            if stat.S_ISDIR(status.st_mode):
+                self._renames = [one for one in self._renames if one[1].parent.stat().st_ino != status.st_ino]
             return None  # no rehearsal needs a durable file
+        if name == "replace":
+            target = Path(args[1])
+            earlier = target.read_bytes() if target.exists() else None
+            self._renames.append((self._world.monotonic(), target, earlier))
         for path in args[-1:] if name in ("replace", "rename", "unlink") else ():
             with suppress(OSError):
                 self.synced.pop(os.stat(path, **options).st_ino, None)  # the file system may use the inode again
@@ -170,12 +181,22 @@ class Machine:
         return used * self._world.scale > self.profile.disk * 1e9
 
     def _lose_bytes(self) -> None:
+        """Undoes the recent renames in folders that were not synchronised, and cuts files that were not."""
+        for time, target, earlier in reversed(self._renames):
+            if self._world.now - time < _WRITE_BACK and target.exists():
+                self.has_lost_files = True
+                target.unlink()
+                if earlier is not None:
+                    target.write_bytes(earlier)
+                    self.keep(target)
+        self._renames.clear()
         for path in self.folder.rglob("*"):
             if path.is_file() and not path.is_symlink():
                 status = path.stat()
                 durable = self.synced.get(status.st_ino, 0)
                 if durable < status.st_size:
-                    os.truncate(path, durable)
+                    cut = status.st_size - self.random.randrange(1, 32)
+                    os.truncate(path, max(durable, self.random.choice((durable, cut))))
 
     def _draw(self, mean: float) -> float:
         return self._world.now + self.random.expovariate(1 / mean)
@@ -270,8 +291,7 @@ class World:
 
     @contextmanager
     def replace_time(self, folder: Path) -> Iterator[None]:
-        """Context in which backends use the virtual clock, machines' file operations may fail, and log lines are
-        events."""
+        """Context with the virtual clock in backends, faults of file operations, and log lines as events."""
         self.folder = f"{folder}/"
         with ExitStack() as stack:
             for module in (transport, gate, signatures):

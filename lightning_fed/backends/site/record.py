@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.atomic_files import atomic_write
+from lightning_fed.atomic_files import atomic_write, sync_folder
 from lightning_fed.backends.site.owned_files import check_owner, check_parents
 
 try:
@@ -143,8 +143,8 @@ class Record:
             flags |= getattr(os, name, 0)
         descriptor = os.open(self._path, flags, 0o600)
         try:
-            if is_new and os.name == "posix":  # makes the new file's name durable
-                _sync_folder(self._path.parent)
+            if is_new:
+                sync_folder(self._path.parent)
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             self._descriptor = descriptor
@@ -212,10 +212,3 @@ class Record:
                 f"the record has {self.last.number} lines, but the head file {str(self._head)!r} is missing"
             )
 
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
