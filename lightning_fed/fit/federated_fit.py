@@ -17,7 +17,7 @@ from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.federated_callback import federated_callbacks
 from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unset_buffers
 from lightning_fed.fit.failed_rounds import FailedRounds
-from lightning_fed.fit.options import BatchNormOption, FitOptions, LocalStatistics
+from lightning_fed.fit.options import BatchNormOption, FitOptions, FixedStatistics, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import RoundSynchronisation, sharing_strategy
 from lightning_fed.lightning.internals import (
@@ -239,8 +239,8 @@ class FederatedFit:
     @property
     def is_batch_norm_fixed(self) -> bool:
         """True if BatchNorm normalises with running statistics during training in the current round (FixBN)."""
-        after = self.options.fixes_batch_norm_after
-        return after is not None and self.trainer.current_epoch >= after
+        option, epoch = self.options.batch_norm, self.trainer.current_epoch
+        return option == "frozen" or (isinstance(option, FixedStatistics) and epoch >= option.after)
 
     @property
     def own_statistics(self) -> LocalStatistics | None:

@@ -154,13 +154,6 @@ class FitOptions:
     def has_personal_entries(self) -> bool:
         return bool(self.personal) or self.batch_norm == "personal" or isinstance(self.batch_norm, LocalStatistics)
 
-    @property
-    def fixes_batch_norm_after(self) -> int | None:
-        """Number of rounds before BatchNorm statistics are fixed, also in training; ``None`` for never."""
-        if isinstance(self.batch_norm, FixedStatistics):
-            return self.batch_norm.after
-        return 0 if self.batch_norm == "frozen" else None
-
 
 def _check_name(argument: str, value: object, names: Sequence[str], kinds: str) -> None:
     if not (isinstance(value, str) and value in names):

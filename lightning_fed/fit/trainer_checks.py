@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,12 +24,11 @@ from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
 
-_NO_CALLBACKS = (
+_REFUSED: dict[type[L.Callback], str] = dict.fromkeys(
+    (BatchSizeFinder, LearningRateFinder),
     "the search trains some steps without the Trainer's callbacks, and so outside visits: tune with a plain `L.Trainer`"
-    " first"
+    " first",
 )
-
-_REFUSED: dict[type[L.Callback], str] = {BatchSizeFinder: _NO_CALLBACKS, LearningRateFinder: _NO_CALLBACKS}
 
 _REFUSED_INSIDE: dict[type[L.Callback], str] = {
     **_REFUSED,
@@ -45,7 +44,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
     """Returns the datamodule or module with the hook ``train_dataloader``; refuses a Trainer without the hook."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
-            return cast(L.LightningModule, owner)
+            return owner  # type: ignore[no-any-return]
     raise MisconfigurationException(
         "Expected training data: loaders or data sets passed to `fit`, a datamodule, or the module's "
         "`train_dataloader`, but found none. If loaders were passed to `fit`, `Federation` cannot find them in this "
@@ -79,8 +78,8 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
             f"{trainer.world_size} processes: use strategy='client_parallel', which divides the clients, `devices=1`, "
-            "or strategy='ddp' inside one client, with `partition=IID(1)`, averaging, optimizer_state='keep', "
-            "batch_norm='average', and no `visit_timeout`."
+            "or strategy='ddp' inside one client, with `partition=IID(1)`, averaging, optimizer_state='keep' "
+            "and batch_norm='average'."
         )
 
 

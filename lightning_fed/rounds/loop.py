@@ -156,8 +156,8 @@ class RoundLoop:
                 for hook in VISIT_HOOKS
             ),
         )
-        changes = fit.reports_statistics or fit.has_own_statistics or options.faults.visit_timeout is not None
-        check_processes(fit.trainer, not fit.has_server or (fit.is_plain and not changes))
+        measures = fit.batch_norm == "recalibrate" or fit.has_own_statistics  # in the share of each process
+        check_processes(fit.trainer, not fit.has_server or (fit.is_plain and not measures))
         check_trainer(fit.trainer, fit.is_plain, options.optimizer_state == "keep")
         if fit.trainer.ckpt_path is not None and then not in (None, fit.is_plain):
             raise MisconfigurationException(
@@ -385,7 +385,9 @@ class RoundLoop:
         round.join()
         if fit.remote is not None:
             fit.remote.exchange(round)
-        move_log_position(fit.trainer, -min(self._padded_steps(loader), log_position(fit.trainer)))
+        window, real = fit.trainer.accumulate_grad_batches, sum(planned.num_batches for planned in loader.visits)
+        padded = -(-(real + loader.padding) // window) + real // -window  # Lightning's steps after the last visit
+        move_log_position(fit.trainer, -min(padded, log_position(fit.trainer)))
         has_aggregate = round.close()
         self.open_round = None
         fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
@@ -408,11 +410,6 @@ class RoundLoop:
         for call in waiting:
             call()
         return has_aggregate
-
-    def _padded_steps(self, loader: RoundLoader) -> int:
-        # Lightning's steps for the padding after the last visit.
-        window, real = self.fit.trainer.accumulate_grad_batches, sum(planned.num_batches for planned in loader.visits)
-        return -(-(real + loader.padding) // window) + real // -window
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
         """Measures the BatchNorm statistics of ``clients`` before validation, if clients have separate statistics."""

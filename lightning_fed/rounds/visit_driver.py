@@ -199,9 +199,9 @@ class VisitDriver:
         loader, planned = self._loader, self._loader.current
         is_skipped = batch is None or self._is_skipped or (planned is not None and planned.fault is not None)
         self._is_skipped = False
-        if batch is None:
+        if is_skipped:
             self._skip_batch()
-        if self._has_batch_end and not is_skipped:
+        elif self._has_batch_end:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._batch_end.original(outputs, batch, local_idx)
         is_cut, group = self.is_cut, loader.group

@@ -35,7 +35,6 @@ from lightning_fed.messages import State
 _log = logging.getLogger(__name__)
 
 _ON_CLIENT = ("on_client_request", "on_client_receive", "on_client_start", "on_client_batch", "on_client_end")
-_OF_RANKS = ("strategy", "sync_batchnorm")
 _DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "plugins")
 
 
@@ -82,13 +81,11 @@ class DistributedRunner(ClientRunner):
         self, federation: Federation, model: Any, data: Any, trainer: Mapping[str, Any], **options: Any
     ) -> None:
         count = _count_processes(trainer)
-        here = {name: value for name, value in trainer.items() if name not in (*_OF_RANKS, "devices")}
-        super().__init__(federation, model, data, here, **options)
+        super().__init__(federation, model, data, {**_without_strategy(trainer), "devices": 1}, **options)
         steps = [callback for step in federation.server.chain.steps for callback in step.callbacks()]
         for callback in (*federation.method.callbacks, *steps, *self._callbacks):
             _check_callback(callback)
-        each = {"strategy": "ddp", **trainer}
-        self._processes = Processes(count, as_bytes((federation, model, data, each, options)), answer_visit)
+        self._processes = Processes(count, as_bytes((federation, model, data, trainer, options)), answer_visit)
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
         if self._kind != VISIT:
@@ -100,6 +97,10 @@ class DistributedRunner(ClientRunner):
     def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
         self._kind, self._order = kind, (packet, dict(node))
         return super()._answer(kind, packet, node)
+
+
+def _without_strategy(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in trainer.items() if name not in ("strategy", "sync_batchnorm")}
 
 
 def _check_callback(callback: Any) -> None:
@@ -114,12 +115,12 @@ def _check_callback(callback: Any) -> None:
 class RankRunner(ClientRunner):
     """One of several processes that train a visit together; only the first process writes files."""
 
-    reserved = tuple(name for name in ClientRunner.reserved if name not in _OF_RANKS)
-
     def __init__(self, federation: Federation, model: Any, data: Any, trainer: Any, options: dict[str, Any]) -> None:
+        super().__init__(federation, model, data, _without_strategy(trainer), **options)
         plugins = trainer.get("plugins", [])
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
-        super().__init__(federation, model, data, {**trainer, "plugins": [*plugins, LightningEnvironment()]}, **options)
+        own = {"strategy": "ddp", **trainer, "plugins": [*plugins, LightningEnvironment()]}
+        self._options |= own
         self.rank, self._size = current_rank()
         if self.rank:
             self.store_kind = _ReadStore

@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,6 @@ class ClientRunner:
     Takes the arguments of :func:`~lightning_fed.backends.flower.client_app`.
     """
 
-    reserved: Collection[str] = _OURS
     store_kind = FolderStore
 
     def __init__(
@@ -94,7 +93,7 @@ class ClientRunner:
     ) -> None:
         self._bounds = OrderBounds() if bounds is None else bounds
         self._federation, self._model, self._data = federation, model, data
-        self._options, self._callbacks = check_options(trainer, self.reserved), list(callbacks)
+        self._options, self._callbacks = check_options(trainer, _OURS), list(callbacks)
         self._store = Path(store)
         self._store.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._run = ""

@@ -719,9 +719,11 @@ def inside_one_client(folder, processes):
 
 
 def ddp_refusals(folder, processes):
-    """Fits with several clients, or without kept optimizers."""
+    """Fits with several clients, without kept optimizers, or with measured BatchNorm statistics."""
     errors = []
-    for options in ({"partition": IID(2)}, {"partition": IID(1)}, {"partition": IID(1), "method": "median"}):
+    one = {"partition": IID(1)}
+    measured = {**one, "optimizer_state": "keep", "batch_norm": "recalibrate"}
+    for options in ({"partition": IID(2)}, one, {**one, "method": "median"}, measured):
         try:
             trainer = FederatedTrainer(**{**QUIET, "strategy": "ddp", "devices": 2, "max_rounds": 1}, **options)
             trainer.fit(Normed(), DataLoader(examples(12, 0), 4))

@@ -138,7 +138,7 @@ def test_processes_inside_one_client_are_lightnings_ddp(two):
 
 def test_several_clients_refuse_ddp(two):
     for errors in two.found("ddp-refusals"):
-        assert len(errors) == 3
+        assert len(errors) == 4
         assert all("strategy='client_parallel'" in error and "strategy='ddp'" in error for error in errors)
 
 

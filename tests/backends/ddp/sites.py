@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import Federation
+from lightning_fed import FederatedTrainer, Federation
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.backends.wire.transport import Deadline
+from lightning_fed.data import IID
 from tests import models, warm_process
 from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import OPTIONS, clients_of
@@ -124,3 +126,24 @@ def plain_ddp(path, make, client, seed, epochs):
     trainer.fit(module, datamodule=Data())
     if trainer.is_global_zero:
         torch.save(module.state_dict(), path)
+
+
+class Broken(TensorDataset):
+    """In the second process, example 30 raises."""
+
+    def __getitem__(self, index):
+        if os.environ["LOCAL_RANK"] == "1" and index == 30:
+            raise OSError("unreadable")
+        return super().__getitem__(index)
+
+
+def one_client(path, data_kind, options):
+    """Trains the only client of a federation, in this process, in two processes; saves the error of a process."""
+    trainer = FederatedTrainer(
+        **{**QUIET, **RANKS}, max_rounds=2, partition=IID(1), optimizer_state="keep", seed=1, **options
+    )
+    try:
+        trainer.fit(module(), DataLoader(data_kind(*models.vectors({"a": 40})["a"]), 4, shuffle=True))
+    except Exception as error:
+        Path(f"{path}-{trainer.global_rank}").write_text(repr(error))
+        raise

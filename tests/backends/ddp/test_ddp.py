@@ -9,6 +9,7 @@ pytest.importorskip("flwr")
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils.data import TensorDataset
 
 from lightning_fed import Faults, Federation
 from lightning_fed.backends.ddp.processes import Processes
@@ -137,3 +138,21 @@ def test_refusals_before_training(trainer, callbacks, text, tmp_path):
             store=tmp_path,
         )  # fmt: skip
     assert text == "." or isinstance(raised.value, MisconfigurationException)
+
+
+@pytest.mark.parametrize(
+    ("action", "data", "options", "error"),
+    [
+        ("", sites.Broken, {"faults": Faults(max_failed_rounds=None)}, "OSError('unreadable')"),
+        ("raise", TensorDataset, {"faults": Faults(max_failed_rounds=None)}, "RuntimeError('a broken process')"),
+        ("sleep", TensorDataset, {"faults": Faults(visit_timeout=3)}, "VisitTimeout"),
+    ],
+)
+def test_an_error_in_one_process_ends_all_processes_of_a_plain_fit(action, data, options, error, tmp_path):
+    """The other process does not wait for the gradients of the batch, also if failed rounds are allowed."""
+    (tmp_path / "token").touch()
+    fragile = f"{action}:1:{tmp_path / 'token'}"
+    codes = sites.run_ranks(sites.one_client, tmp_path / "error", data, options, FRAGILE=fragile)
+    assert None not in codes
+    assert 0 not in codes
+    assert error in (tmp_path / "error-1").read_text()
