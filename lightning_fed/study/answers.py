@@ -57,13 +57,15 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
             "Expected equal cases at each site in every run, but the cases differ: fix the split with a seed for data"
             " and partition (`-- --data.seed 0`), or give fixed clients."
         )
-    if any(run.keys() != first.keys() for run in all_runs):
-        raise MisconfigurationException("Expected one kind of score in every run, but some scores are all NaN.")
-    if "positives" in first:
+    kinds = set.intersection(*(set(run) for run in all_runs))
+    if "positives" in kinds:
         return "areas", _answer_areas(runs, min_support)
-    if "scores" in first:
+    if "scores" in kinds:
         return "scores", _answer_scores(runs, first["patients"], min_support)
-    return "replicates", _answer_replicates(runs, len(first["cases"]), min_support)
+    if "replicates" not in kinds:
+        raise MisconfigurationException("Expected one kind of score in every run, but some scores are all NaN.")
+    count = len(first["cases"] if first["patients"] is None else set(first["patients"]))
+    return "replicates", _answer_replicates(runs, count, min_support)
 
 
 def estimate(kind: Kind, sums: Sequence[float]) -> tuple[Estimate, int, tuple[float, float]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,8 @@ from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.partitions.partitioned import PartitionedData
 from lightning_fed.study.statistics import draw_cases
 
-_log = logging.getLogger(__name__)
-
 REPLICATES = 1000
-"""Number of bootstrap replicates for metrics without a value for single cases."""
+"""Number of bootstrap replicates for metrics other than means over cases."""
 
 SITES = "sites.json"
 """File name for the scores of a run."""
@@ -222,24 +219,24 @@ def score_site(
         key = next((key for key, value in computed.items() if is_close(value, whole.values[metric])), None)
         if (areas := _find_areas(metrics, whole, key)) is not None and patient is None:
             return areas | _identity(kept, patient)
-    if known:
-        if key is not None and not is_mean:
-            _log.warning(
-                "The mean of %r over single cases of client %r is %.4g, but the value of all cases is %.4g: the study "
-                "compares means over single cases. An accuracy or a loss is equal to the mean.",
-                metric,
-                client,
-                math.fsum(known) / len(known),
-                whole.values[metric],
-            )
-        return {"scores": scores} | _identity(kept, patient)
-    if key is None or patient is not None:
+    if key is None and not known:
         raise MisconfigurationException(
-            f"Expected {metric!r} to have a value for single cases, or to be the value of one `torchmetrics` object"
-            f"{' without `patient`' if patient else ''}: log the object, or choose another metric."
+            f"Expected {metric!r} to have a value for single cases, or to be the value of one `torchmetrics` object:"
+            " log the object, or choose another metric."
         )
-    states = [report.states for report in reports]
-    return bootstrap(module, client, key, states) | {"value": whole.values[metric]} | _identity(kept, patient)
+    answer = _identity(kept, patient)
+    if known and (key is None or is_mean):
+        answer["scores"] = scores
+    if key is not None and is_mean and len(set(known)) == 1:
+        # With F1, a perfect model has a mean by chance, and must be comparable with other models.
+        answer |= {"value": whole.values[metric], "replicates": [whole.values[metric]] * REPLICATES}
+    elif key is not None and not is_mean:
+        groups: dict[Any, list[MetricStates]] = {}
+        for report, group in zip(reports, answer["patients"] or range(len(reports)), strict=True):
+            groups.setdefault(group, []).append(report.states)
+        replicates = bootstrap(module, client, key, list(groups.values()))
+        answer |= {"value": whole.values[metric], "replicates": replicates}
+    return answer
 
 
 def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str | None) -> dict[str, Any] | None:
@@ -251,17 +248,22 @@ def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str
     return {"positives": found[is_positive].tolist(), "negatives": found[~is_positive].tolist()}
 
 
-def bootstrap(module: L.LightningModule, client: Client, key: str, states: list[MetricStates]) -> dict[str, Any]:
-    """Computes the metric ``key`` for bootstrap replicates of a site's cases, drawn equally for all models."""
+def bootstrap(
+    module: L.LightningModule, client: Client, key: str, groups: Sequence[Sequence[MetricStates]]
+) -> list[float]:
+    """Computes the metric ``key`` for bootstrap replicates of a site's cases, drawn equally for all models.
+
+    ``groups`` has a list of states for each independent case or patient.
+    """
     with isolated_pass(module):
         metrics = named_metrics(module)
         with computing(metrics.values(), compute_measured):
             replicates = []
             for replicate in range(REPLICATES):
-                drawn = [states[place] for place in draw_cases(0, replicate, client, len(states))]
-                merged = MetricStates.merge(metrics, drawn)
+                places = draw_cases(0, replicate, client, len(groups))
+                merged = MetricStates.merge(metrics, [states for place in places for states in groups[place]])
                 replicates.append(merged.compute(metrics, [key]).get(key, math.nan))
-    return {"replicates": replicates}
+    return replicates
 
 
 def single_cases(batches: Iterable[Any]) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from scipy import stats
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import BinaryF1Score
-from torchmetrics.functional.classification import binary_matthews_corrcoef
+from torchmetrics.functional.classification import binary_f1_score, binary_matthews_corrcoef
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.cli.main import main
@@ -231,11 +231,35 @@ def test_a_value_equal_to_another_metrics_is_not_that_metric():
     assert scored("test_auc", module=Perfect())["north"].keys() == {"positives", "negatives", "cases", "patients"}
 
 
-def test_means_over_cases_that_differ_from_the_metric_are_named(caplog):
-    scored("test_acc")
-    assert not caplog.records
-    scored("test_f1", module=Perfect())
-    assert "The mean of 'test_f1' over single cases of client 'north' is" in caplog.text
+def test_metrics_other_than_means_over_cases_are_bootstrapped(monkeypatch):
+    """F1 over the drawn patients, with equal draws for all models."""
+    monkeypatch.setattr(site_scores, "REPLICATES", 20)
+    found = scored("test_f1", module=(module := Perfect()), patient="patient")["north"]
+    assert found.keys() == {"cases", "patients", "value", "replicates"}
+    data = cases("test")["north"]
+    predicted = F.linear(data.x, module.layer.weight, module.layer.bias).argmax(1)
+    for replicate in (0, 19):
+        patients = torch.from_numpy(draw_cases(0, replicate, "north", len(data) // 2))
+        drawn = torch.cat([2 * patients, 2 * patients + 1])
+        expected = float(binary_f1_score(predicted[drawn], data.y[drawn]))
+        assert found["replicates"][replicate] == pytest.approx(expected, abs=1e-6)
+    runs = {"fedavg": {0: found}, "local": {0: found}}
+    assert answer_site(runs, 10)[1]["fedavg|local"]["0"][0] == 10  # patients
+    assert answer_site(runs, 11) == ("replicates", {})
+
+
+def test_a_perfect_model_is_comparable_with_other_models(monkeypatch):
+    """The F1 of a perfect model equals the mean over cases, but the F1 of another model does not."""
+    monkeypatch.setattr(site_scores, "REPLICATES", 20)
+    other = scored("test_f1", module=Perfect())["north"]
+    data = cases("test")["north"]
+    labels = {tuple(row): int(y) for row, y in zip(data.x.tolist(), data.y, strict=True)}
+    module = Perfect()
+    module.layer.forward = lambda x: F.one_hot(torch.tensor([labels.get(tuple(r), 0) for r in x.tolist()]), 2).float()
+    perfect = scored("test_f1", module=module)["north"]
+    assert set(perfect["scores"]) - {0.0} >= {1.0}
+    kind, answer = answer_site({"a": {0: perfect}, "b": {0: other}})
+    assert (kind, answer["a|b"]["0"][1]) == ("replicates", 1.0)
 
 
 def test_cases_of_a_patient_count_once():
@@ -416,8 +440,6 @@ def test_scores_that_cannot_be_compared_are_refused():
         scored("test_f1")
     with pytest.raises(MisconfigurationException, match="key 'person' for the patient"):
         scored("test_acc", patient="person")
-    with pytest.raises(MisconfigurationException, match="without `patient`"):
-        scored("test_auc", patient="patient")
     with pytest.raises(MisconfigurationException, match=r"one row per case.*\(3,\), \(2, 1\)"):
         list(single_cases([(torch.zeros(3), torch.zeros(2, 1))]))
     site = {"scores": [0.5] * 20, "patients": None}
