@@ -34,7 +34,7 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """Describes additional tensors of a method: form, direction of sending, storage and limits.
+    """Describes additional tensors of a method: form, direction of transmission, storage and limits.
 
     Args:
         form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
@@ -44,9 +44,9 @@ class Channel:
         memory: Whether clients keep the tensors between visits.
         server: Whether the server keeps the tensors between rounds.
         bounds: Limits for numbers used in a division, product or power. ``"above"`` excludes clients with a number more
-            than 128 times the round's median. ``"work"`` divides a number by the planned work (steps, or epochs times
-            examples) and by the planned epochs, and excludes clients with both quotients above or both below the
-            median by more than :attr:`ChannelRule.octaves`.
+            than 128 times the round's median. ``"work"`` divides a number once by the planned work (steps, or epochs
+            times examples), and once by the planned epochs. A client is excluded if both quotients are above, or both
+            below, the median by more than :attr:`ChannelRule.octaves`.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -57,7 +57,7 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Checks an update's values for the channel ``title``; returns values by entry (key ``""`` for one number)."""
+        """Checks and returns an update's values for the channel ``title``, by entry (key ``""`` for one number)."""
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -84,9 +84,9 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over a round's updates from clients whose bounded numbers have equal binary exponents.
+    """Sums over the round's updates from clients whose bounded numbers have equal binary exponents.
 
-    Parts can be merged in any order. The rule excludes whole parts, because a single client cannot be removed from a
+    Two parts can be merged, in any order. The rule excludes whole parts, because one client cannot be removed from a
     sum. ``means`` maps a channel to its mean; ``sums`` maps an entry to a further sum with a method ``merge``.
     """
 
@@ -110,8 +110,9 @@ class ChannelVisit:
 
     ``parameters`` are the shared parameters, and ``start`` the broadcast's entries. ``down`` (received from the
     server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors by channel and entry.
-    ``records`` contains the results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit. For visits
-    trained together on stacked tensors, ``row`` is the visit's index, and ``steps`` the number of optimizer steps.
+    ``records`` contains the results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit. If several
+    visits are trained together on stacked tensors, ``row`` is this visit's index in the stack, and ``steps`` is the
+    visit's number of optimizer steps.
     """
 
     trainer: L.Trainer
@@ -128,11 +129,11 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """Averaging rule with additional tensors (:attr:`channels`, by name), and hooks for client and server equations.
+    """Averaging rule with additional tensors (:attr:`channels`, by name), and with hooks for client and server.
 
     Attributes:
-        octaves: Base-2 logarithm of the largest accepted ratio to the median, for channels with ``bounds="work"``.
-        work: Planned epochs and work (steps or examples) by client; without a plan 1 and the number of examples.
+        octaves: Base-2 logarithm of the largest accepted ratio between a number and the median, for ``bounds="work"``.
+        work: Planned epochs and planned work (steps or examples) by client. Without a plan: 1 epoch, all examples.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -165,21 +166,22 @@ class ChannelRule(AveragingAggregator):
         """Raises an error before the fit if the method does not support the Trainer or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Returns gradient corrections by entry, constant during the visit. Vectorised visits stack corrections."""
+        """Returns gradient corrections by entry, constant during the visit, and stacked for vectorised visits."""
         return {}
 
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Updates a parameter's record, such as a gradient sum, in each optimizer step before the correction.
+        """Updates a parameter's record, such as a gradient sum, in each optimizer step, before the correction.
 
-        ``record`` is the last step's result, initially ``None``. ``scale`` is the loss scale in the gradient;
-        ``group`` and ``state`` are the optimizer's parameter group and the optimizer's state for the parameter.
+        ``record`` is the result from the previous step, initially ``None``. The gradient includes the loss scale
+        ``scale``. ``group`` and ``state`` are the optimizer's parameter group and the optimizer's state for the
+        parameter.
         """
         return record
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """Computes the term to add to a parameter's gradient, from the correction in :meth:`begin_visit`."""
+        """Computes the term added to a parameter's gradient, from the correction returned by :meth:`begin_visit`."""
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
@@ -188,7 +190,7 @@ class ChannelRule(AveragingAggregator):
     # The server
 
     def begin_round(self, trainer: L.Trainer) -> None:
-        """Server side, at the start of a round: may read settings of the Trainer, such as the learning rate."""
+        """Called on the server at the start of a round, for example to read the learning rate from the Trainer."""
 
     def weight(self, update: ClientUpdate) -> float:
         return float(update.num_samples)
@@ -216,7 +218,7 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update and its channel values ``up`` to the sums. ``BadUpdate`` must leave the sums unchanged."""
+        """Adds an update and its channel values ``up`` to the sums. ``BadUpdate`` must not change the sums."""
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":
@@ -249,7 +251,7 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Computes the new global model from the models' mean ``state`` (may be overwritten) and the sums ``part``."""
+        """Computes the new global model from the mean client model ``state`` (may be overwritten) and sums ``part``."""
         return state
 
     def share(self, part: Part) -> float:
@@ -395,7 +397,7 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """Returns an entry's correction; for vectorised visits a stack, with zeros for visits without a correction."""
+        """Returns an entry's correction, for vectorised visits stacked, with zeros for visits without a correction."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

@@ -1,4 +1,4 @@
-"""Additional passes over a client's data, outside training: runs ``training_step`` on all batches."""
+"""Additional passes over a client's data, separate from training, that run ``training_step`` on all batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 def pass_over_data(
     population: Population, planned: PlannedVisit, function: Callable[[Iterator[Any]], _Result]
 ) -> _Result | None:
-    """Calls a function with the batches of a client's data, in an order derived from the visit's seed.
+    """Calls a function with the batches of a client's data. The order of the batches depends on the visit's seed.
 
     The pass does not change the random numbers used in training. ``function`` returns ``None`` if no batch had a loss.
     If loading data fails, ``planned`` records the error, and the result is ``None``.
@@ -61,7 +61,7 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses clients that hold only some rows of an entry, because the method stores whole models on the clients.
+    """Refuses clients that receive only some rows of an entry, because the method stores whole models on the clients.
 
     Raises:
         MisconfigurationException: If the broadcast has entries with partial rows.

@@ -27,22 +27,23 @@ from lightning_fed.rule import Aggregator
 
 
 class PersonalModel(GradientTerm):
-    r"""Trains the global model in the first epochs of a visit, and the client's personal model afterwards.
+    r"""Trains the global model in the first epochs of a visit, and the client's personal model in the remaining epochs.
 
     The personal model :math:`v_i` starts from the client's first broadcast and stays in the client's memory. Training
     uses the client's data, fresh optimizers, and gradients
 
     .. math:: g(v_i) + \lambda (v_i - x)
 
-    with the visit's broadcast :math:`x`. Afterwards the module, the optimizers and the per-step schedulers return to
-    their state after the first epochs, so the client's update equals the update without this callback bit for bit.
-    Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or the global model before the
-    client's first visit. Reference: Li et al., ICML 2021, Algorithm 1.
+    with the visit's broadcast :math:`x`. After the personal epochs, the module, the optimizers and the per-step
+    schedulers are reset to the end of the global epochs. The client's update therefore equals the update without this
+    callback, bit for bit. Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or the
+    global model before the client's first visit. Reference: Li et al., ICML 2021, Algorithm 1.
 
-    With personal entries (``personal``) each model has separate values; the regulariser skips personal entries.
-    Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the first epochs. A straggler without
-    later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the client from the round,
-    and the client keeps the :math:`v_i` from the last good visit. ``train_loss`` covers both models.
+    If the federation has personal entries (``personal``), both models have separate values for these entries, and the
+    regulariser skips these entries. Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the
+    global epochs. If a straggler stops before the personal epochs, :math:`v_i` does not change. NaN or infinite values
+    in :math:`v_i` exclude the client from the round; the client keeps :math:`v_i` from the last valid visit.
+    ``train_loss`` includes the losses of both models.
 
     Args:
         lam: Strength :math:`\lambda`, at least 0.
@@ -51,8 +52,8 @@ class PersonalModel(GradientTerm):
 
     Raises:
         ValueError: If ``lam`` is negative or not finite, or ``global_epochs`` is below 1.
-        MisconfigurationException: In ``fit``, if visits have no remaining epochs or are counted in steps, or clients
-            hold only some rows of an entry.
+        MisconfigurationException: In ``fit``, if visits have no remaining epochs, if ``local_steps`` is set, or if
+            clients receive only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -127,28 +128,29 @@ class PersonalModel(GradientTerm):
 
 @register
 class Ditto(Method):
-    r"""A global model as with FedAvg, and a personal model per client, regularised towards the global model.
+    r"""Trains a global model with FedAvg, and a personal model per client, regularised towards the global model.
 
     .. math:: \min_{v_i} F_i(v_i) + \frac{\lambda}{2} \lVert v_i - x \rVert^2
 
     A visit trains the global model for ``local_epochs`` epochs, then the client's personal model for
     ``personal_epochs`` epochs (:class:`~lightning_fed.callbacks.PersonalModel`). The global model and all messages
-    equal the rule's bit for bit. Evaluation uses personal models. Reference: Li et al., ICML 2021, Algorithm 1.
+    equal the results of ``aggregator`` without Ditto, bit for bit. Evaluation uses personal models. Reference: Li et
+    al., ICML 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
     - Costs: ``personal_epochs`` more epochs per visit; by default twice the training.
-    - For: heterogeneous clients that need personal models; also if some clients are malicious.
+    - For: heterogeneous clients that need personal models, also in federations with malicious clients.
 
     Args:
-        lam: Strength :math:`\lambda`: 0 trains clients separately, a large value keeps personal models near the global
-            model. The authors tune :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
+        lam: Strength :math:`\lambda`. With 0 clients train separately; a large value keeps personal models near the
+            global model. The authors tune :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
         local_epochs: Epochs per visit for training the global model.
         personal_epochs: Epochs per visit for training the personal model; ``None`` for ``local_epochs``.
         aggregator: Method for the global model, by name or as an object.
 
     Raises:
-        ValueError: If ``lam`` is negative or not finite, or epochs are below 1.
+        ValueError: If ``lam`` is negative or not finite, or a number of epochs is below 1.
 
     Example:
         >>> from lightning_fed import Federation

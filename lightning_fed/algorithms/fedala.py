@@ -1,4 +1,4 @@
-"""FedALA: each client learns elementwise weights between the global model and its last model.
+"""FedALA: each client mixes the global model and its last model, with learned elementwise weights.
 
 Zhang, Hua, Wang, Song, Xue, Ma & Guan, "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI
 2023, Algorithm 1. https://arxiv.org/abs/2212.01197
@@ -39,17 +39,19 @@ class AdaptiveAggregation(FederatedCallback):
 
     .. math:: \hat\theta_i = \theta_i + W_i \odot (\theta - \theta_i)
 
-    Only the last layers are mixed, from the client's last model :math:`\theta_i`, the global model :math:`\theta`, and
-    elementwise weights :math:`W_i` in [0, 1]. All other layers come from the global model. The weights start at 1. Each
-    visit trains the weights in one pass over a share of the client's data; the client's second visit repeats the pass
-    until convergence (standard deviation below 0.1 over 10 losses, as in the authors' program), in at most 100 passes.
-    The first visit has no last model. Reference: Zhang et al., AAAI 2023, equations 4 to 6.
+    Only the last layers are mixed. The mixture combines the client's last model :math:`\theta_i` and the global model
+    :math:`\theta` with elementwise weights :math:`W_i` in [0, 1], initially 1. All other layers are copied from the
+    global model. Each visit trains the weights in one pass over a share of the client's data. The client's second visit
+    repeats the pass until the weights converge (standard deviation below 0.1 over 10 losses, as in the authors'
+    program), at most 100 times. The first visit starts from the global model. Reference: Zhang et al., AAAI 2023,
+    equations 4 to 6.
 
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    Gradients come from ``training_step`` in evaluation mode with separate random numbers. Evaluation uses the client's
-    last model (``fed/val_acc/mean``), initially the global model. A client is excluded if loading its data fails.
+    The weights' gradients are computed by ``training_step`` in evaluation mode, with separate random numbers.
+    Evaluation uses the client's last model (``fed/val_acc/mean``), initially the global model. If a client's data
+    cannot be loaded, the client is excluded from the round.
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
@@ -57,8 +59,8 @@ class AdaptiveAggregation(FederatedCallback):
         eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
-        MisconfigurationException: In ``fit``, with manual optimization, with fewer than ``num_layers`` layers, or if
-            clients hold only some rows of an entry.
+        MisconfigurationException: Raised by ``fit`` if the module uses manual optimization or has fewer than
+            ``num_layers`` layers, or if clients receive only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -157,7 +159,7 @@ class _Mixture(NamedTuple):
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns the trainable shared parameters of a model's last layers by entry name; ``state`` lists shared entries.
+    """Returns the trainable parameters in a model's last layers by entry name. ``state`` contains the shared entries.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -183,7 +185,8 @@ class FedALA(Method):
     """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
 
     The weights are learned elementwise before each visit (:class:`~lightning_fed.callbacks.AdaptiveAggregation`).
-    Messages follow the rule. Evaluation uses each client's last model. Reference: Zhang et al., AAAI 2023.
+    ``aggregator`` determines the messages. Evaluation uses each client's last model. Reference: Zhang et al., AAAI
+    2023.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.
@@ -195,9 +198,6 @@ class FedALA(Method):
         share: Share of the client's batches used to train the weights, in (0, 1].
         eta: Learning rate for the mixing weights.
         aggregator: The base method, by name or as an object.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> from lightning_fed import Federation

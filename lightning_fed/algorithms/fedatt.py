@@ -30,8 +30,8 @@ class FedAtt(AveragingAggregator):
 
     A layer is an entry (a weight or a bias). Dataset sizes have no effect. The distance is the Euclidean norm of the
     flattened difference; the authors' program uses the spectral norm for matrices. Integer entries and BatchNorm's
-    running statistics are averaged as in :class:`FedAvg`, because extrapolation beyond the client values could give
-    negative variances. Reference: Ji et al., IJCNN 2019.
+    running statistics are averaged as in :class:`FedAvg`, because extrapolation beyond the clients' values could
+    produce negative variances. Reference: Ji et al., IJCNN 2019.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -39,9 +39,10 @@ class FedAtt(AveragingAggregator):
     - For: federations in which clients with larger changes should have more influence.
 
     Args:
-        step_size: Step :math:`\epsilon`, positive: 1 gives the weighted mean, larger values extrapolate beyond the
-            mean. With any other value than 1 the aggregate of equal client models differs from these models.
-        noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise gives no privacy guarantee.
+        step_size: Step size :math:`\epsilon`, positive. The result with 1 is the weighted mean; larger values
+            extrapolate beyond the mean. If all client models are equal, the new global model equals these models only
+            with 1.
+        noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise does not guarantee privacy.
         seed: Seed for the noise, combined with the round.
 
     Raises:
@@ -108,9 +109,9 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    """Running mean of states, with a separate softmax over scores for each entry. Running means can be merged.
+    """Running mean of states. Each entry's weights are a softmax over the states' scores. Means can be merged.
 
-    Sums in float64 are relative to the largest score so far, and are rescaled for a larger score.
+    The float64 sums are scaled by the largest score so far, and rescaled when a larger score is added.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
-        """Returns the mean state in float64 (complex entries: complex128)."""
+        """Returns the mean state in float64, or complex128 for complex entries."""
         return {name: value / self._weights[name] for name, value in self._sums.items()}
 
     def _join(self, name: str, values: Tensor, weight: Tensor, peak: Tensor) -> None:

@@ -25,8 +25,8 @@ class FedAvg(AveragingAggregator):
     - For: any federation; the baseline for other methods.
 
     Args:
-        row_weighting: Divisor for the change of a row if clients hold only some rows: the weights of all clients
-            (``"global"``), or only of clients that hold the row (``"per_row"``).
+        row_weighting: Divisor for a row's summed change, if clients receive only some rows of an entry: the weights of
+            all clients (``"global"``), or the weights of the clients with this row (``"per_row"``).
 
     Raises:
         ValueError: If ``row_weighting`` is unknown.

@@ -20,8 +20,8 @@ class FedAvgM(Method):
 
     .. math:: v_{t+1} = \beta v_t + (w_t - \bar w), \qquad w_{t+1} = w_t - \alpha v_{t+1}, \qquad v_0 = 0
 
-    :class:`ServerOptimizer` with ``torch.optim.SGD``. If clients agree from round to round, the model moves :math:`1 /
-    (1 - \beta)` times as far as with averaging. Reference: Hsu et al., 2019, "FedAvgM".
+    :class:`ServerOptimizer` with ``torch.optim.SGD``. If the mean client update is the same in every round, the model
+    moves :math:`1 / (1 - \beta)` times as far as with averaging. Reference: Hsu et al., 2019, "FedAvgM".
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (one vector in float64).
@@ -30,13 +30,10 @@ class FedAvgM(Method):
 
     Args:
         lr: Server learning rate :math:`\alpha`.
-        momentum: :math:`\beta`; the authors tune :math:`\beta` in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
+        momentum: Momentum :math:`\beta`; the authors tune :math:`\beta` in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
         nesterov: Use Nesterov momentum.
         aggregator: Method for :math:`\bar w`, by name or as an object.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Raises:
-        ValueError: If an argument is invalid.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ from lightning_fed.rule import Aggregator
 class FedBN(Method):
     """Averages all layers except BatchNorm; each client keeps separate BatchNorm layers.
 
-    The layer type decides, not the name; a model without BatchNorm is refused. Reference: Li et al., ICLR 2021.
+    BatchNorm layers are recognised by type, not by name. A model without BatchNorm is refused. Reference: Li et al.,
+    ICLR 2021.
 
     - Sends: the model without BatchNorm layers, both ways.
     - Keeps: BatchNorm layers per client.

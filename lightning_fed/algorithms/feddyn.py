@@ -21,7 +21,7 @@ from lightning_fed.rule import trained_entries
 
 @register
 class FedDyn(ChannelRule):
-    r"""Average of client models, with a correction for the clients' regularisers.
+    r"""Average of the client models, minus a correction that accumulates the client updates of all rounds.
 
     .. math:: h \leftarrow h - \frac{\alpha}{N} \sum_{i \in S} (y_i - x), \qquad
         x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i - \frac{h}{\alpha}
@@ -31,14 +31,14 @@ class FedDyn(ChannelRule):
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
-    The logged loss excludes the term. Clients have equal weights. Buffers are averaged, so averaged BatchNorm
-    statistics fit the mean of client models instead of :math:`x`; the default ``batch_norm="recalibrate"`` measures the
-    statistics with :math:`x`. Reference: Acar et al., ICLR 2021, Algorithm 1.
+    The logged loss excludes this gradient term. Clients have equal weights. Averaged BatchNorm statistics would match
+    the mean of the client models instead of :math:`x`; the default ``batch_norm="recalibrate"`` measures the statistics
+    with :math:`x`. Reference: Acar et al., ICLR 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
     - Costs: no additional computation.
-    - For: heterogeneous clients that participate often, because :math:`g_i` dates from the client's last visit.
+    - For: heterogeneous clients that participate often, because :math:`g_i` is as old as the client's last visit.
 
     Args:
         alpha: Strength :math:`\alpha`, positive; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.

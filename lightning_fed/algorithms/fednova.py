@@ -33,26 +33,28 @@ _BATCH_SIZES = 3
 
 @register(callbacks=lambda rule: [ChannelCallback(rule), *([ProximalTerm(rule.mu)] if rule.mu else [])])
 class FedNova(ChannelRule):
-    r"""Mean client update per local step, times the mean number of steps.
+    r"""Moves the model by the mean client update per local step, times the mean number of local steps.
 
     .. math:: x \leftarrow x - \tau \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    Here :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` the length of the client's steps. SGD turns a
-    visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is :math:`\sum_k \alpha_k`,
-    one number per shared parameter. The client simulates the optimizer's steps with gradient 1:
+    Here :math:`p_i` is the client's share of the examples, and :math:`\lVert a_i \rVert_1` the summed length of the
+    client's steps. SGD turns a visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length
+    is :math:`\sum_k \alpha_k`, one number per shared parameter. The client simulates the optimizer's steps with
+    gradient 1:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
         \lVert a_i \rVert_1 = d_K
 
     with the parameter group's learning rates :math:`\eta_k` and momentum :math:`\rho` (also Nesterov momentum and
     dampening), and the strength :math:`\mu` from the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a
-    constant rate the length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) /
-    (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` cancels in the average.
-    The server compares the lengths per planned epoch, and per planned step or example, with the round's medians, and
-    excludes a client if both lengths are above or both below by more than a factor of about 8 with ``local_steps``, and
-    64 with epochs, because batch sizes differ. Unequal numbers of steps make the factor :math:`1 / (1 - \rho)` times
-    larger with momentum :math:`\rho`, 32 times with schedulers per batch. Wang et al. 2020, equations 8 to 10.
+    constant rate the length is :math:`\eta` times the paper's :math:`K`,
+    :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) / (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the
+    common factor :math:`\eta` cancels in the average. The server divides each length by the planned epochs, and by the
+    planned steps or examples, and compares both quotients with the round's medians. A client is excluded if both
+    quotients are too large, or both too small, by a factor of more than about 8 with ``local_steps``, or 64 with
+    epochs. If numbers of steps differ, the factor is :math:`1 / (1 - \rho)` times larger with momentum :math:`\rho`,
+    and 32 times larger with schedulers per batch. Wang et al. 2020, eqs. 8 to 10.
 
     With equal numbers of steps the result equals FedAvg bit for bit. Buffers are averaged, weighted by examples. The
     paper's server momentum is ``FedAvgM(momentum=0.9, aggregator="fednova")``.
@@ -66,8 +68,8 @@ class FedNova(ChannelRule):
         mu: Strength of a proximal term as in :class:`FedProx`; 0 disables the term.
 
     Raises:
-        MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or clients keep its momentum
-            between rounds (``optimizer_state="keep"``), because kept momentum adds gradients from earlier visits.
+        MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or clients keep the momentum
+            between rounds (``optimizer_state="keep"``), because the momentum contains gradients from earlier visits.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -132,7 +134,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the accumulated length of the steps for each shared parameter; 0 for a parameter without a step."""
+        """Sends the accumulated length of the steps for each shared parameter, or 0 for a parameter without a step."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -161,7 +163,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sums of one entry's updates, divided by step lengths; for equal lengths FedAvg's sums bit for bit."""
+    """Weighted sums of one entry's updates, divided by step lengths. Equal lengths give FedAvg's sums bit for bit."""
 
     def __init__(self) -> None:
         self.first = 0.0

@@ -45,9 +45,6 @@ class AdaptiveOptimizer(Optimizer):
         tau: Adaptivity :math:`\tau`; a smaller value is more adaptive.
         second_moment: Formula for the second moment :math:`v_t`: ``"adagrad"``, ``"adam"`` or ``"yogi"``.
 
-    Raises:
-        ValueError: If an argument is invalid.
-
     Example:
         >>> w = torch.tensor(1.0, requires_grad=True)
         >>> optimizer = AdaptiveOptimizer([w], lr=0.1)
@@ -108,7 +105,7 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 
 @register
 class FedAdagrad(Method):
-    """Adagrad on the server: the mean update, divided by the root of the sum of squared updates over all rounds.
+    """Adagrad on the server: divides the mean update by the root of the summed squared updates of all rounds.
 
     :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
 
@@ -118,14 +115,11 @@ class FedAdagrad(Method):
     - For: sparse gradients, as in embeddings.
 
     Args:
-        lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
+        lr: Server learning rate; the authors tune server and client rate on a grid with powers of ten.
         beta1: Decay for the first moment; the authors use 0.
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> FedAdagrad(lr=0.01).steps[0].optimizer_kwargs["lr"]
@@ -157,15 +151,12 @@ class FedAdam(Method):
     - For: parameters with updates on different scales, as in language models.
 
     Args:
-        lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
+        lr: Server learning rate; the authors tune server and client rate on a grid with powers of ten.
         beta1: Decay for the first moment.
         beta2: Decay for the second moment.
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> fedadam = FedAdam().steps[0]
@@ -188,25 +179,22 @@ class FedAdam(Method):
 
 @register
 class FedYogi(Method):
-    """FedAdam with Yogi's second moment, whose change per round is at most a fraction of the new squared update.
+    """FedAdam with Yogi's second moment, which changes by at most a fraction of the squared update per round.
 
     :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
     - Costs: no additional computation.
-    - For: models that suit FedAdam, if FedAdam's step sizes vary too much.
+    - For: the uses of FedAdam, if FedAdam's step sizes vary too much.
 
     Args:
-        lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
+        lr: Server learning rate; the authors tune server and client rate on a grid with powers of ten.
         beta1: Decay for the first moment.
         beta2: Decay for the second moment.
         tau: Adaptivity; a smaller value is more adaptive.
         aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> [type(step).__name__ for step in FedYogi(aggregator="fairavg").steps]

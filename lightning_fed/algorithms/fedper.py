@@ -1,4 +1,4 @@
-"""Federated averaging of a base, with a personal head per client.
+"""Federated averaging of all layers except the head, with a personal head per client.
 
 Arivazhagan, Aggarwal, Singh & Choudhary, "Federated Learning with Personalization Layers", 2019. arXiv:1912.00818
 """
@@ -22,9 +22,10 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedPer(Method):
-    """Federated averaging of a base, with a personal head per client.
+    """Federated averaging of all layers except the head, with a personal head per client.
 
-    All layers train together. Only the base is sent and averaged. Reference: Arivazhagan et al., 2019.
+    All layers train together. Only the other layers (the base) are sent and averaged. Reference: Arivazhagan et al.,
+    2019.
 
     - Sends: the model without its head, both ways.
     - Keeps: a head per client.

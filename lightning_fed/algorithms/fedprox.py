@@ -14,7 +14,7 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedProx(Method):
-    r"""Average weighted by the number of examples; clients train with a proximal term.
+    r"""Average weighted by the number of examples, of client models trained with a proximal term.
 
     .. math:: \min_w F_k(w) + \frac{\mu}{2} \lVert w - w_t \rVert^2, \qquad
         w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k

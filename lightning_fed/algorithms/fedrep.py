@@ -24,17 +24,19 @@ from lightning_fed.rule import Aggregator
 
 
 class HeadThenBody(FederatedCallback):
-    """Trains first the personal entries (the head) in a visit, then the shared entries (the body).
+    """Trains the personal entries (the head) in the first epochs of a visit, then the shared entries (the body).
 
-    Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
-    BatchNorm's running statistics follow the data in both phases. Initially frozen parameters stay frozen. A straggler
-    that stops during the head's epochs sends the body unchanged. Reference: Collins et al., ICML 2021, Algorithm 1.
+    While the head trains, the body is frozen, and vice versa. Frozen parameters have no gradient, so momentum and
+    weight decay do not change these parameters. BatchNorm's running statistics change in both phases. Parameters frozen
+    by the user stay frozen. A straggler that stops during the head's epochs sends the body unchanged. Reference:
+    Collins et al., ICML 2021, Algorithm 1.
 
     Args:
         head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
 
     Raises:
-        MisconfigurationException: In ``fit``, for too few epochs, or without personal or shared parameters.
+        MisconfigurationException: In ``fit``, if ``local_epochs`` leaves no epoch for the body, or the module has no
+            personal or no shared parameters.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -126,8 +128,10 @@ class FedRep(Method):
 
     Args:
         head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
-        head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the remaining ``local_epochs``.
-        body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or for the remaining ``local_epochs``.
+        head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or if ``local_epochs`` is given for the
+            rest.
+        body_epochs: Epochs per visit for the body, possibly 0; ``None`` for 1, or if ``local_epochs`` is given for the
+            rest.
         local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.
         aggregator: Method for the body, by name or as an object.
 

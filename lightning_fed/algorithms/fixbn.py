@@ -15,8 +15,8 @@ class FixBN(Method):
     """Federated averaging in two stages: ordinary rounds, then rounds with fixed BatchNorm statistics.
 
     In the first stage BatchNorm normalises with batch statistics, and running statistics are averaged like all entries.
-    In the second stage the global statistics stay fixed and are also used for normalisation in training, so clients and
-    server use the same function. BatchNorm weights and biases continue to train. Reference: Zhong et al., 2023.
+    In the second stage the global statistics are fixed and are also used for normalisation in training, so clients and
+    server compute the same function. BatchNorm weights and biases continue to train. Reference: Zhong et al., 2023.
 
     - Sends: the model, both ways.
     - Keeps: nothing.
@@ -24,7 +24,7 @@ class FixBN(Method):
     - For: models with BatchNorm, and clients with missing classes.
 
     Args:
-        after: Number of rounds in the first stage. The paper uses half.
+        after: Number of rounds in the first stage. The paper uses half of all rounds.
         aggregator: Method for averaging, by name or as an object.
 
     Example:

@@ -21,7 +21,7 @@ from lightning_fed.numerics.precision import as_real
 class GradientTerm(FederatedCallback):
     """Adds a term to the gradients of every optimizer step in a visit. A subclass implements :meth:`term`.
 
-    ``tensors`` contains a tensor for each parameter with a term, for use in :meth:`term`; empty outside visits.
+    ``tensors`` maps parameters to tensors for use in :meth:`term`; empty outside visits.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Factor of the terms, equal for all parameters."""
+        """Factor by which the terms of all parameters are multiplied."""
         return 1.0
 
     @abstractmethod
@@ -55,7 +55,7 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds ``factor * term(parameter)``, times the loss scale, to each gradient in an optimizer; skips ``None``."""
+    """Adds ``factor * term(parameter)``, times the loss scale, to each gradient in an optimizer, unless ``None``."""
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -66,7 +66,7 @@ def add_to_gradients(
 
 
 def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
-    """Adds ``scale * term`` to a gradient, in place. A sparse gradient only receives the nonzero rows.
+    """Adds ``scale * term`` to a gradient, in place. If the gradient is sparse, only the term's nonzero rows are added.
 
     The term is a dense tensor. For a complex gradient, the term has the shape of the real view (``view_as_real``).
 

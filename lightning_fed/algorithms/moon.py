@@ -38,22 +38,22 @@ class ContrastiveTerm(RevertingCallback, FederatedCallback):
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
     Here :math:`z` are an example's features from the current model, :math:`z_g` from the broadcast model, and
-    :math:`z_p` from the client's last model. A first visit has no contrastive term. Feature maps and tokens are
-    averaged over positions (channels last at a linear layer, else on the second axis), and the loss is the mean over
-    the batch. The callback adds the gradient at the features in every backward pass; ``training_step`` and the logged
-    loss stay unchanged. Each forward pass through the network requires two additional passes through the extractor.
-    Reference: Li et al., CVPR 2021, equations 3 and 4.
+    :math:`z_p` from the client's last model. A client's first visit has no contrastive term. Feature maps and tokens
+    are averaged over positions (the channel axis is the last at a linear layer, else the second), and the loss is the
+    mean over the batch. The callback adds the gradient at the features in every backward pass; ``training_step`` and
+    the logged loss do not change. Each forward pass through the network requires two additional passes through the
+    extractor. Reference: Li et al., CVPR 2021, equations 3 and 4.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.
-        temperature: :math:`\tau`, positive.
-        layer: Name of the layer with the features as output, or ``"auto"`` for the classifier's input, see
+        temperature: Temperature :math:`\tau`, positive.
+        layer: Name of the layer that outputs the features, or ``"auto"`` for the classifier's input, see
             :func:`~lightning_fed.modules.find_extractor`.
         network: Name of the module called with the data; ``"auto"`` searches for the module.
 
     Raises:
         MisconfigurationException: In ``fit``, if the network is compiled or does not run the layer, if ``"auto"`` finds
-            no classifier, or if clients hold only some rows of an entry.
+            no classifier, or if clients receive only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -165,7 +165,7 @@ class ContrastiveTerm(RevertingCallback, FederatedCallback):
 
 
 def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, temperature: float = 0.5) -> Tensor:
-    r"""MOON's loss, a scalar; features have shape ``(N, d)``: current :math:`z`, global :math:`z_g`, last :math:`z_p`.
+    r"""MOON's loss, a scalar. Features ``(N, d)`` are :math:`z` (current), :math:`z_g` (global), :math:`z_p` (last).
 
     .. math:: -\frac{1}{N} \sum \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
     """
@@ -183,10 +183,10 @@ def _pooled(features: Tensor, channels_last: bool) -> Tensor:
 
 @register
 class MOON(Method):
-    r"""Model-contrastive learning: pulls features towards the global model's, and away from the last local model's.
+    r"""Model-contrastive learning: pulls features towards the global model's, away from the last local model's.
 
-    The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. The rule determines the messages. With ``mu=0`` the
-    method equals the rule bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
+    The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. ``aggregator`` determines the messages. With ``mu=0``
+    the method equals ``aggregator`` bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
 
     The authors add a projection head with two layers between extractor and classifier, and compare the head's output.
     For the authors' variant, add a projection head to the model and pass its name as ``layer``.
@@ -198,7 +198,7 @@ class MOON(Method):
 
     Args:
         mu: Strength :math:`\mu`; the authors tune :math:`\mu` in {0.1, 1, 5, 10}.
-        temperature: :math:`\tau`.
+        temperature: Temperature :math:`\tau`.
         layer: Name of the layer with the features as output, or ``"auto"``.
         aggregator: The base method, by name or as an object.
 

@@ -18,11 +18,12 @@ class ProximalTerm(GradientTerm):
 
     Here :math:`w_t` is the broadcast model. The term is added once per optimizer step: after gradient accumulation and
     unscaling in mixed precision, and before clipping with ``gradient_clip_val``. With manual optimization the term is
-    added in ``optimizer.step()``, after the module's clipping. Shared parameters with a gradient get the term; personal
-    and frozen parameters do not. Reference: Li et al., MLSys 2020, Algorithm 2.
+    added in ``optimizer.step()``, after the module's clipping. The term is added for shared parameters with a gradient,
+    and not for personal or frozen parameters. Reference: Li et al., MLSys 2020, Algorithm 2.
 
     **The module logs the loss** :math:`F_k(w)` **without the term**, so ``train_loss`` stays comparable between
-    methods. A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse, because unchanged rows have a zero term.
+    methods. A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse, because the term is zero for unchanged
+    rows.
 
     Args:
         mu: Strength :math:`\mu`, at least 0; 0 disables the term.

@@ -41,21 +41,22 @@ class QFFL(ChannelRule):
     client with a loss above 128 times the round's median. Reference: Li et al., ICLR 2020, Algorithm 2.
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
-    Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
-    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. Buffers are averaged with weights :math:`p_k F_k^q`.
+    Here clients are sampled uniformly with weights :math:`p_k`, for the same objective
+    :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. With ``q=0`` the weights equal FedAvg's weights bit for bit. Buffers are
+    averaged with weights :math:`p_k F_k^q`.
 
     - Sends: 1 model down, 1 up (and a number).
     - Keeps: nothing.
     - Costs: 1 pass over a client's data per visit, without gradients.
-    - For: better results on the worst clients; automatic optimization only.
+    - For: better results on the worst clients. Requires automatic optimization.
 
     Args:
         q: Exponent, at least 0; larger values increase the weight of large losses. The authors use 0.001 (text) to 5.
         lipschitz: Constant :math:`L`, positive; ``None`` for the inverse of the server's learning rate in the round.
 
     Raises:
-        MisconfigurationException: In ``fit``, with manual optimization; or without ``lipschitz``, if the optimizers
-            have several learning rates or a zero learning rate.
+        MisconfigurationException: In ``fit``, if the module uses manual optimization, or if ``lipschitz`` is ``None``
+            and the optimizers have several learning rates or a zero learning rate.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo

@@ -25,13 +25,14 @@ class SCAFFOLD(ChannelRule):
     .. math:: y \leftarrow y - \eta (g - c_i + c), \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i, \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
-    Here :math:`S` are the round's clients among :math:`N`, and :math:`c` and :math:`c_i` start at 0. After the visit
+    Here :math:`S` are the round's clients, :math:`N` is the number of all clients, and :math:`c` and :math:`c_i` start
+    at 0. After the visit
 
     .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
 
     is the mean over :math:`K` gradients without the correction. For plain SGD with rate :math:`\eta` this mean equals
     the paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean also works with momentum, adaptive
-    optimizers, weight decay and learning-rate schedules. A module may have several optimizers. Control variates have
+    optimizers, weight decay and learning-rate schedules. A module may have several optimizers. Control variates are
     float32 or float64, also for a 16-bit model. Reference: Karimireddy et al., ICML 2020, Algorithm 1.
 
     The correction applies to shared parameters. The logged loss excludes the correction. Buffers are averaged.
@@ -91,7 +92,7 @@ class SCAFFOLD(ChannelRule):
         return 1.0 if self.weighting == "uniform" else float(update.num_samples)
 
     def finish(self, state: State, part: Part) -> State:
-        """Updates the server's control variate :math:`c`; a client's change is 0 for an entry without steps."""
+        """Updates the server's control variate :math:`c`. An entry that a client did not train adds 0."""
         control = dict(self.tensors["control"])
         for name, change in part.means["control"].mean().items():
             before = control.get(name, at_least_float32(torch.zeros_like(self._state[name])))

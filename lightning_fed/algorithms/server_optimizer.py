@@ -34,14 +34,16 @@ class ServerOptimizer(UpdateStep):
     :class:`FedYogi` use this step. Checkpoints contain the optimizer state by entry: 8 bytes per parameter with
     momentum, 16 with adaptive moments. Reference: Reddi et al., ICLR 2021, Algorithm 1 ("FedOpt").
 
-    Trainable entries take the optimizer step, in float64. Frozen layers and buffers get the rule's result, because a
-    step beyond the clients' values would give negative running variances, and weight decay would shrink constants.
-    Outside a fit, all floating-point entries except BatchNorm's running statistics are treated as trainable.
+    Trainable entries take the optimizer step, in float64. Frozen layers and buffers are set to the rule's result,
+    because a step beyond the clients' values could make running variances negative, and weight decay would shrink
+    constants. Outside a fit, all floating-point entries except BatchNorm's running statistics are treated as trainable.
 
     Args:
-        optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients (not ``LBFGS``).
-        lazy_rows: For sliced entries: whether rows without a client in the round stay unchanged, with their
-            optimizer state. Otherwise the gradient of such rows is zero, and momentum still moves these rows.
+        optimizer: Optimizer class, or the name in ``torch.optim``. The optimizer must not need a closure (unlike
+            ``LBFGS``).
+        lazy_rows: If clients receive only some rows of an entry: whether rows that no client trains in a round stay
+            unchanged, with their optimizer state. Otherwise these rows have gradient zero, and momentum still moves the
+            rows.
         **optimizer_kwargs: Arguments for the optimizer. Set ``lr``, because the default is meant for local training.
 
     Raises:
@@ -101,7 +103,7 @@ class ServerOptimizer(UpdateStep):
     def _step_in_pieces(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None, rows: int
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Performs one entry's optimizer step in blocks of rows, to limit the size of temporary tensors."""
+        """Performs the optimizer step of one entry in blocks of rows, to limit the size of temporary tensors."""
         new, after = torch.empty_like(old), dict[str, Any]()
         for start in range(0, len(old), rows):
             part = slice(start, start + rows)
@@ -156,7 +158,7 @@ class ServerOptimizer(UpdateStep):
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """True if the optimizer treats elements independently; false for ``Adafactor``, which uses whole entries."""
+        """True if the optimizer treats the elements of an entry independently, unlike ``Adafactor``."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})

@@ -26,7 +26,7 @@ class SiloBN(Method):
     - For: clients with different input statistics that can share all weights.
 
     Args:
-        unseen: Normalisation for data from an unknown client, see :class:`~lightning_fed.LocalStatistics`.
+        unseen: Normalisation of data from clients without statistics, see :class:`~lightning_fed.LocalStatistics`.
         aggregator: Method for the shared entries, by name or as an object.
 
     Raises:

@@ -37,9 +37,6 @@ class ShapesDataset(ArrayDataset):
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
         augment: Same as in `ArrayDataset`.
 
-    Raises:
-        ValueError: If an option is outside the allowed range.
-
     Example:
         >>> scenes = ShapesDataset(4, image_size=32)
         >>> image, mask = scenes[0]
@@ -89,9 +86,6 @@ class Shapes(ArrayDataModule):
         augment: Whether to mirror training scenes at random.
         batch_size: Scenes per training batch.
         **options: `eval_batch_size`, `num_workers` and `seed` (for the scenes).
-
-    Raises:
-        ValueError: If an option is outside the allowed range.
 
     Example:
         >>> data = Shapes(num_train=8, num_val=2, num_test=2, image_size=32)

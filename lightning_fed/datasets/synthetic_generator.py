@@ -42,9 +42,6 @@ def synthetic_clients(
         num_features: Length of an input, at least 1.
         num_classes: Number of classes, at least 2.
 
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
     Example:
         >>> inputs, labels = synthetic_clients(1.0, 1.0, num_clients=3)[0]
         >>> inputs.shape[1], inputs.dtype.name, len(inputs) == len(labels) >= 50

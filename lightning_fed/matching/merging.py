@@ -86,9 +86,6 @@ class MatchedAverage:
         inputs: Inputs in a batch: index, key or function; ``None``: the first element or a key such as ``"image"``.
         seed: Seed for the network order.
 
-    Raises:
-        ValueError: If an option is unknown or outside its range.
-
     Example:
         >>> _ = torch.manual_seed(0)
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

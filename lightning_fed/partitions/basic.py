@@ -43,9 +43,6 @@ class IID(NumberedPartition):
         num_clients: Number of clients, at least 1.
         seed: Seed for the split; ``None`` for the federation's seed.
 
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -81,9 +78,6 @@ class QuantitySkew(NumberedPartition):
         min_size: Minimum number of samples per client, reached by repeated draws; ``None`` for the first reachable size
             among 10, 5, 2 and 1.
         seed: Seed for the split; ``None`` for the federation's seed.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch

@@ -96,9 +96,6 @@ class Dirichlet(LabelPartition):
         seed: Seed for the split; ``None`` for the federation's seed.
         prior: Per client: :math:`\pi`, the class shares in the data (``"empirical"``) or equal shares (``"uniform"``).
 
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -197,9 +194,6 @@ class Shards(LabelPartition):
         background: Background class in masks; ``None`` if every class counts.
         seed: Seed for the split; ``None`` for the federation's seed.
 
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -265,9 +259,6 @@ class LabelsPerClient(LabelPartition):
         seed: Seed for the split; ``None`` for the federation's seed.
         sigma: Standard deviation of the logarithm of the clients' shares per label; 0 for equal shares.
         min_per_label: Minimum number of samples per client and label.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch

@@ -44,9 +44,6 @@ class Budget:
         sampling: Sampling scheme. The guarantee requires that the drawn clients stay secret.
         accountant: ``"rdp"`` (Rényi divergences, fast) or ``"pld"`` (privacy loss distributions, tighter).
 
-    Raises:
-        ValueError: If an argument is outside its range.
-
     Example:
         >>> Budget(noise_multiplier=2.0, delta=1e-3, population=100, cohort=10).sampling
         'poisson'

@@ -1,4 +1,4 @@
-"""Arrival orders: a virtual clock simulates the clients' durations, or a file contains a recorded order."""
+"""Arrival order of the client updates: simulated by a virtual clock, or read from a file."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _CLIENT, _VISIT, _START = range(100, 103)
 
 @dataclass(frozen=True)
 class Durations:
-    r"""Virtual durations for visits, a pure function of (seed, client, version).
+    r"""Simulated durations of visits, a pure function of seed, client and model version.
 
     A visit with :math:`n` batches takes :math:`e + n b \exp(\sigma z_k + \tau z_{k,v})` seconds. The standard normal
-    numbers :math:`z_k` and :math:`z_{k,v}` depend on the client and on the visit. A subclass with another
-    :meth:`seconds` uses measured durations.
+    numbers :math:`z_k` and :math:`z_{k,v}` depend on the client and on the visit. To use measured durations, override
+    :meth:`seconds` in a subclass.
 
     Args:
         batch: Median seconds per batch, :math:`b`.
-        spread: Standard deviation :math:`\sigma`, over clients, of the logarithm; 0 for equally fast clients.
-        jitter: Standard deviation :math:`\tau`, over a client's visits, of the logarithm.
+        spread: Standard deviation :math:`\sigma` of log durations over clients; 0 if all clients are equally fast.
+        jitter: Standard deviation :math:`\tau` of log durations over one client's visits.
         exchange: Seconds per visit for messages, :math:`e`.
 
     Raises:
@@ -57,7 +57,7 @@ class Durations:
             check_nonnegative(name, value)
 
     def seconds(self, seed: int, client: Client, version: int, batches: int) -> float:
-        """Seconds from a client's start with model ``version`` to the update's arrival."""
+        """Seconds between the start of a visit with model ``version`` and the update's arrival."""
         key = client_key(client)
         speed = np.random.default_rng([seed, _CLIENT, key]).standard_normal()
         chance = np.random.default_rng([seed, _VISIT, key, version]).standard_normal()
@@ -65,7 +65,7 @@ class Durations:
 
 
 class Arrival(NamedTuple):
-    """One visit in flight: arrival time, index among all starts, client, and start version."""
+    """A visit in flight: arrival time, index among all started visits, client, and start version."""
 
     seconds: float
     number: int
@@ -74,26 +74,26 @@ class Arrival(NamedTuple):
 
 
 class Order(ABC):
-    """Arrival order over all rounds."""
+    """Base class for arrival orders: the order of updates over all rounds."""
 
     @abstractmethod
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns a round's arrivals in order."""
+        """Returns a round's arrivals, in order."""
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:
-        """Start versions for visits in flight before ``round``, the next round."""
+        """Start versions of the visits in flight before ``round``, the next round."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Restores a result of :meth:`state_dict`."""
+        """Restores the state returned by :meth:`state_dict`."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Virtual clock before a round, with the starts so far and the visits in flight."""
+    """Virtual clock before a round: time, number of started visits, and visits in flight."""
 
     round: int = 0
     seconds: float = 0.0
@@ -102,7 +102,7 @@ class Clock:
 
 
 class VirtualOrder(Order):
-    """Simulated order: an event queue sorted by time, and for equal times by start."""
+    """Simulated order: a queue of arrivals, sorted by arrival time; equal times are sorted by the visits' start."""
 
     def __init__(self, durations: Durations, buffer: int) -> None:
         self.durations, self.buffer = durations, buffer
@@ -125,7 +125,7 @@ class VirtualOrder(Order):
         return arrived
 
     def versions(self, round: int) -> Collection[int]:
-        """Versions in use before ``round``; forgets all other times, because the population may change."""
+        """Start versions in use before ``round``. Deletes all other times, because the population may change."""
         self.clock = self._planned.get(round, self.clock)
         self._planned = {later: clock for later, clock in self._planned.items() if later == round + 1}
         return {arrival.version for arrival in self.clock.flying}
@@ -165,7 +165,7 @@ class VirtualOrder(Order):
 
 
 class RecordedOrder(Order):
-    """Order from a file with one JSON list per line: round, client, start version, the update's digest."""
+    """Order read from a file. Each line is a JSON list: round, client, start version, and hash of the update."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -195,7 +195,7 @@ def read_lines(path: str) -> Iterator[list[Any]]:
 
 
 def _draw(clients: Sequence[Client], busy: Collection[Client], count: int, seed: int, number: int) -> list[Client]:
-    """Draws up to ``count`` clients outside ``busy``, in the clients' order. ``number`` is the first start's index."""
+    """Draws up to ``count`` clients outside ``busy``. ``number`` is the first new visit's index."""
     if count >= len(clients) - len(busy):
         return [client for client in clients if client not in busy]
     positions = set[int]()

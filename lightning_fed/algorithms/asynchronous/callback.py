@@ -1,4 +1,4 @@
-"""Checks before an asynchronous fit, and the file with the arrival order."""
+"""Checks the settings of an asynchronous fit, and records the arrival order of the updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_fed.messages import plain_keys
 
 
 class AsynchronousRounds(FederatedCallback):
-    """Refuses settings without a meaning in asynchronous rounds, and writes or checks the arrival order.
+    """Refuses settings without a meaning in asynchronous rounds, and writes or checks the file with the arrival order.
 
     Args:
         rule: The federation's asynchronous rule.
@@ -35,7 +35,7 @@ class AsynchronousRounds(FederatedCallback):
         self.rule = rule
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses unsuitable settings, and removes later rounds from a resumed fit's order file."""
+        """Refuses unsuitable settings. If the fit resumes, removes later rounds from the order file."""
         federation, rule = find_federation(trainer), self.rule
         name = type(rule).__name__
         availability = federation.arguments["availability"]
@@ -65,7 +65,7 @@ class AsynchronousRounds(FederatedCallback):
             write_text_atomically(path, _text(lines))
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Writes the round's arrivals to the order file; a replay must repeat the recorded arrivals."""
+        """Writes the round's arrivals to the order file, or in a replay compares the arrivals with the file."""
         rule, round = self.rule, find_federation(trainer).server.report.round
         lines = [
             [round, *plain_keys([client]), arrival.version, rule.digests.get(client, "")]

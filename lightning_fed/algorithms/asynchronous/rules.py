@@ -1,4 +1,4 @@
-"""FedBuff and FedAsync: the global model changes after some arrivals, without a wait for slow clients.
+"""FedBuff and FedAsync: the server updates the global model after a few arrivals and does not wait for slow clients.
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek & Huba, "Federated Learning with Buffered Asynchronous Aggregation",
 AISTATS 2022. https://arxiv.org/abs/2106.06639
@@ -37,21 +37,22 @@ Staleness: TypeAlias = float | Sequence[float]
 
 
 class AsynchronousRule(AveragingAggregator):
-    r"""Base class of asynchronous rules: a round has ``buffer`` arrivals, from different versions of the model.
+    r"""Base class of asynchronous rules: a round ends after ``buffer`` updates, trained from different model versions.
 
-    ``clients_per_round`` clients are in flight, by default all. After an arrival, another client starts from the newest
-    model. A client with an update in the buffer waits for the next model. A visit with start version :math:`s` and
-    arrival in round :math:`v` has staleness :math:`\tau = v - s`. Training is a pure function of start model and seed,
-    so each visit trains in the arrival's round, from the stored start model, with this round's learning rate. BatchNorm
-    measurements take no virtual time. A round without a new model counts as a version.
+    ``clients_per_round`` clients train at a time, by default all. When an update arrives, another client starts from
+    the newest model. A client whose update is in the buffer waits for the next model. A visit with start version
+    :math:`s` and arrival in round :math:`v` has staleness :math:`\tau = v - s`. Training is a pure function of start
+    model and seed. Each visit is therefore computed in the round of its arrival, from the stored start model, and with
+    this round's learning rate. BatchNorm measurements take no simulated time. A round without a new model also
+    increases the version.
 
     Args:
         buffer: Number of arrivals per round.
         staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights; or a pair
             :math:`(a, b)` for the weight 1 up to :math:`\tau = b` and :math:`1 / (a (\tau - b) + 1)` above ("hinge").
-        durations: Virtual durations of the visits.
-        record: New file for the arrival order: round, client, start version and update's digest per line.
-        replay: File with a recorded order, in place of the virtual clock.
+        durations: Simulated durations of the visits.
+        record: New file for the arrival order. A line contains round, client, start version and update hash.
+        replay: File with a recorded order, used instead of the virtual clock.
     """
 
     has_versions = True
@@ -79,10 +80,10 @@ class AsynchronousRule(AveragingAggregator):
 
     @abstractmethod
     def reference(self, start: State) -> State:
-        """Returns the model to subtract from a client's model with start model ``start``."""
+        """Returns the model to subtract from the trained model of a client that started from ``start``."""
 
     def factor(self, staleness: int) -> float:
-        """Weight for a change with a staleness, at least 0."""
+        """Weight, at least 0, for a client update with the given staleness."""
         if isinstance(self.staleness, float):
             return float((1 + staleness) ** -self.staleness)
         slope, limit = self.staleness
@@ -129,7 +130,7 @@ class AsynchronousRule(AveragingAggregator):
         return state
 
     def metrics(self) -> dict[str, float]:
-        """Mean and largest staleness of the arrivals, the new version, and the virtual time."""
+        """Metrics of a round: mean and largest staleness, new model version, and simulated time."""
         staleness = [self._info.round - arrival.version for arrival in self.arrived.values()]
         return {
             "fed/staleness/mean": sum(staleness) / max(1, len(staleness)),
@@ -153,7 +154,7 @@ class AsynchronousRule(AveragingAggregator):
         return self._versions[min(known for known in self._versions if known >= version)]
 
     def _forget(self, round: int) -> None:
-        """Deletes the models and times that no round from ``round`` on needs."""
+        """Deletes the models and times that ``round`` and later rounds do not need."""
         versions = self._versions
         needed = {min((known for known in versions if known >= v), default=v) for v in self.order.versions(round)}
         self._versions = {version: model for version, model in versions.items() if version in needed}
@@ -174,7 +175,7 @@ class AsynchronousRule(AveragingAggregator):
 
 @register
 class FedBuff(AsynchronousRule):
-    r"""Buffered asynchronous averaging: the model changes after each :math:`K` arrivals (Nguyen et al., AISTATS 2022).
+    r"""Buffered asynchronous averaging: a new global model after every :math:`K` arrivals (Nguyen et al., 2022).
 
     .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
         s(\tau) = (1 + \tau)^{-1/2}
@@ -192,7 +193,7 @@ class FedBuff(AsynchronousRule):
         buffer: Number of arrivals per round, :math:`K`.
         staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
         weighting: Client weights: equal (``"uniform"``, as in the paper) or by number of examples (``"examples"``).
-        durations: Virtual durations of the visits.
+        durations: Simulated durations of the visits.
         record: New file for the arrival order.
         replay: File with a recorded order.
 
@@ -227,19 +228,19 @@ class FedAsync(AsynchronousRule):
 
     .. math:: x_{v+1} = (1 - \alpha_\tau) x_v + \alpha_\tau y, \qquad \alpha_\tau = \alpha s(\tau)
 
-    One arrival is one round, so ``check_val_every_n_epoch`` of the Trainer limits the validations. With ``alpha=1``,
+    Each arrival is a round; set the Trainer's ``check_val_every_n_epoch`` to validate less often. With ``alpha=1``,
     constant weights and ``clients_per_round=1``, clients train one after another on one model. The paper's proximal
     term is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: on the server 1 model per version in flight.
     - Costs: no additional computation.
-    - For: comparisons with the paper; with many clients in flight FedBuff.
+    - For: comparisons with the paper. FedBuff is better if many clients train at a time.
 
     Args:
         alpha: Weight :math:`\alpha` of a client's model without staleness, in (0, 1].
         staleness: Exponent of the weight :math:`s`, or a pair for the hinge weight.
-        durations: Virtual durations of the visits.
+        durations: Simulated durations of the visits.
         record: New file for the arrival order.
         replay: File with a recorded order.
 

@@ -19,34 +19,32 @@ from lightning_fed.numerics.row_sums import RowWeighting
 class FedAwS(Method):
     """Clients train with only positive labels, and the server separates class vectors (rows of the last layer).
 
-    Clients train with a softmax over their positive classes (:class:`~lightning_fed.callbacks.SampledSoftmax` with
-    ``objective="posonly"``), and the server performs a step with :class:`~lightning_fed.callbacks.SpreadOut` after
-    every round. Reference: Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. The paper has one
-    class per client and another loss; the softmax over positive classes follows the FedSS paper.
+    A client's loss is a softmax over the client's classes (:class:`~lightning_fed.callbacks.SampledSoftmax` with
+    ``objective="posonly"``), and the server takes a gradient step with :class:`~lightning_fed.callbacks.SpreadOut`
+    after every round. Reference: Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. In the paper
+    each client has one class and another loss; the softmax over positive classes follows the FedSS paper.
 
     - Sends: the model both ways, with class vectors only for the client's classes.
-    - Keeps: one float64 vector on the server for momentum.
+    - Keeps: the momentum on the server, one float64 value per model parameter.
     - Costs: a server step over all pairs of class vectors.
-    - For: very many classes with few per client, such as people or places.
+    - For: very many classes, such as people or places, with few classes per client.
 
     Args:
         strength: Weight of the regulariser, see :class:`~lightning_fed.callbacks.SpreadOut`.
-        variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes within a margin.
+        variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes closer than ``margin``.
         k: Number of nearest classes to separate each class from, for ``"top_k"``.
         margin: Cosine distance below which ``"margin"`` separates two classes.
-        server_momentum: Server momentum; the authors use 0; the FedSS paper uses 0.9 for all compared methods.
+        server_momentum: Server momentum. The authors use 0, and the FedSS paper uses 0.9 for all compared methods.
         server_lr: Learning rate of the server's averaging step.
-        lazy_rows: Whether rows without a client in the round stay unchanged, also with momentum.
-        row_weighting: Divisor for a row's changes, see :class:`FedAvg`.
-        lr: Learning rate of the spread-out step; ``None`` for the head's learning rate in local training.
+        lazy_rows: Whether rows that no client trains in a round stay unchanged, also with momentum.
+        row_weighting: Divisor for a row's summed change, see :class:`FedAvg`.
+        lr: Learning rate of the spread-out step; ``None`` for the last layer's rate in local training.
         comparison: Number of classes to draw per round for the nearest-class search; ``None`` for all.
         normalize: Whether to preserve the lengths of class vectors.
-        head: Name of the head; ``"auto"`` for a model with one head.
+        head: Name of the :class:`~lightning_fed.modules.SampledSoftmaxHead`; ``"auto"`` for a model with one such
+            layer.
         target: Position of the labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' positive classes; ``None`` reads the classes from the data.
-
-    Raises:
-        ValueError: If an option is invalid.
 
     Example:
         >>> FedAwS(strength=1.0).callbacks[1].strength

@@ -44,18 +44,19 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
 
 
 def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor | None = None) -> Tensor:
-    r"""Negative sum of squared distances between class vectors and nearest class vectors (equation 8), a scalar.
+    r"""Negative sum of squared distances of class vectors from the nearest class vectors (equation 8), a scalar.
 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Here :math:`N_k(c)` contains the *k* nearest classes in the comparison, without *c*. The gradient moves both ends,
-    with constant neighbours. A zero vector has distance 1 to all others. Reference: Yu et al., ICML 2020.
+    Here :math:`N_k(c)` contains the *k* classes nearest to *c* among the candidates. The gradient treats the set of
+    neighbours as constant, and moves both vectors of each pair. A zero vector has distance 1 to all others. Reference:
+    Yu et al., ICML 2020.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
         classes: Classes :math:`C` to separate, int64, shape ``(classes,)``.
-        k: Number of neighbours, at least 1; all classes if the comparison has fewer.
+        k: Number of neighbours, at least 1; limited by the number of candidates.
         comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; ``None`` for all.
 
     Raises:

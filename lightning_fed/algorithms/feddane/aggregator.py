@@ -1,4 +1,4 @@
-"""FedDANE on the server: federated averaging for clients with corrected gradients."""
+"""FedDANE on the server: federated averaging of clients that train with corrected gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_fed.server.averaging import AveragingAggregator
 
 
 class FedDANE(AveragingAggregator):
-    r"""Average weighted by the numbers of examples; clients train with corrected gradients.
+    r"""Average of the client models, weighted by the numbers of examples. Clients train with corrected gradients.
 
     Each round draws two samples of clients. The clients in the first sample send full gradients at :math:`w_t`; their
     weighted mean is :math:`g_t`. The second sample is the round's cohort, and minimises

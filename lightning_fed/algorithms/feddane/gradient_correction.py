@@ -1,4 +1,4 @@
-"""FedDANE on the clients: adds the global gradient minus the client's gradient to each training gradient."""
+"""FedDANE on the clients: adds the difference between global and local gradient to each training gradient."""
 
 from __future__ import annotations
 
@@ -41,21 +41,23 @@ _PREFIX = "gradient:"
 class GradientCorrection(GradientTerm):
     r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients in every optimizer step.
 
-    At the start of a round, a separate sample of clients with the cohort's size (:meth:`Schedule.second_draw
-    <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's gradients on all local data. The
-    mean of these gradients, weighted by examples, is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each
-    cohort client computes :math:`\nabla F_k(w_t)` before training. Reference: Li et al., Asilomar 2019, "FedDANE".
+    At the start of a round, a second sample of clients, as large as the cohort
+    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`), computes the global model's
+    gradients on all local data. The mean of these gradients, weighted by examples, is :math:`g_t`. The server sends
+    :math:`g_t` to the cohort, and each cohort client computes :math:`\nabla F_k(w_t)` before training. Reference: Li et
+    al., Asilomar 2019, "FedDANE".
 
-    If loading data fails, a client in the gradient sample is skipped with a warning, and a cohort client is excluded
-    from the round. If no client in the gradient sample answers, the round fails. An error in the module ends the fit.
+    If a client's data cannot be loaded, a client in the gradient sample is skipped with a warning, and a client in the
+    cohort is excluded from the round. If no client in the gradient sample answers, the round fails. An error in the
+    module ends the fit.
 
-    Gradients come from ``training_step`` with automatic optimization, in evaluation mode, so dropout adds no noise.
-    BatchNorm uses batch statistics as in training, and running statistics stay unchanged. Batches are fetched in the
-    main process; loaders with persistent workers, limited to one pass at a time, are refused. The correction applies to
+    ``training_step`` computes these gradients in evaluation mode, so dropout adds no noise. BatchNorm uses batch
+    statistics as in training, but running statistics do not change. Batches are loaded in the main process. Loaders
+    with persistent workers are refused, because such loaders allow only one pass at a time. The correction applies to
     shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the correction.
 
     Raises:
-        MisconfigurationException: In ``fit``, with manual optimization.
+        MisconfigurationException: In ``fit``, if the module uses manual optimization.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -182,10 +184,10 @@ def full_gradient(
     batches: Iterable[Any],
     is_reloaded: bool = False,
 ) -> State:
-    """Computes the mean loss's gradients over all batches by entry name, weighted by examples.
+    """Computes the gradients of the mean loss over all batches by entry name; batches are weighted by examples.
 
-    An unused parameter has gradient zero. The result is empty if no batch gave a loss. With ``is_reloaded`` the caller
-    reloads the module's parameters and buffers afterwards.
+    The gradient of an unused parameter is zero. The result is empty if no batch had a loss. ``is_reloaded`` states that
+    the caller reloads the module's parameters and buffers afterwards.
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]
@@ -210,7 +212,7 @@ def full_gradient(
 
 
 class _NoAnswerError(Exception):
-    """Raised for a client without a full gradient; ``step_error`` is the training step's exception, if any."""
+    """Raised if a client has no full gradient; ``step_error`` is the training step's exception, if any."""
 
     def __init__(self, reason: str, step_error: Exception | None = None) -> None:
         super().__init__(reason)

@@ -43,29 +43,32 @@ _OPERATOR_STREAM = 1001  # random stream separate from the schedule's streams
 
 
 class FeatureFusion(FederatedCallback):
-    r"""Fuses features of client and global model before the classifier: :math:`L = C \circ F \circ (E_l, E_g)`.
+    r"""Fuses features of client model and global model before the classifier: :math:`L = C \circ F \circ (E_l, E_g)`.
 
-    In ``setup`` the module gets a submodule ``feature_fusion`` with the operator :math:`F`, initialised with the
-    federation's seed; see :func:`~lightning_fed.modules.fuse`. A visit starts with a frozen copy :math:`E_g` of the
-    received extractor, never sent. :math:`E_l`, :math:`F` and :math:`C` train and are averaged by any aggregator.
-    Messages also contain :math:`F`: 1 number per level with ``"single"``, :math:`C` with ``"multi"``, and :math:`2C^2 +
-    C` with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps :math:`F` on the clients. After the fit
-    :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP 2019, Algorithm 1.
+    ``setup`` adds the submodule ``feature_fusion`` with the operator :math:`F` to the module, initialised with the
+    federation's seed; see :func:`~lightning_fed.modules.fuse`. At the start of a visit, the client copies the received
+    extractor to :math:`E_g`, frozen and never sent. The client trains :math:`E_l`, :math:`F` and :math:`C`, which any
+    aggregator can average. Messages also contain the parameters of :math:`F`: 1 number per level with ``"single"``,
+    :math:`C` with ``"multi"``, and :math:`2C^2 + C` with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps :math:`F`
+    on the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP
+    2019, Algorithm 1.
 
     Args:
-        at: Layer with the features as output, or ``"auto"``, see :func:`~lightning_fed.modules.find_extractor`.
+        at: Name of the layer that outputs the features, or ``"auto"``, see
+            :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
-        levels: Fused features by position or key, each with a separate operator; ``"all"`` skips the input data.
-        channels: Number of channels, or a list for several levels; ``"infer"`` runs the network.
+        levels: Positions or keys of the features to fuse, each with a separate operator; ``"all"`` for all except the
+            input data.
+        channels: Number of channels, or a list for several levels; ``"infer"`` runs the network to find the channels.
         network: Name of the module called with the data; ``"auto"`` searches for the module.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
         eval_reference: Source of :math:`E_g` when the global model is evaluated: the previous global model
-            (``"previous"``, as in the authors' program), or the same model (``"current"``, for deployment). With
-            ``"current"`` the weights for "multi" and "single" have no effect.
-        cache_global_features: Whether to cache :math:`E_g`'s features of a client's examples in a visit of several
-            epochs. The cache needs memory for all features of a client. Augmented examples change in each epoch and
-            miss the cache. The cache is disabled after a second pass without hits.
+            (``"previous"``, as in the authors' program), or the evaluated model (``"current"``, for deployment). With
+            ``"current"`` the fusion weights of "multi" and "single" have no effect.
+        cache_global_features: Whether to cache the outputs of :math:`E_g` for a client's examples, if a visit has
+            several epochs. The cache needs memory for the features of one client's examples. Augmented examples change
+            in each epoch and are computed again. The cache is disabled if the second epoch finds no cached example.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether to add a bias to "conv".
         channel_axis: Position of the channel axis; ``None`` infers the position.
@@ -73,18 +76,19 @@ class FeatureFusion(FederatedCallback):
     Raises:
         ValueError: If an option is invalid; in ``setup``, if the features or the channels cannot be found.
         MisconfigurationException: In ``setup``, if the module already has a different fusion, or the Trainer has no
-            federation or uses FedMA; in ``fit``, if the optimizers cannot train the operator, the module does not run
-            the layer, or the fit resumes from a checkpoint without fusion.
+            federation or uses FedMA. In ``fit``, if the optimizers cannot train the operator, if the module does not
+            run the layer, or if the fit resumes from a checkpoint without fusion.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
 
     Note:
-        Logs for the global model's operator, by level: for "multi" and "single" ``fedfusion/<level>/lambda`` (the mean
-        weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); for "conv"
-        ``fedfusion/<level>/global_share``, the share of the squared weights that belongs to global features. The
-        checkpoint state contains ``reference``: with "previous", the previous global model's extractor.
+        Logs for each level of the global model's operator: with "multi" and "single" ``fedfusion/<level>/lambda`` (the
+        mean weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); with "conv"
+        ``fedfusion/<level>/global_share``, the share of the squared weights that belongs to global features. If
+        ``eval_reference`` is "previous", the checkpoint state contains the previous global model's extractor
+        (``reference``).
     """
 
     can_recalibrate_remotely = False
@@ -197,7 +201,7 @@ class FeatureFusion(FederatedCallback):
             self._use_global_reference()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuses to resume from a checkpoint without fusion: the saved optimizer states lack the operator."""
+        """Refuses to resume from a checkpoint without fusion, because the saved optimizer states lack the operator."""
         names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
         has_fusion = any(name in checkpoint["state_dict"] for name in names)
         self._is_untrained = self._is_untrained and not has_fusion
@@ -288,7 +292,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the fusion weights ("multi", "single"); updates the frozen extractor to the previous global model."""
+        """Smooths the fusion weights ("multi", "single"); copies the previous global model to the frozen extractor."""
         for name, weight in self._weights.items():
             if name in state:
                 state[name] = smooth_weight(state[name], weight, self.ema)
@@ -408,7 +412,7 @@ def _name_of(layer: nn.Module, module: nn.Module) -> str:
 
 
 def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
-    """Adds ``parameters`` missing in all optimizers to the first optimizer (modules may pass only some parameters)."""
+    """Adds the ``parameters`` that no optimizer contains to the first optimizer."""
     trained = optimized_parameters(trainer)
     missing = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if not missing:

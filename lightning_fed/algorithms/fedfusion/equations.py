@@ -1,4 +1,4 @@
-"""FedFusion's equations: operators on client features and features of the global model.
+"""FedFusion's equations: operators that fuse a client's features with the global model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
 equations 1 to 3; longer version: https://arxiv.org/abs/1908.05891, authors' program:

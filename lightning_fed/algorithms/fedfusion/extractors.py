@@ -46,26 +46,29 @@ def find_extractor(
     network: str = "auto",
     classifier: str | None = None,
 ) -> Extractor:
-    """Finds the layer with the features: the last layer of a model's feature extractor.
+    """Finds the layer with the features as output or input: the last layer of a model's feature extractor.
 
     ``"auto"`` tries, in this order:
 
     1. the ``encoder`` in a model with a ``decoder`` or ``segmentation_head`` (``segmentation_models_pytorch``), or the
        ``backbone`` in a model with a ``classifier`` (torchvision's segmentation models);
-    2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if the module is the
-       first among several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
-    3. the input of the last global pooling, or else the last ``nn.Flatten``, next to the classifier (ResNet);
+    2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if this module is
+       the first of several modules with parameters (VGG, DenseNet, MobileNet, the papers' networks);
+    3. the input to the last global pooling before the classifier, or else to the last ``nn.Flatten`` (ResNet);
     4. the classifier's input (vision transformers).
 
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
         at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the module called with the data, around the layer; ``""`` for ``module``. ``"auto"`` uses the
-            layer, if found by name or a direct child of a LightningModule, else the outermost ordinary module.
-        classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
+        network: Name of the module called with the data, which contains the layer; ``""`` for ``module``. ``"auto"``
+            uses the layer if the layer was found by name or is a direct child of a LightningModule, else the outermost
+            module that is not a LightningModule.
+        classifier: Name of the layer that returns the logits; ``None`` for
+            :func:`~lightning_fed.modules.find_classifier`.
 
     Raises:
-        ValueError: If the layer does not exist, or is outside the network; with ``"auto"``, for several classifiers.
+        ValueError: If the layer does not exist, or is outside the network. With ``"auto"``, if the model has several
+            classifiers.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
@@ -93,7 +96,7 @@ def find_extractor(
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in a layer's output under valid module names, such as "0" and "1_0" for ``[a, (b,)]``."""
+    """Yields the tensors in a layer's output with valid module names, such as "0" and "1_0" for ``[a, (b,)]``."""
     if isinstance(features, Tensor):
         if features.is_floating_point():
             yield name or "0", features
@@ -104,7 +107,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Returns a layer's output with the tensors in ``new`` inserted; names as in :func:`named_features`."""
+    """Returns a layer's output after replacing the tensors in ``new``, named as in :func:`named_features`."""
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
     if isinstance(features, MutableMapping):
@@ -143,7 +146,8 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    A module without a classifier needs a layer named like ``encoder``. ``option`` names ``at`` in error messages.
+    A module without a classifier must have a layer with a name such as ``encoder``. Error messages call ``at``
+    ``option``.
     """
     if at != "auto":
         return find_extractor(module, at, network)

@@ -1,4 +1,4 @@
-"""Caches features of FedFusion's frozen extractor for samples repeated within a client's visit."""
+"""Caches the outputs of FedFusion's frozen extractor for samples used several times in a client's visit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from lightning_fed.algorithms.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches features of a fixed network by sample. The key is a hash of the sample's content.
+    """Caches the outputs of a fixed network by sample. The key is a hash of the sample's content.
 
-    A sample with any changed bit, for example after augmentation, is a miss. Samples must be independent (BatchNorm in
-    evaluation mode). ``hits`` and ``misses`` count samples; if ``is_filling`` is false, no features are added.
+    A changed sample, for example after augmentation, is not found in the cache. A sample's features must not depend on
+    other samples (BatchNorm in evaluation mode). ``hits`` and ``misses`` are numbers of samples found and not found. If
+    ``is_filling`` is false, no features are added.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""FedFusion's E_g: a frozen copy of a network's feature extractor."""
+"""The global extractor E_g of FedFusion: a frozen copy of a network's feature extractor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _INTERNAL = frozenset(vars(nn.Module()))
 class FrozenExtractor:
     """A copy of a network up to one layer, in evaluation mode and without gradients.
 
-    The copy is not a submodule, so ``parameters()`` and ``state_dict()`` exclude the copy. After a run, ``is_plain``
-    tells whether the layer has one argument and returns one feature tensor.
+    The copy is not a submodule, so ``parameters()`` and ``state_dict()`` exclude the copy. After a run, ``is_plain`` is
+    true if the layer takes one argument and returns one feature tensor.
 
     Args:
         network: The network to copy.
@@ -58,7 +58,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies parameters and buffers into the extractor: from a network (also dtypes and device) or a dictionary."""
+        """Copies parameters and buffers from a dictionary, or (with dtypes and device) from a network."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -90,7 +90,7 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Runs the network on the arguments and frees later layers; returns features and last layer with parameters."""
+        """Runs the network, frees all later layers, and returns the features and the last layer with parameters."""
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
         def record_finished(module: nn.Module, args: Any, output: Any) -> None:
@@ -130,12 +130,12 @@ class FrozenExtractor:
 
 
 def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
-    """True if the layer has one argument and returns one feature tensor."""
+    """True if the layer takes one argument and returns one feature tensor."""
     return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 
 class _FeaturesReached(BaseException):
-    """Stops a forward pass at the features. A BaseException passes through a network's `except Exception`."""
+    """Stops a forward pass at the features. A BaseException is not caught by ``except Exception`` in a network."""
 
     def __init__(self, features: Any) -> None:
         super().__init__()

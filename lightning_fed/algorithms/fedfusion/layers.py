@@ -1,4 +1,4 @@
-"""FedFusion in a network (section 3): L = C . F . (E_l, E_g), with an operator F at one layer."""
+"""Layers that add FedFusion to a network (section 3): L = C . F . (E_l, E_g), with the operator F at one layer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class FusionLayer(nn.Module):
-    """Fusion of a network's features with a frozen extractor's features, with trainable operators.
+    """Fuses a network's features with a frozen extractor's features, using trainable operators.
 
-    Hooks on the network run the frozen extractor on the network's inputs and fuse the features at the layer. All layers
-    in the network retain position and name. The ``forward`` of this layer is never called.
+    Hooks on the network run the frozen extractor on the network's inputs and fuse the features at the layer. The
+    network's layers keep their positions and names. The ``forward`` of this layer is never called.
 
     Args:
         network: The module called with the data.
@@ -105,15 +105,15 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """True if features are fused with the frozen extractor's features; false if fused with themselves."""
+        """True if features are fused with the frozen extractor's features, false if fused with themselves."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """Operators of the kinds "multi" and "single", by feature level."""
+        """Maps feature levels to the operators with the names "multi" and "single"."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Scalars to log, which measure the influence of the global features, by feature level."""
+        """Scalars to log, by feature level, that measure the influence of the global features."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
@@ -124,7 +124,7 @@ class FusionLayer(nn.Module):
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Disables the global features: fuses local features with themselves until the next :meth:`refer`."""
+        """Disables the global features: local features are fused with themselves until :meth:`refer` is called."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
@@ -301,5 +301,5 @@ class FusedExtractor(nn.Module):
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Disables the global features: fuses local features with themselves until the next :meth:`refer`."""
+        """Disables the global features: local features are fused with themselves until :meth:`refer` is called."""
         self.feature_fusion.release()

@@ -13,7 +13,7 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedFusion(Method):
-    """Federated averaging; clients fuse local features with features of the global model.
+    """Federated averaging of models that fuse local features with features of the global model.
 
     The method adds :class:`~lightning_fed.callbacks.FeatureFusion`, which has further options. Reference: Yao et al.,
     "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
@@ -26,16 +26,13 @@ class FedFusion(Method):
     Args:
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
         at: Name of the layer with the features as output, or ``"auto"``.
-        levels: Features to fuse, if the extractor returns several features, as encoders do.
+        levels: Features to fuse, if the extractor returns several features, as in encoders for segmentation.
         ema: Share of the previous weights in the moving average for "multi" and "single".
-        eval_reference: Features for the evaluation of the global model: from the previous global model or from itself.
+        eval_reference: Source of the global features in evaluation: previous or current global model.
         cache_global_features: Whether to cache the global features of a client's examples during the visit.
         conv_init: Initialisation for "conv".
         conv_bias: Whether to add a bias to "conv".
         aggregator: The aggregation method, by name or as an object.
-
-    Raises:
-        ValueError: If an option is invalid.
 
     Example:
         >>> FedFusion("multi").callbacks[0].operator

@@ -33,17 +33,18 @@ def fuse(
     example: Example | None = None,
     **options: Any,
 ) -> FusionLayer:
-    """Adds feature fusion to a model, in place; returns the layer ``module.feature_fusion``.
+    """Adds feature fusion to a model in place, and returns the new layer ``module.feature_fusion``.
 
-    The new submodule contains the operators' parameters; other modules retain position and name. Loading a checkpoint
-    without fusion leaves operators unchanged. Before :meth:`FusionLayer.refer`, features are fused with themselves.
+    The new submodule contains the operators' parameters; all other modules keep their positions and names. Loading a
+    checkpoint without fusion does not change the operators. Before :meth:`FusionLayer.refer`, features are fused with
+    themselves.
 
     Args:
         module: The model.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         at: Name of the layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
-        channels: Number of channels, or a list; ``"infer"`` runs the network on the module's ``example_input_array``,
-            else on ``example``, else on a derived example.
+        channels: Number of channels, or a list. ``"infer"`` runs the network on the module's ``example_input_array``,
+            else on ``example``, else on inputs guessed from the first layer.
         levels: Features to fuse, if the extractor returns several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
@@ -90,16 +91,18 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Removes the fusion from a model, in place; the model then does not depend on this package.
+    """Removes the fusion from a model, in place. Afterwards the model does not depend on this package.
 
-    Predictions equal predictions with ``eval_reference="current"`` (features fused with themselves). For "multi",
-    "single" and "none" predictions do not change, because F(E, E) = E. For "conv", ``nn.Sequential(layer,
-    convolution)`` replaces the layer; the 1x1 convolution (a linear layer for vectors and tokens) has the sum of both
-    weight halves. The layer's entry names then contain ``.0``, or ``.1`` for fusion at the layer's input. A
-    :class:`~lightning_fed.modules.FusedExtractor` is replaced by the extractor E_l.
+    Predictions equal the predictions with ``eval_reference="current"`` (features fused with themselves). For "multi",
+    "single" and "none" these equal the local predictions, because F(E, E) = E. For "conv",
+    ``nn.Sequential(layer, convolution)`` replaces the layer. The weight of the 1x1 convolution (a linear layer for
+    vectors and tokens) is the sum of the weights for local and for global features. The layer's entry names then
+    contain ``.0``, or ``.1`` for fusion at the layer's input. A :class:`~lightning_fed.modules.FusedExtractor` is
+    replaced by the extractor E_l.
 
     Raises:
-        ValueError: If the model has no fusion; or for "conv" with several inputs or feature maps, or an unknown shape.
+        ValueError: If the model has no fusion. For "conv" also if the layer has several inputs or outputs, or an
+            unknown shape.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
@@ -130,7 +133,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> State:
-    """Removes a fusion with "multi", "single" or "none" from the state of a model.
+    """Removes the entries of a fusion with "multi", "single" or "none" from a model state.
 
     A convolution is refused, because later layers depend on the fusion: use :func:`unwrap` on the model.
 
@@ -152,7 +155,7 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
 
 
 def _example(module: nn.Module, network: nn.Module) -> Example | None:
-    """Returns the network's positional and named arguments when the module runs on ``example_input_array``."""
+    """Runs the module on ``example_input_array``, and returns the positional and named arguments of the network."""
     example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
     if example is None or not is_overridden("forward", module):
         return None
@@ -180,7 +183,7 @@ def _forget_compiled_code(module: nn.Module) -> None:
 
 
 def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
-    """Builds a 1x1 convolution or a linear layer equal to the "conv" operator on two equal features, F(E, E)."""
+    """Builds a 1x1 convolution, or a linear layer, equal to the "conv" operator for equal features, F(E, E)."""
     operators = [operator for operator in fusion.operators.values() if isinstance(operator, ConvFusion)]
     ndims = list(fusion.ndims.values())
     if not ndims:

@@ -1,4 +1,4 @@
-"""FedFusion's operators F as layers. An operator fuses client features with the global model's features."""
+"""The operators F in FedFusion, as layers. An operator fuses client features with the global model's features."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Fuses local and reference (global) features; the result has ``local``'s shape."""
+        """Fuses local features with reference (global) features. The result has the shape of ``local``."""
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Returns scalars by name, to log the global features' influence on the fused features."""
+        """Returns scalars by name, which measure the global features' influence."""
 
 
 class MixingOperator(FusionOperator):
@@ -88,8 +88,8 @@ class ConvFusion(FusionOperator):
 
     Args:
         channels: Number of channels :math:`C`.
-        init: ``"default"`` like PyTorch's convolutions, as in the authors' program; ``"local"`` as the identity on
-            local features; ``"average"`` as the mean over both features. The last two have a zero bias.
+        init: ``"default"`` as in PyTorch's convolutions and the authors' program, ``"local"`` to return local features,
+            ``"average"`` to return the mean over local and global features. The last two set the bias to zero.
         bias: Whether to add a bias, as in the authors' program; the paper has no bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
@@ -132,7 +132,7 @@ class ConvFusion(FusionOperator):
 
 
 class NoFusion(FusionOperator):
-    """Returns local features unchanged; FedFusion is then federated averaging.
+    """Returns the local features unchanged, so FedFusion equals federated averaging.
 
     Example:
         >>> local = torch.rand(2, 4)
@@ -163,9 +163,6 @@ def build_operator(
         conv_init: For "conv", see :class:`ConvFusion`.
         conv_bias: For "conv": whether to add a bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
-
-    Raises:
-        ValueError: If an option is invalid.
 
     Example:
         >>> build_operator("multi", channels=8)

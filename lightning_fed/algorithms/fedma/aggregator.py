@@ -43,51 +43,52 @@ class FedMA(Aggregator):
 
     A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
     clients train the whole model and send the first stage (in a chain: the first layer). The server matches the
-    clients' neurons and averages matched neurons. In the next round each client receives the averaged stage and the
-    positions of its neurons, permutes the next layers' inputs, freezes matched layers and trains all other layers.
-    The output layer is averaged by class shares. The last round yields a new global model; earlier rounds validate the
-    previous model. The global model becomes wider if clients have unmatched neurons. In the next pass each client
-    starts from its matched neurons, with its original width.
+    clients' neurons and averages matched neurons. In the next round each client receives the averaged stage and the new
+    positions of its neurons. The client permutes the inputs of the next layers accordingly, freezes all matched layers,
+    and trains all other layers. The output layer is averaged by class shares. The last round of a pass yields a new
+    global model. Until then, validation uses the previous global model. Unmatched neurons make the global model wider.
+    In the next pass each client starts with its original width, from the neurons matched with its neurons.
 
     Neurons and stages are derived by tracing the network (:class:`~lightning_fed.matching.PermutationGroups`,
-    :func:`~lightning_fed.matching.find_stages`); all residual blocks with tied channels form one stage. Module layers
-    are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients
-    are excluded for the rest of the pass. A new pass starts if too few clients remain.
+    :func:`~lightning_fed.matching.find_stages`); all residual blocks with tied channels form one stage. The module's
+    layers are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed
+    clients are excluded for the rest of the pass. A new pass starts if too few clients remain.
 
     Clients run :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically, and measure BatchNorm
     statistics for each matched stage (``batch_norm="recalibrate"``) and for the complete model.
 
-    With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper. Reference:
-    Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440.
+    With the federation's ``weighting="uniform"`` all clients with a neuron have equal weight, as in the paper.
+    Reference: Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
     - Keeps: the layer widths of each client.
-    - Costs: one round per stage; an assignment problem per layer on the server.
+    - Costs: one round per stage, and an assignment problem per layer on the server.
     - For: separately trained clients, whose neurons have different orders.
 
     Args:
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
-            preserves widths; ``"none"`` averages without matching. With ``"grow"`` groups of fixed width are permuted.
-        stages: ``"auto"``; the maximum number of stages (1 for one exchange); or patterns for entry names by stage.
-        last_layer: Weights for output layers: class shares (``"class"``; clients send the number of examples or pixels
-            per class, which reveals label statistics) or numbers of examples (``"size"``, also used for models without
-            classes). Multi-hot labels require ``"size"``.
+            preserves widths; ``"none"`` averages without matching. With ``"grow"``, groups of fixed width are still
+            matched one to one.
+        stages: ``"auto"``, the maximum number of stages (1 for one exchange), or for each stage patterns for entry
+            names.
+        last_layer: Weights for the mean of output layers: class shares (``"class"``) or numbers of examples
+            (``"size"``, also for models without classes). For class shares clients send the number of examples or
+            pixels per class, which reveals label statistics. Multi-hot labels require ``"size"``.
         initial: Whether all clients start from the module (``"shared"``), or from separate random weights
             (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
             initial weights, see :func:`~lightning_fed.algorithms.fedma.initial_state.shuffled_state`.
         order: Order of groups in a stage, and weights used to compare neurons: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 (published) or 1
-            (marginal score). The authors use 7 for convolutional networks and 0.001 (no growth) for an LSTM.
+        gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
+            score, or 1 with the marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for
+            an LSTM.
         passes: Maximum number of matching passes over the clients per group.
         max_width: Maximum width of a group, as a multiple of a client's width; ``None`` for no limit; ``"auto"`` for
             1.25 with the marginal score, and no limit with the published score.
-        prior_weight: Weight of a prior with mean 0, in units of one client. With 1 and ``weighting="uniform"`` the mean
-            over *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+        prior_weight: Weight of a prior with mean 0; 1 equals the weight of one client. With 1 and
+            ``weighting="uniform"`` the mean over *n* clients is multiplied by n/(n+1), as in the authors' program for
+            convolutional networks.
         seed: Seed for the order in which clients are matched.
-
-    Raises:
-        ValueError: If an option is unknown or outside its range.
 
     Example:
         >>> rule = FedMA("permute")
@@ -99,7 +100,7 @@ class FedMA(Aggregator):
         Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
         ``fedma/<group>/matched`` (share of client neurons matched with another client), ``fedma/<group>/agreement``
         (share of the squared norms preserved by averaging: 1 for equal neurons, about 1/n for n unrelated neurons) and
-        ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (the global model's relative size).
+        ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (the global model's size relative to a client's).
     """
 
     resizes = True
@@ -152,7 +153,8 @@ class FedMA(Aggregator):
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
         """Sets the network's permutation groups, stages and entries before the first round of a fit.
 
-        Groups and entries have the clients' widths; entry values are unused. A resumed pass requires the same stages.
+        Groups and entries have the clients' widths; the entries' values are not used. A resumed pass requires the same
+        stages as before.
         """
         current = self._open_pass
         if current is not None:
@@ -169,7 +171,7 @@ class FedMA(Aggregator):
 
     @property
     def widths(self) -> dict[str, int]:
-        """Number of neurons in the global model by permutation group; empty before the first global model."""
+        """Maps permutation groups to the number of neurons in the global model; empty before the first aggregation."""
         return {} if self._last_pass is None else dict(self._last_pass.sizes)
 
     @property
@@ -218,8 +220,9 @@ class FedMA(Aggregator):
     def broadcast(self, request: Request) -> Broadcast:
         """Builds the message to a client: the last matched stage, or a whole model at the start of a pass.
 
-        From a wider global model each client receives its neurons, or the neurons with the most owners if the client
-        missed the last pass. A client with a current model only receives the last stage and entries changed since then.
+        If the global model is wider than the client's, the client receives the neurons matched with its neurons, or the
+        neurons shared by most clients if the client missed the last pass. A client that still stores the pass's model
+        only receives the last stage and entries changed since then.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:

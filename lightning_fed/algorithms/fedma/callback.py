@@ -59,8 +59,8 @@ _MODEL = f"{MEMORY}model:"
 class LayerwiseTraining(RevertingCallback, FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
-    Finds permutation groups and stages before the first round and logs the result. Each client stores a model between
-    the rounds of a pass, until the end of the next pass. For large models set a folder as the federation's ``store``.
+    Finds permutation groups and stages before the first round, and logs these. Each client stores its model between the
+    rounds of a pass, and until the end of the next pass. For large models set a folder as the federation's ``store``.
     Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths, in ``fit``, ``validate``, ``test`` and
@@ -69,7 +69,8 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
             default the module's ``example_input_array``, or two inputs of a client.
-        pin: Patterns for entry names. Neurons in matching entries keep their order, as in all entries never sent.
+        pin: Patterns for entry names. Neurons keep their order in entries that match a pattern, and in all entries that
+            clients do not send.
         extra_groups: Additional neuron groups, with a client's widths.
         target: Position of the labels in a batch: index, key or function; ``None`` for the labels used in the loss. If
             the labels are not a single tensor, the output layer is averaged by numbers of examples, with a warning.
@@ -77,7 +78,8 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
-            optimizer states or hold partial rows, or an optimizer has an initial state or fixed sizes.
+            optimizer states or receive only some rows of an entry, or an optimizer has an initial state or fixed tensor
+            sizes.
         ValueError: If a checkpoint has invalid widths; in ``fit``, if stages or patterns do not match the module.
 
     Example:
@@ -236,7 +238,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
             self._batches_left = batches or planned.num_batches
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Counts the labels by class over one epoch, in the last stage's round."""
+        """Counts the labels by class during one epoch, in the final round."""
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
             labels = as_classes(find_target(batch, self._labels), 2)
@@ -248,7 +250,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Stores the client's trained model on the client, and reduces the update to the stage matched next."""
+        """Stores the client's trained model on the client, and reduces the update to the entries of the next stage."""
         memory = find_federation(trainer).client_memory
         stage = int(memory[STEP][1])
         memory |= with_prefix(update.state, _MODEL)
@@ -310,7 +312,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         broadcast: Broadcast,
         memory: State,
     ) -> State:
-        """Builds a client's model at a visit's start; stores progress, layer widths and neuron assignment in memory."""
+        """Builds a client's model for a visit; stores progress, layer widths and neuron positions in client memory."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
             raise ClientFault("its model from the previous stage is missing")
@@ -331,7 +333,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         return broadcast.state
 
     def _find_labels(self, trainer: L.Trainer, module: L.LightningModule, rule: FedMA) -> BatchKey:
-        """Finds the batch key of the labels in the output layer's loss; ``None``, with a warning, if not found."""
+        """Finds the labels used in the loss within a batch; ``None``, with a warning, if not found."""
         try:
             task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`", needs_target=True)
             outputs = set(layer_entries(module, module.get_submodule(task.layer)))
@@ -364,7 +366,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
 
     @contextmanager
     def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-        """Context that yields arguments for ``forward``; ``training_step`` stands in for a missing ``forward``."""
+        """Context that yields arguments for ``forward``. A missing ``forward`` is replaced by ``training_step``."""
         if has_forward(module):
             yield self._example(find_federation(trainer), module)
             return

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel, module: L.LightningModule) -> None:
-    """Refuses federation options unsupported by FedMA, and entry names without a layer."""
+    """Refuses federation options without support in FedMA, and entries outside all layers."""
     prefixes = set(layer_prefixes(module).values())
     unknown = [name for name in local.shared if name.removesuffix(name.rpartition(".")[2]) not in prefixes]
     if unknown:
@@ -41,7 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers incompatible with changed tensor shapes; ``grows``: shapes also change within a pass."""
+    """Refuses optimizers unable to handle changed tensor shapes; with ``grows``, also changes within a pass."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"
@@ -57,7 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses a checkpoint if an axis outside ``growable`` differs in ``shapes``, pairs of module and file shape."""
+    """Refuses a checkpoint if module and file (pairs in ``shapes``) differ in an axis outside ``growable``."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):

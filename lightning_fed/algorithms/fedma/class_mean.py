@@ -12,7 +12,7 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @torch.no_grad()
 def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    r"""Averages an output layer; each class's row is weighted by the clients' shares of the class.
+    r"""Averages an output layer. The row for a class is weighted by the clients' shares of the class's examples.
 
     .. math:: W_k = \sum_j \frac{n_{jk}}{\sum_{j'} n_{j'k}} W_{jk}
 

@@ -1,4 +1,4 @@
-"""Progress of a FedMA matching pass (one stage of layers per round), and the extra tensors in messages."""
+"""Progress in a FedMA matching pass (one stage per round), and extra tensors in FedMA's messages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 class MatchingPass:
     """Progress of a matching pass over the stages of a network, from round index ``origin`` to ``round``.
 
-    ``stage`` is the number of matched stages. ``owners`` counts the clients with each matched neuron. After the pass,
-    hashes replace the values in matched entries.
+    ``stage`` is the number of matched stages. ``owners`` contains, for each neuron, the number of clients with a match.
+    After the pass, hashes replace the values in matched entries.
     """
 
     origin: int
@@ -83,10 +83,10 @@ def tensor_hash(value: Tensor) -> int:
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns the number of neurons by permutation group, from a message's extra tensors or the client's memory."""
+    """Reads each permutation group's number of neurons from a message's extra tensors or a client's memory."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns each neuron's global index by group, from a message's extra tensors or the client's memory."""
+    """Reads each neuron's position in the global model from a message's extra tensors or a client's memory."""
     return without_prefix(values, ASSIGNMENT)

@@ -16,25 +16,23 @@ class PFNM(FedMA):
 
     Layers are matched from last to first, with the published score; see :class:`FedMA` for all other properties. The
     published algorithm is for fully connected networks and one round. The authors' program uses a prior mean of 0.1 for
-    biases, and variances by class shares for outgoing weights in the last hidden layer. Here all prior means are 0, and
-    variances are equal for all clients. Reference: Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
+    biases, and for the outgoing weights of the last hidden layer variances that depend on the class shares. Here all
+    prior means are 0, and all clients have equal variances. Reference: Yurochkin et al., ICML 2019,
+    https://arxiv.org/abs/1905.12022.
 
     - Sends: 1 model up; 1 matched and possibly wider model down.
     - Keeps: the layer widths of each client.
-    - Costs: an assignment problem per layer on the server.
+    - Costs: one assignment problem per layer on the server.
     - For: one exchange of separately trained models.
 
     Args:
         last_layer: Weights for the average of output layers.
         initial: Whether clients start from the same model or from separate random weights, as the authors do.
         score: Matching score, see :class:`FedMA`.
-        gamma: Larger values match fewer neurons and add more new ones.
+        gamma: Larger values match fewer neurons, and add more new neurons.
         passes: Maximum number of matching passes over the clients per group.
         max_width: Maximum width of a group as a multiple of a client's width, see :class:`FedMA`.
         seed: Seed for the order in which clients are matched.
-
-    Raises:
-        ValueError: If an option is unknown or outside its range.
 
     Example:
         >>> PFNM(gamma=1.0).stages

@@ -1,8 +1,8 @@
-"""FedMargin: client weights grow with the movement of class prototypes (feature means by class) in training.
+"""FedMargin: a client's weight increases with the movement of class prototypes (feature means by class) in training.
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The accessible text contains no equations. This implementation is a reconstruction from the
-description, with options for ambiguous points; tuning constants are fixed.
+of Things Journal 2022. The text available to us contains no equations. This implementation is a reconstruction from the
+description, with options for ambiguous points and fixed tuning constants.
 """
 
 from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMargin as AggregateMeanMargin

@@ -1,4 +1,4 @@
-"""AMM as a torchmetrics metric: mean margin between the class prototypes of a model (FedMargin, reconstruction)."""
+"""The aggregate mean margin (AMM) between a model's class prototypes, as a metric (FedMargin, reconstruction)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ class AggregateMeanMargin(Float64States):
     Args:
         num_classes: Number of classes :math:`C`.
         num_features: Length :math:`d` of a feature vector (channels of a feature map).
-        kind: Mean over all pairs of classes, or over distances to the nearest other class.
+        kind: Mean over all pairs of classes, or over the distances between each class and the nearest other class.
         normalize: Whether to divide by the mean prototype norm, for independence of the feature scale.
         ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         **kwargs: Arguments for ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: If an argument is outside its range.
 
     Example:
         >>> import torch
@@ -93,6 +90,6 @@ class AggregateMeanMargin(Float64States):
         self.counts = self.counts + counts
 
     def compute(self) -> Tensor:
-        """Returns the margin, or NaN with fewer than two classes."""
+        """Returns the margin, or NaN for fewer than two classes."""
         prototypes = class_prototypes(self.sums, self.counts, dtype=torch.float64)
         return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype).to(self.device)

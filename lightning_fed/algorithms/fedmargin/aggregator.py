@@ -57,7 +57,7 @@ _CLIENTS_BY_NAME = 20
 
 @dataclass
 class MarginReport:
-    """Prototype margins and aggregation weights of the clients in one round; lists in the order of ``clients``.
+    """Prototype margins and aggregation weights in one round. All lists have the order of ``clients``.
 
     Args:
         clients: Clients, in order of arrival.
@@ -79,21 +79,21 @@ class FedMargin(Aggregator):
 
     The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares
     prototypes before and after local training. The aggregate prototype margin (APM) compares prototypes after training
-    with the prototypes of all clients and rounds. Larger deviations give larger weights:
+    with the prototypes of all clients and rounds. Larger margins give larger weights:
 
     .. math:: a_k = \tfrac12 \left( \frac{\mathrm{LPM}_k}{\sum_j \mathrm{LPM}_j}
         + \frac{\mathrm{APM}_k}{\sum_j \mathrm{APM}_j} \right), \qquad
         w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
     The equations and alternatives are reconstructions from the paper's description. Equal margins give equal weights
-    (FairAvg). Clients without prototypes get the mean margin of the other clients. Integer entries come from the client
-    with the most examples. BatchNorm's running statistics are always the weighted mean. Memory grows by one model per
-    client in a round. :attr:`last` reports the last round's margins and weights.
+    (FairAvg). A client without prototypes gets the mean margin of the other clients. Integer entries are copied from
+    the client with the most examples. BatchNorm's running statistics are always the weighted mean. The server stores
+    the model of every client in the round. :attr:`last` reports the last round's margins and weights.
 
-    Prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically. Add the callback
-    explicitly to select the layer, classes or measurement, with the same ``margin`` and ``class_reduction``.
+    Prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically. To select the layer,
+    classes or measurement, add the callback explicitly, with the same ``margin`` and ``class_reduction``.
 
-    - Sends: the model, and two numbers and a vector per class, both ways.
+    - Sends: the model and, for each class, a vector and two numbers, both ways.
     - Keeps: one vector per class on the server.
     - Costs: two passes over a client's data per visit, without gradients.
     - For: unbalanced class distributions; segmentation.
@@ -102,15 +102,16 @@ class FedMargin(Aggregator):
         margin: Kind of margin per class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes to one margin per client: mean, sum, mean by counts, or maximum.
         attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
-        combine: Combination of attention from LPM and from APM: mean, product, only LPM, or only APM.
-        proto_weighting: Client weights for a round's prototypes: feature vectors per class, examples, or equal.
+        combine: Combination of LPM attention and APM attention: mean, product, only LPM, or only APM.
+        proto_weighting: Client weights for the mean of prototypes: feature vectors per class, examples, or equal.
         proto_memory: Aggregation of prototypes over rounds: moving average, or mean over all rounds.
         size_weighting: Whether to multiply attention by the numbers of examples.
         server_lr: Step size :math:`\eta` towards the weighted mean.
         amm: Kind of the logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
 
     Raises:
-        ValueError: If an option is unknown or outside its range; in a round, if a client measured a different margin.
+        ValueError: If an option is unknown or outside its range; in a round, if a client measured another kind of
+            margin.
 
     Note:
         Logs ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 for equal weights) and, with at most 20 clients per

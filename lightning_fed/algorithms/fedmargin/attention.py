@@ -28,7 +28,8 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 
     "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
     absolute margin. Both kinds are independent of the feature scale. Missing margins are replaced by the mean of the
-    other margins (after clamping). If all margins are equal or missing, all attention weights are exactly equal.
+    other margins (after clamping). If all margins are equal, or all are missing, all attention weights are exactly
+    equal.
 
     Args:
         margins: One margin per client, shape ``(K,)``; NaN if missing.
@@ -73,12 +74,13 @@ def combine_attention(
 
     .. math:: w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    Equal attention gives exactly equal weights (FairAvg), or with ``num_samples`` weights by examples (FedAvg).
+    Equal attention gives exactly equal weights (FairAvg), or with ``num_samples`` weights proportional to examples
+    (FedAvg).
 
     Args:
-        local: Attention by LPM :math:`a^L`, shape ``(K,)``, see :func:`margin_attention`.
-        aggregate: Attention by APM :math:`a^A`, shape ``(K,)``.
-        combine: Mean, product, or only LPM, or only APM. A product of 0 for all clients gives equal weights.
+        local: Attention :math:`a^L` computed from LPM, shape ``(K,)``, see :func:`margin_attention`.
+        aggregate: Attention :math:`a^A` computed from APM, shape ``(K,)``.
+        combine: Mean, product, or only LPM, or only APM. If the product is 0 for all clients, the weights are equal.
         num_samples: Numbers of examples to multiply by before normalization; ``None`` to use only attention.
 
     Raises:

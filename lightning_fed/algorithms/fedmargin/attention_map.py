@@ -26,11 +26,12 @@ _MAX_LABELS = 50
 class AttentionMap(PeriodicPictures, FederatedCallback):
     """Draws FedMargin's attention by client and round as a heat map, and logs the picture to TensorBoard.
 
-    Rows are all clients so far, numbers before names; columns are rounds. The viridis colours range from 0 to the
-    largest attention so far; grey marks clients outside the round. Axis labels need matplotlib (extra ``demo``). Other
-    loggers get no pictures. The Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
+    A row is a client (numbers before names), a column a round. The viridis colours range from 0 to the largest
+    attention so far; grey marks clients absent from a round. Axis labels need matplotlib (extra ``demo``). Other
+    loggers receive no pictures. The Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
 
-    State: ``last_epoch``, the round with the last picture, and ``attention``, one dictionary per round by client.
+    State: ``last_epoch``, the round with the last picture, and ``attention``, a dictionary from clients to attention
+    for each round.
 
     Args:
         every_n_epochs: Rounds between two pictures, at least 1; the first picture is drawn in the first round.
@@ -83,7 +84,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Returns the clients, sorted, and their attention, shape ``(clients, rounds)``; NaN for absent clients."""
+    """Returns the sorted clients, and the attention with shape ``(clients, rounds)``; NaN for absent clients."""
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
     )

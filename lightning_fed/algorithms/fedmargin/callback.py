@@ -1,4 +1,4 @@
-"""FedMargin on the client: class prototypes before and after a visit, or over an epoch of a plain Trainer."""
+"""FedMargin on the client: measures class prototypes before and after a visit, or before and after an epoch."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
     ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after the
     visit, on the same examples, as in the definition. ``passes="online"`` reuses the features from training: prototypes
     *before* are from the first pass over the data, prototypes *after* from the last pass (with a single pass: from the
-    first and second half). A visit with one batch has no prototypes *before* and no LPM;
-    :class:`~lightning_fed.algorithms.FedMargin` then uses the mean LPM of other clients, with a warning. Online
-    features include weight changes, augmentation and dropout. Margins of short visits are noisy.
+    first and second half). A visit with one batch has no prototypes *before* and no LPM, so
+    :class:`~lightning_fed.algorithms.FedMargin` uses the mean LPM of other clients, with a warning. Online features
+    also depend on weight changes during the pass, augmentation and dropout. Short visits give noisy margins.
 
     Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
-    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. Passes
-    leave random numbers and module state unchanged.
+    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. The
+    passes do not change the module's state or the random numbers used in training.
 
     Args:
         layer: Name of the layer with the features as output; ``"auto"`` for
@@ -66,19 +66,20 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
         ignore_index: Void label, or ``None``; ``"auto"`` for the loss's ignored label, or 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         target: Position of the labels in a batch: index, key or function; by default the labels used in the loss. If
-            ``layer`` and ``num_classes`` are given, there is no trial step, and the default is the second element, or
-            ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or a plural of these keys. Labels are integers,
+            ``layer`` and ``num_classes`` are given, no trial step runs, and the default is the second element, or the
+            key ``"target"``, ``"label"``, ``"mask"`` or ``"y"``, or the plural of such a key. Labels are integers,
             shape ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Maximum number of batches in an exact pass; ``None`` for all.
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes in LPM.
-        lpm_before: Reference for LPM: prototypes with the downloaded weights, or from the client's last visit.
+        lpm_before: Prototypes *before* in the LPM: from the downloaded weights, or from the client's last visit.
 
-    State: ``layer``, the feature layer. With a plain Trainer :attr:`prototypes` has the last epoch's prototypes.
+    State: ``layer``, the feature layer. With a plain Trainer :attr:`prototypes` contains the last epoch's prototypes.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the layer is missing, or differs in a resumed fit.
+        ValueError: If an option is invalid; in ``fit``, if the layer does not exist, or the fit resumes with another
+            layer.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
 
     Example:

@@ -84,9 +84,9 @@ def measure_feature_sums(
     batches: Iterable[Any],
     options: FeatureSumOptions,
 ) -> FeatureSums:
-    """Sums features by class in an isolated pass over the data.
+    """Sums features by class in a pass over the data that does not affect training.
 
-    Each step stops after computing the features. A batch is skipped if ``training_step`` returns ``None``.
+    Each ``training_step`` is stopped after the feature layer. A batch is skipped if ``training_step`` returns ``None``.
     """
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
@@ -118,7 +118,7 @@ class _FeaturesReached(BaseException):
 
 
 class TrainingFeatureSums:
-    """Feature sums by class over the first and last training epoch, or over the halves of a single epoch."""
+    """Feature sums by class over the first and the last training epoch, or over both halves of a single epoch."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)
@@ -152,7 +152,8 @@ class TrainingFeatureSums:
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
         """Raises ``ValueError`` if a training batch gave no features, unless the batch was skipped.
 
-        With manual optimization, skipped batches are unknown: then only training without any features is an error.
+        With manual optimization, skipped batches cannot be detected. The error is then only raised if no batch gave
+        features.
         """
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:

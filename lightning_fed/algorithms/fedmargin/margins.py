@@ -23,7 +23,7 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""Margin by class between two sets of prototypes (feature means by class), shape ``(C,)``, float64.
+    r"""Margin of each class between two sets of prototypes (feature means by class), shape ``(C,)``, float64.
 
     The four kinds, all reconstructions, use distances from the hypothesis margin in learning vector quantization: the
     distance to the same class :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class
@@ -38,13 +38,14 @@ def class_margins(
         - \tfrac12 \min_{c' \ne c} \lVert R[c] - R[c'] \rVert
 
     "semantic" is the hypothesis margin between two prototypes: the distance from one prototype to the bisecting plane.
-    The relative margin is 0 if both distances are 0. The margin is NaN for missing classes, or without another class.
+    The relative margin is 0 if both distances are 0. The margin is NaN for a missing class, or if no other class
+    exists.
 
     Args:
         query: Prototypes Q.
         reference: Prototypes R.
         margin: Kind of margin.
-        fallback: For "hypothesis" and "relative": prototypes for other classes if the reference has only one class.
+        fallback: For "hypothesis" and "relative": prototypes used as other classes if the reference has only one class.
 
     Raises:
         ValueError: If ``margin`` is unknown or shapes differ.
@@ -93,7 +94,7 @@ def local_prototype_margin(
         after: Prototypes after local training.
         before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last visit.
         margin: Kind of margin per class, see :func:`class_margins`.
-        class_reduction: Mean over classes, sum, mean weighted by the counts in ``after``, or maximum.
+        class_reduction: Reduction over classes: mean, sum, mean weighted by the counts in ``after``, or maximum.
         fallback: Prototypes with other classes, for a client with one class, see :func:`class_margins`.
 
     Raises:
@@ -125,7 +126,8 @@ def aggregate_prototype_margin(
     Args:
         after: Prototypes after local training.
         reference: Aggregate prototypes, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Kind of margin, see :func:`class_margins`. "hypothesis" replaces "gain", a comparison in one client.
+        margin: Kind of margin, see :func:`class_margins`. "gain" is replaced by "hypothesis", because "gain" compares
+            prototypes of the same client.
         class_reduction: Same as in :func:`local_prototype_margin`.
 
     Raises:
@@ -149,7 +151,7 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert \bar P[c] - \bar P[c'] \rVert
 
-    over the :math:`C'` present classes. AMM grows with the feature scale, even without better separation.
+    over the :math:`C'` present classes. AMM is proportional to the scale of the features.
 
     Args:
         prototypes: Aggregate prototypes.

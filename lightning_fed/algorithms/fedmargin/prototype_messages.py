@@ -27,7 +27,7 @@ _MAX_COUNT = 2**48  # maximum count per client, so that sums over thousands of c
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """Packs prototypes into extra tensors for an update, without rows for absent classes.
+    """Packs prototypes into extra tensors for an update. Absent classes are omitted.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -43,7 +43,7 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Unpacks prototypes for ``num_classes`` classes from an update's extras; ``None`` without prototypes.
+    """Unpacks prototypes for ``num_classes`` classes from an update's extras; ``None`` if the update has no prototypes.
 
     Raises:
         ValueError: If the shapes are inconsistent, or a class is outside the allowed range.
@@ -114,7 +114,8 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 
     With three or more clients, values above 100 times the median exclude a client. Margins that compare classes
     ("hypothesis", "relative", "gain") are signed and can be near 0 for most clients. These margins are therefore
-    compared with the larger of two medians: of the margins, and of the clients' longest prototypes.
+    compared with the larger of two medians: the median margin, and the median length of the clients' longest
+    prototypes.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
@@ -151,8 +152,8 @@ def find_mismatched_prototypes(
 ) -> dict[_Client, str]:
     """Finds clients whose number of features differs from the majority; returns a description by client.
 
-    The most frequent number of features wins, so no single client decides, not even the first client. In a tie the
-    number in earlier prototypes (``known``) wins, otherwise the larger number.
+    The most frequent number of features is correct. In a tie, the number in earlier prototypes (``known``) is correct,
+    otherwise the larger number.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}

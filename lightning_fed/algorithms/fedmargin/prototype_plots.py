@@ -49,22 +49,24 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
     :class:`~lightning_fed.callbacks.ClassPrototypes`; for all other methods pass the callback explicitly.
 
-    The plane has the largest spread among the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`),
-    with equal weight for all classes. Each picture has a separate plane, rotated to the axes of the previous picture.
-    The title shows the share of the spread (sum of squared distances from the mean) within the plane. The first picture
-    is drawn in the first epoch (round) with two classes. Other loggers get no pictures.
+    The plane is chosen for the largest spread of the prototypes
+    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`), with equal weight for all classes. The plane is
+    computed for each picture, and rotated to match the previous picture. The title shows the share of the spread (sum
+    of squared distances from the mean) within the plane. The first picture is drawn in the first epoch (round) with two
+    classes. Other loggers receive no pictures.
 
-    State: ``last_epoch``, the epoch with the last picture, and ``view``, the plane (3 d numbers).
+    State: ``last_epoch``, the epoch with the last picture, and ``view``, the plane (3 d numbers for d features).
 
     Args:
         every_n_epochs: Epochs (rounds) between two pictures.
-        class_names: Class names, starting with class 0; further classes are shown by index.
-        class_colors: Colours (red, green, blue; 0 to 255), starting with class 0; further classes use a palette.
+        class_names: Class names, starting with class 0. Classes without a name are labelled by index.
+        class_colors: Colours (red, green, blue; 0 to 255), starting with class 0. Classes without a colour use a
+            palette.
         projector: Whether to send the full prototypes to TensorBoard's projector.
 
     Raises:
         ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
-        MisconfigurationException: In ``fit``, if ``ClassPrototypes`` is missing, or comes after this callback.
+        MisconfigurationException: In ``fit``, if ``ClassPrototypes`` is missing, or is listed after this callback.
 
     Example:
         >>> from lightning_fed.callbacks import ClassPrototypes

@@ -1,6 +1,6 @@
-"""Class prototypes: feature means by class, over clients and rounds (FedMargin, reconstruction).
+"""Class prototypes: feature means by class, averaged over clients and rounds (FedMargin, reconstruction).
 
-Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused row of zeros. Segmentation labels
+Prototypes are tensors over *all* classes. A class without examples has count 0 and a row of zeros. Segmentation labels
 follow the code of Michieli and Zanuttigh (SDR), CVPR 2021.
 """
 
@@ -135,7 +135,7 @@ def aggregate_prototypes(
 
     Args:
         clients: Client prototypes, at least one.
-        weighting: Weights :math:`\omega_{k,c}`: feature vectors per class, examples, or 1 for all clients.
+        weighting: Weights :math:`\omega_{k,c}`: number of feature vectors in the class, number of examples, or 1.
         num_samples: Number of examples by client, for ``weighting="num_samples"``.
 
     Raises:
@@ -176,7 +176,7 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
         P_t[c] & \text{if } c \text{ is seen for the first time} \\
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
-    The rule is a reconstruction. The default :math:`\beta = 0.1` gives new values the weight 0.9, as in FedSpace's
+    This equation is a reconstruction. With the default :math:`\beta = 0.1` new values have weight 0.9, as in FedSpace's
     code. ``memory="cumulative"`` is the running mean weighted by counts, as in SDR's code. Counts are summed.
 
     Args:
@@ -212,9 +212,9 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
-    r"""Prototypes compared with each client's prototypes in the aggregate prototype margin (APM).
+    r"""Reference for the clients' prototypes in the aggregate prototype margin (APM).
 
-    A reconstruction: aggregate prototypes :math:`\bar P_{t-1}`, and for new classes the round's prototypes :math:`P_t`.
+    Aggregate prototypes :math:`\bar P_{t-1}`, or for new classes the round's prototypes :math:`P_t` (a reconstruction).
 
     Raises:
         ValueError: If shapes differ.

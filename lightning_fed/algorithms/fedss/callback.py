@@ -33,36 +33,36 @@ _NEGATIVES_STREAM = 2  # random stream of the visit, for negatives
 
 
 class SampledSoftmax(FederatedCallback):
-    r"""Trains each client on the head's rows for the client's classes and for sampled other classes (negatives).
+    r"""Trains clients with the last layer's rows for the client's classes and for sampled negative classes.
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before a visit, a client with the
-    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the rows for the sorted classes :math:`S_k =
-    P_k \cup N_k`, so the server cannot separate positives from negatives. The client receives, trains and returns only
-    these rows. The mean :math:`|S_k|` is logged as ``clients/sampled_classes``. A client with a label outside its
-    classes or outside the head is excluded. Reference: FedSS, section 3 and Algorithm 1.
+    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the rows for the sorted classes
+    :math:`S_k = P_k \cup N_k`, so the server cannot separate positives from negatives. The client receives, trains and
+    returns only these rows. The mean of :math:`|S_k|` is logged as ``clients/sampled_classes``. A client with a label
+    outside its classes, or outside the layer's classes, is excluded. Reference: FedSS, section 3 and Algorithm 1.
 
     The client's label space is :math:`S_k`. In the batch for ``training_step``, labels are replaced by column indices
-    of the logits, and the head corrects the logits. Therefore ``F.cross_entropy(self(x), y)`` computes the FedSS loss
-    without changes to the step. Validation and prediction use all classes. In ``training_step`` the logits have fewer
-    than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics.
+    of the logits, and the last layer corrects the logits. Therefore ``F.cross_entropy(self(x), y)`` is the FedSS loss,
+    and ``training_step`` needs no changes. Validation and prediction use all classes. In ``training_step`` the logits
+    have fewer than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics.
 
     Args:
         num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`: ``"fedss"``;
-            ``"negonly"``, only against negatives; ``"posonly"``, only among the client's classes, without negatives;
-            ``"full"``, the softmax over all classes, with the whole layer in each message.
+            ``"negonly"``, a softmax over the target and the negatives; ``"posonly"``, a softmax over the client's
+            classes; ``"full"``, the softmax over all classes, for which each message contains the whole layer.
         resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
-        head: Name of the head; ``"auto"`` for a model with one head.
+        head: Name of the ``SampledSoftmaxHead``; ``"auto"`` for a model with one such layer.
         target: Position of the labels in a batch: an index, a key, or a function; by default the labels used in the
             loss, found in a trial step. Labels are integers; negative labels are ignored.
         classes: The clients' classes: a mapping or a function; ``None`` reads the labels in a pass over the data.
 
     Raises:
-        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or
-            ``classes`` is ``None`` and a loader may skip examples.
-        MisconfigurationException: In ``fit``, if an option does not support sliced entries (``optimizer_state="keep"``,
-            recalibrated BatchNorm, a rule for whole entries), the head shares its weight or is in evaluation mode, no
-            labels are found in the loss, or the loss ignores a non-negative label.
+        ValueError: If an option is invalid; in ``fit``, if the ``SampledSoftmaxHead`` or the labels are missing, labels
+            are soft, or ``classes`` is ``None`` and a loader may skip examples.
+        MisconfigurationException: In ``fit``, if an option does not support entries with only some rows
+            (``optimizer_state="keep"``, recalibrated BatchNorm, some rules), if the last layer shares its weight or is
+            in evaluation mode, or if no labels are found in the loss or the loss ignores a non-negative label.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

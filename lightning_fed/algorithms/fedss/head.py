@@ -24,7 +24,7 @@ _SCALE = 20.0  # from section A.2 of the paper
 
 
 class _Batch(NamedTuple):
-    """Classes in the current batch's training logits, as indices into the layer's weight rows."""
+    """Classes in the training logits of the current batch, as indices of the layer's weight rows."""
 
     held: SampledClasses
     columns: Tensor | None = None  # positions among the held classes; None for all
@@ -39,10 +39,11 @@ class SampledSoftmaxHead(LogitsLayer):
 
     Features have shape ``(*, in_features)``, logits ``(*, num_classes)``. Outside visits this layer is an ordinary
     layer. In a client's visit the weight may have rows for only S classes, called held classes (:meth:`hold`), and
-    training logits have S columns (or fewer, see :meth:`begin_batch`); the ``state_dict`` excludes this choice.
+    training logits have S columns (or fewer, see :meth:`begin_batch`). The ``state_dict`` does not contain the list of
+    held classes.
 
-    Logits have at least float32 precision, so losses and cosines use float32 also in half precision. Zero features have
-    no direction and very large gradients: avoid a ReLU directly before cosine logits.
+    Logits and losses have at least float32 precision, also in a half-precision model. Zero features have no direction,
+    and cosine logits then have very large gradients: do not place a ReLU directly before cosine logits.
 
     Args:
         in_features: Feature size :math:`d`.
@@ -52,10 +53,11 @@ class SampledSoftmaxHead(LogitsLayer):
         bias: Whether to add a bias. The paper has no bias.
         margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`: in
             radians for ArcFace (published: 0.5 with scale 64), or as a cosine for CosFace (0.35).
-        margin_of: Quantity with the margin: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
+        margin_of: Quantity changed by the margin: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Raises:
-        ValueError: If a size, ``scale`` or ``margin`` is invalid, or linear logits have a scale or margin.
+        ValueError: If a size, ``scale`` or ``margin`` is invalid, or if linear logits are combined with a scale or
+            margin.
 
     Example:
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
@@ -118,11 +120,11 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @property
     def held(self) -> SampledClasses | None:
-        """Classes of the rows in the layer's weight; ``None`` for all classes."""
+        """Classes that belong to the rows of the layer's weight; ``None`` for all classes."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Sets the classes of the rows in the layer's parameters, in row order.
+        """Sets the classes that belong to the layer's parameter rows, in row order.
 
         The caller first sets the parameters' data to these rows, and calls :meth:`release` after restoring all rows.
         """
@@ -133,11 +135,11 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Starts a batch for the next forward passes in training; returns labels as columns of the logits, int64.
+        """Starts a training batch; returns the labels as column indices of the next forward passes' logits, int64.
 
         Args:
-            target: The batch's class labels, integers, all among the client's classes; negative labels stay unchanged.
-            columns: Rows of the layer's weight used for the batch's logits, int64, increasing, with all positives.
+            target: The batch's class labels, integers, all among the client's classes. Negative labels do not change.
+            columns: Rows of the layer's weight used for the batch's logits, int64, increasing, including all positives.
         """
         if self._held is None:
             raise RuntimeError(
@@ -151,13 +153,13 @@ class SampledSoftmaxHead(LogitsLayer):
         return local
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Converts class labels to columns of the training logits, int64; negative labels stay unchanged."""
+        """Converts class labels to column indices of the training logits, int64. Negative labels do not change."""
         return target if self._batch is None else self._batch.held.relabel(target)
 
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes logits, in training for the client's classes; the logits' cross-entropy is then the FedSS loss."""
+        """Computes logits. The cross-entropy of the training logits (the client's classes) is the FedSS loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
                 f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "
@@ -168,7 +170,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Computes the client's loss (see ``objective`` in FedSS), or with rows for all classes the full softmax loss.
+        """Computes the client's loss (see ``objective`` in FedSS), or the full softmax loss if no classes are held.
 
         The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
 
@@ -190,12 +192,12 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Computes the k largest logits and the corresponding classes, both in shape ``(*, k)``, in chunks of classes.
+        """Computes the k largest logits and the corresponding classes, both with shape ``(*, k)``, in chunks.
 
         Args:
             features: Features, shape ``(*, in_features)``.
             k: Number of logits.
-            chunk_size: Number of classes per chunk; by default 16 MiB of logits.
+            chunk_size: Number of classes per chunk; by default chunks have 16 MiB of logits.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 4, normalize=False)

@@ -1,4 +1,4 @@
-"""Replaces the last linear layer of any classifier with FedSS's head."""
+"""Replaces the last linear layer of any classifier by FedSS's ``SampledSoftmaxHead``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class MarginLoss(nn.Module):
 
 
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
-    """Replaces the last linear layer with a `SampledSoftmaxHead`, in place; returns the module.
+    """Replaces a classifier's last linear layer by a `SampledSoftmaxHead`, in place, and returns the classifier.
 
     If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, a ``MarginLoss``
     replaces this loss instead, with the same margin, scale and weights (``head.weight``).
 
-    The head uses the linear layer's weight, so the ``state_dict`` name, the values, the device and ``requires_grad``
-    stay unchanged. With ``normalize=False`` the head also uses the bias, and the model's output stays unchanged. Cosine
-    logits have no bias, and the output changes. Hooks on the linear layer are lost.
+    The new layer uses the linear layer's weight, so the ``state_dict`` name, the values, the device and
+    ``requires_grad`` do not change. With ``normalize=False`` the new layer also uses the bias, and the model's output
+    does not change. Cosine logits have no bias, so the output changes. Hooks on the linear layer are lost.
 
     Args:
         module: Any classifier. For a linear layer the result is the new layer.

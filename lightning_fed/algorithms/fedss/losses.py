@@ -1,11 +1,12 @@
-"""FedSS's losses for clients that hold only some classes.
+"""FedSS's losses for clients whose last layer has rows for only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
-to 8. A client holds its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement.
-Only negatives' logits are corrected. Then the sum over P and N is an unbiased estimate for the full softmax's sum: a
-negative is drawn with probability m q, a positive with probability 1. Correction: Bengio and Senecal, "Adaptive
-Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on Neural
-Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018.
+to 8. A client uses its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement.
+Only the negatives' logits are corrected. The sum over P and N is then an unbiased estimate of the full softmax's sum,
+because a negative is drawn with probability m q, and a positive with probability 1. Correction: Bengio and Senecal,
+"Adaptive Importance Sampling to Accelerate Training of a Neural Probabilistic Language Model", IEEE Transactions on
+Neural Networks 2008; only for negatives: Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML
+2018.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ MarginOf = Literal["angle", "cosine"]
 
 
 def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
-    r"""Draws negative classes uniformly without replacement; sorted, int64, on the CPU.
+    r"""Draws negative classes uniformly without replacement. Returns sorted int64 indices on the CPU.
 
     :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. The run time does not depend on :math:`n`.
 
     Args:
         positives: The client's classes :math:`P`, integers, shape ``(classes,)``, in any order.
         num_classes: Number :math:`n` of all classes.
-        num_negatives: Number :math:`m` of classes to draw; all other classes if fewer exist.
+        num_negatives: Number :math:`m` of classes to draw. If fewer exist, all other classes are returned.
         generator: The random generator.
 
     Raises:
@@ -62,7 +63,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the number to add to logits of sampled negatives (eq. 3); 0 without negatives.
+    r"""Computes the number to add to the logits of sampled negatives (eq. 3), or 0 without negatives.
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
@@ -98,8 +99,9 @@ def sampled_logits(
 ) -> Tensor:
     r"""Corrects a client's logits, shape ``(N, S)``; the cross-entropy of the result is the FedSS loss.
 
-    Negatives have :math:`o'_j = o_j - \ln(m q)`. Excluded classes have :math:`-\infty`: for "posonly" the negatives,
-    for "negonly" all positives except the target. With "negonly", rows without a target retain all classes.
+    Logits of negatives become :math:`o'_j = o_j - \ln(m q)`. Logits of excluded classes become :math:`-\infty`: for
+    "posonly" the negatives, for "negonly" all positives except the target. Examples without a target exclude no
+    classes.
 
     Args:
         logits: Logits :math:`o` for the client's S classes (positives and negatives), shape ``(N, S)``.
@@ -148,7 +150,7 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
         cosines: Cosines :math:`\cos\theta`, shape ``(N, S)``.
         target: Target column for each row, shape ``(N,)``; negative for no target.
         margin: Margin :math:`m`, an angle in radians or a cosine difference.
-        margin_of: Quantity with the margin: ``"angle"`` or ``"cosine"``.
+        margin_of: Quantity changed by the margin: ``"angle"`` or ``"cosine"``.
 
     Example:
         >>> with_margin(torch.tensor([[0.5, 0.5]]), torch.tensor([1]), 0.2, "cosine")
@@ -174,7 +176,7 @@ def sampled_softmax_loss(
     objective: Objective = "fedss",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Computes the loss of a client that holds some of the classes (eqs. 2, 5 to 8), at least float32.
+    r"""Computes the loss of a client with logits for some of the classes (eqs. 2, 5 to 8), at least float32.
 
     .. math::
         \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad
@@ -195,7 +197,8 @@ def sampled_softmax_loss(
         reduction: Mean or sum over labelled examples, or one value per example.
 
     Raises:
-        ValueError: If an option is unknown, shapes differ, a target is not a positive class, or "full" lacks classes.
+        ValueError: If an option is unknown, shapes differ, a target is not a positive class, or "full" has no logits
+            for some classes.
 
     Example:
         >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])

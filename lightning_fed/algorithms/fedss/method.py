@@ -1,4 +1,4 @@
-"""FedSS as a method: sampled softmax on the clients, and averaging with momentum on the server."""
+"""The method FedSS: sampled softmax on the clients, and averaging with momentum on the server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class FedSS(Method):
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
     (:class:`~lightning_fed.algorithms.FedAvgM`). Reference: FedSS, submission to ICLR 2022.
 
-    - Sends: the model both ways, with class vectors only for the client's classes and ``num_negatives`` others; the
-      class indices up.
-    - Keeps: one float64 vector on the server for momentum.
-    - Costs: less than ordinary training, because a client trains only some rows of the head.
+    - Sends: the model both ways, with class vectors only for the client's classes and ``num_negatives`` other classes;
+      the class indices up.
+    - Keeps: the momentum on the server, one float64 value per model parameter.
+    - Costs: less than ordinary training, because a client trains only some rows of the last layer.
     - For: very many classes.
 
     Args:
@@ -35,14 +35,11 @@ class FedSS(Method):
         resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
         server_momentum: Server momentum.
         server_lr: Server learning rate.
-        lazy_rows: Whether rows without a client in the round stay unchanged, also with momentum.
-        row_weighting: Divisor for a row's changes, see :class:`~lightning_fed.algorithms.FedAvg`.
-        head: Name of the head; ``"auto"`` for a model with one head.
+        lazy_rows: Whether rows that no client trains in a round stay unchanged, also with momentum.
+        row_weighting: Divisor for a row's summed change, see :class:`~lightning_fed.algorithms.FedAvg`.
+        head: Name of the ``SampledSoftmaxHead``; ``"auto"`` for a model with one such layer.
         target: Position of the labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' classes; ``None`` reads the classes from the data.
-
-    Raises:
-        ValueError: If an option is invalid.
 
     Example:
         >>> FedSS(num_negatives=40).callbacks[0].num_negatives

@@ -1,4 +1,4 @@
-"""FedSS: a client's classes in one visit, the positives and the sampled negatives (section 3)."""
+"""Classes that a FedSS client uses in one visit: positives and sampled negatives (section 3)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ForeignLabelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    r"""Classes :math:`S_k = P_k \cup N_k` in a client's visit (positives and sampled negatives), and the loss.
+    r"""Classes :math:`S_k = P_k \cup N_k` of a client's visit (positives and sampled negatives), and the client's loss.
 
     Args:
         classes: Class indices, int64, strictly increasing, shape ``(S,)``.
@@ -55,7 +55,7 @@ class SampledClasses:
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses class indices outside 0 to ``num_classes - 1``, and missing classes with the objective "full"."""
+        """Refuses classes outside 0 to ``num_classes - 1``, and with the objective "full" missing classes."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")
@@ -82,7 +82,7 @@ class SampledClasses:
         return replace(self, classes=self.classes[columns], is_positive=self.is_positive[columns])
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Converts class labels to indices into ``classes``, int64; negative labels stay unchanged.
+        """Converts class labels to indices into ``classes``, int64. Negative labels do not change.
 
         Raises:
             ForeignLabelError: If a label is not among the client's classes.

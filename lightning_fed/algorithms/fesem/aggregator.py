@@ -27,24 +27,25 @@ _log = logging.getLogger(__name__)
 
 
 class FeSEM(Aggregator):
-    r"""Federated stochastic expectation maximisation: clusters clients by weights; one global model per cluster.
+    r"""Federated stochastic expectation maximisation: clusters clients by model weights, one global model per cluster.
 
     .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
         \tilde W^{(g)} = \frac{\sum_{k: r_k = g} n_k W_k}{\sum_{k: r_k = g} n_k}
 
-    Each client in the round is assigned to the nearest centre from the start of the round; then each centre becomes the
-    mean over its clients. A centre without clients in the round stays unchanged, and absent clients keep their
+    Each client in the round is assigned to the centre nearest to the client's new model. Then each centre becomes the
+    mean over the assigned clients. A centre without clients in the round does not change, and absent clients keep their
     assignments. A client's visit starts from the assigned centre. Reference: Xie et al., 2020, "FeSEM".
 
     The first round uses federated averaging, and the clients' models initialise the centres. ``"k-means++"`` stores all
     models until the end of the round and clusters the models (:func:`~lightning_fed.algorithms.fesem.k_means`).
-    ``"random"`` uses the models from randomly drawn clients; this saves memory, but may place two centres in one
+    ``"random"`` uses the models of randomly drawn clients, which needs less memory but may place two centres in one
     cluster. Clients without a centre start from the global model.
 
     The module's global model is the mean over the centres, weighted by examples; no client trains this model.
     Per-client evaluation uses the client's centre. The callback :class:`~lightning_fed.callbacks.CenterEvaluation`
-    evaluates all centres on the validation data: monitor ``fesem/<metric>``. Logs: ``fesem/clients/<index>``, the
-    number of clients per centre, and ``fesem/moved``, the number of clients that changed to another centre.
+    evaluates all centres on the validation data; callbacks can monitor ``fesem/<metric>``. Logs:
+    ``fesem/clients/<index>``, the number of clients per centre, and ``fesem/moved``, the number of clients that changed
+    to another centre.
 
     - Sends: 1 model down, 1 up.
     - Keeps: ``num_centers`` models on the server.
@@ -119,7 +120,7 @@ class FeSEM(Aggregator):
             self._store_candidate(key, update)
 
     def aggregate(self) -> State:
-        """Moves the centres to the client models; returns the centres' mean, weighted by the clients' examples."""
+        """Computes the new centres, and returns the mean of the centres weighted by client examples."""
         self._num_samples = self._num_samples | {client: size for client, (_, size) in self.received.items()}
         if not self.centers:
             return self._first_centers()
@@ -134,7 +135,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Number of the clients' examples by centre index; the key ``None`` is for clients without a centre."""
+        """Maps each centre index to the assigned clients' number of examples; ``None`` stands for no centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)

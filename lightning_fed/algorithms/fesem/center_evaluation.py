@@ -1,4 +1,4 @@
-"""FeSEM's metrics: evaluates the centres (one global model per cluster) on the validation and test data."""
+"""Metrics for FeSEM: evaluates the centres (one global model per cluster) on the validation and test data."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CenterEvaluation(L.Callback):
 
     Each metric from ``validation_step`` is also logged as ``fesem/<name>``: the mean over the centres, weighted by the
     examples of the assigned clients. Clients without a centre contribute the value of the global model. The evaluation
-    runs after Lightning's validation or test, before callbacks with a monitor. Without data, or before the first round,
-    nothing is logged. The cost is one validation per centre.
+    runs after Lightning's validation or test, before callbacks with a monitor. If there is no data, and before the
+    first round, nothing is logged. The cost is one validation per centre.
 
     Example:
         >>> from lightning_fed import FederatedTrainer

@@ -1,4 +1,4 @@
-"""FeSEM's clustering: k-means with k-means++ initialisation, and low-dimensional points for states.
+"""FeSEM's clustering: k-means with k-means++ initialisation, and points that represent model states.
 
 Arthur & Vassilvitskii, "k-means++: The Advantages of Careful Seeding", SODA 2007; Lloyd, "Least Squares Quantization in
 PCM", IEEE Transactions on Information Theory 1982.
@@ -25,19 +25,19 @@ def k_means(
     num_starts: int = 10,
     max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
-    r"""Clusters points; returns each point's centre index, and for each centre the index of the initial point.
+    r"""Clusters points. Returns each point's centre index, and for each centre the index of the initial point.
 
     .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
     The initial centres are distant points (k-means++). Then two steps alternate until convergence: each point is
     assigned to the nearest centre, and each centre moves to the weighted mean of its points. A centre without points
-    stays in place. The start with the smallest weighted sum of squared distances is returned.
+    stays in place. The result of the start with the smallest weighted sum of squared distances is returned.
 
     Args:
         points: Shape ``(N, d)``.
         num_centers: Number of centres, at most N.
         weights: Weight for each point, shape ``(N,)``.
-        generator: Draws the initial centres.
+        generator: Generator for drawing the initial centres.
         num_starts: Number of random initialisations.
         max_steps: Maximum number of steps per start.
 
@@ -65,7 +65,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Maps N states to points, shape ``(N, N)``, float64, with equal distances over ``names`` (classical scaling)."""
+    """Maps N states to points, shape ``(N, N)``, float64, with the distances of the states' entries ``names``."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]

@@ -1,6 +1,6 @@
-"""Base class for robust rules: collects, compares and combines the updates in a round.
+"""Base class for robust rules: collects, compares and combines the client updates of a round.
 
-The numbers of examples reported by clients are ignored, because malicious clients may send false numbers.
+Robust rules ignore the clients' numbers of examples, because malicious clients may send false numbers.
 """
 
 from __future__ import annotations
@@ -45,19 +45,16 @@ class RobustAggregator(Aggregator):
 
     All updates in a round are stored: n states. Client updates (local minus global, all shared floating-point entries
     as one vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics
-    have other scales and must stay valid, so statistics are only combined, by a trimmed mean without the
-    ``num_malicious`` smallest and largest values. Integer entries take the majority value, or else the lower median.
+    have other scales and must stay valid. Statistics are therefore not compared, and combined by a trimmed mean without
+    the ``num_malicious`` smallest and largest values. The result for an integer entry is the majority value, or else
+    the lower median.
 
-    A rule declares the required number of updates as ``least = (a, b)``: ``a f + b`` updates, or one update for f = 0.
-    In a round with fewer updates all clients are excluded with this reason, and the round fails. A client whose update
-    was refused for invalid values (NaN, wrong shape, implausible norm) counts as a malicious client among the f.
-    Missing clients may be honest and do not count.
+    A rule with ``least = (a, b)`` requires ``a f + b`` updates, or one update if f = 0. In a round with fewer updates
+    all clients are excluded for this reason, and the round fails. The f malicious clients include every client with a
+    refused update (NaN, wrong shape, implausible norm). A missing client may be honest.
 
     Args:
         num_malicious: Number f of malicious clients per round; ``None`` for the largest number that the rule tolerates.
-
-    Raises:
-        ValueError: If an argument is outside its range.
 
     Note:
         Logs ``fed/excluded``, the sum of the clients' excluded shares in this round. A share is 1 for a client without
@@ -77,9 +74,9 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines the rows of ``steps`` (client updates), at most f = ``num_malicious`` rows malicious.
+        """Combines client updates (the rows of ``steps``); at most f = ``num_malicious`` updates are malicious.
 
-        Returns new float64 entries by name, and the fraction of each row in the result, from 0 to 1.
+        Returns new float64 entries by name, and for each update the fraction used in the result, from 0 to 1.
         """
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -100,7 +97,7 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Combines the round's updates. Excludes clients with infinite norms, or all clients for too few updates."""
+        """Combines the round's updates. Excludes updates with infinite norm, or all updates if too few remain."""
         clients = self.clients
         states = [self.updates[client] for client in clients]
         names = number_entries(self._state)
@@ -128,7 +125,7 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Malicious clients among ``count`` updates: f minus refused clients; if f is ``None``, the rule's maximum."""
+        """Assumed malicious updates among ``count``: f minus refused clients, or the maximum if f is ``None``."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least
@@ -155,7 +152,7 @@ class RobustAggregator(Aggregator):
 
     @property
     def clients(self) -> list[Client]:
-        """Clients with an update in this round, sorted independently of arrival, without trusted clients."""
+        """Clients with an update in this round, without trusted clients. The order does not depend on arrival times."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Rules with clipped client updates: clipped by norm, or by distance from the previous update.
+"""Rules that clip client updates by norm, or by distance from the previous global update.
 
 Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019. https://arxiv.org/abs/1911.07963
 Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
@@ -31,14 +31,14 @@ class NormClipping(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; without ``max_norm`` the server stores all updates of a round.
+    - Costs: no additional computation. Without ``max_norm`` the server stores all updates of a round.
     - For: malicious updates with a large norm.
 
     The method is averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
     :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs ``fed/shortened``.
 
     Args:
-        max_norm: Norm C, positive; ``None`` for the median norm of the round, the lower median for even numbers.
+        max_norm: Norm C, positive; ``None`` for the (lower) median of the norms in the round.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
@@ -55,7 +55,7 @@ class NormClipping(Method):
 
 @register
 class CenteredClipping(RobustAggregator):
-    r"""Previous global update plus the mean of the clients' differences from that update, clipped to ``radius``.
+    r"""Previous global update, plus the mean of the clients' differences from this update, clipped to ``radius``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right),
         \qquad w_{t+1} = w_t + v
@@ -66,8 +66,8 @@ class CenteredClipping(RobustAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (the last update in float64).
-    - Costs: training only; the server stores all updates in a round.
-    - For: updates that change little between rounds.
+    - Costs: no additional computation. The server stores all updates of a round.
+    - For: federations with updates that change little between rounds.
 
     Args:
         radius: Norm :math:`\tau`, positive; ``None`` for the median distance from :math:`v`, in each iteration.

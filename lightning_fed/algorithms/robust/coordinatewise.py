@@ -25,8 +25,8 @@ class Median(RobustAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; the server stores all updates in a round.
-    - For: less than half of the clients malicious, and similar data on all clients.
+    - Costs: no additional computation. The server stores all updates of a round.
+    - For: fewer than half of the clients malicious, and similar data on all clients.
 
     Args:
         num_malicious: See :class:`RobustAggregator`.
@@ -55,8 +55,8 @@ class TrimmedMean(RobustAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; the server stores all updates in a round.
-    - For: a known number of malicious clients; for heterogeneous data combine with NNM.
+    - Costs: no additional computation. The server stores all updates of a round.
+    - For: a known number of malicious clients. For heterogeneous data combine with NNM.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.

@@ -67,10 +67,10 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 
 
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
-    """Selects ``n - 2f`` clients by repeated Krum with f = ``num_malicious``; returns sorted indices.
+    """Selects ``n - 2f`` clients by repeated Krum with f = ``num_malicious``, and returns the sorted indices.
 
-    Ties are broken by the order over all clients. Reference: El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability
-    of Distributed Learning in Byzantium", ICML 2018, section 4.
+    Ties are broken by the order of the clients in :func:`krum_order`. Reference: El Mhamdi, Guerraoui & Rouault, "The
+    Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [8.0], [100.0]]).double()
@@ -93,19 +93,19 @@ def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
 def geometric_median_weights(
     gram: Tensor, smoothing: float = 1e-6, max_iterations: int = 10_000, tolerance: float = 1e-10
 ) -> Tensor:
-    r"""Client weights for the geometric median, positive with sum 1, from smoothed Weiszfeld iterations.
+    r"""Client weights (positive, sum 1) whose weighted mean is the geometric median, by smoothed Weiszfeld iterations.
 
     .. math:: v \leftarrow \frac{\sum_i w_i u_i}{\sum_i w_i}, \qquad w_i = \frac{1}{\max(\nu, \lVert v - u_i \rVert)}
 
     Initial weights decrease with a client's median distance to all clients, so that a few distant clients do not slow
-    down convergence. Iterations stop once the weights are stable. Reference: Pillutla, Kakade & Harchaoui, "Robust
-    Aggregation for Federated Learning", IEEE Transactions on Signal Processing 2022, Algorithm 2.
+    down convergence. Iterations stop when the weights no longer change. Reference: Pillutla, Kakade & Harchaoui,
+    "Robust Aggregation for Federated Learning", IEEE Transactions on Signal Processing 2022, Algorithm 2.
 
     Args:
         gram: Inner products between client updates, shape ``(n, n)``.
         smoothing: Lower bound :math:`\nu` for distances.
         max_iterations: Maximum number of iterations.
-        tolerance: Relative tolerance for stable weights.
+        tolerance: Largest relative change at which weights are considered constant.
 
     Example:
         >>> rows = torch.tensor([[1.0], [4.0], [7.0]]).double()
@@ -141,7 +141,7 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Centred clipping: weights of updates and previous centre, shape ``(n + 1,)``; clipping factors, ``(n,)``.
+    r"""Centred clipping: weights of the n updates and the previous centre, shape ``(n + 1,)``, and n clipping factors.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
@@ -201,11 +201,11 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
 
 
 def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise mean of rows ``(n, k)`` without the f smallest and f largest values, f = ``num_trimmed``.
+    """Coordinate-wise mean of n updates ``(n, k)`` without the f smallest and largest values, f = ``num_trimmed``.
 
-    For f = ``(n - 1) // 2`` the result is the median. Also returns the number of included coordinates per client.
-    Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
-    Rates", ICML 2018, definitions 1 and 2.
+    For f = ``(n - 1) // 2`` the result is the median. Also returns, for each client, the number of coordinates whose
+    value is in the mean. Reference: Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards
+    Optimal Statistical Rates", ICML 2018, definitions 1 and 2.
 
     Example:
         >>> trimmed_mean(torch.tensor([[0.0, 9.0], [2.0, 1.0], [50.0, 2.0]]).double(), num_trimmed=1)
@@ -219,9 +219,9 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise mean of the ``count`` values nearest to the median, from rows with shape ``(n, k)``.
+    """Coordinate-wise mean of the ``count`` values nearest to the median, from n updates, shape ``(n, k)``.
 
-    Returns means, shape ``(k,)``, and the number of included coordinates per client, shape ``(n,)``.
+    Returns means, shape ``(k,)``, and for each client the number of coordinates in the mean, shape ``(n,)``.
 
     Example:
         >>> mean_around_median(torch.tensor([[0.0], [2.0], [3.0], [50.0]]).double(), count=2)
@@ -239,7 +239,7 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
-    """Mixing matrix in which each new update is the mean over the ``n - f`` nearest updates, including itself.
+    """Mixing matrix: replaces each update by the mean of the ``n - f`` nearest updates, including this update.
 
     The number f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by
     Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm 2 ("NNM").

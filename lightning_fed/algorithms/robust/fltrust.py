@@ -24,16 +24,16 @@ class FLTrust(RobustAggregator):
         t_i = \max(0, \cos(u_i, u_0))
 
     A trusted client with the server's data joins every round in addition to the sampled clients, with full local work.
-    The trusted update :math:`u_0` is the reference and not part of the sum. If all scores are 0, the model does not
-    change. If the trusted client fails, the round fails. Reference: Cao et al., NDSS 2021, equations 2 to 4.
+    The trusted update :math:`u_0` is not part of the sum. If all scores :math:`t_i` are 0, the model does not change.
+    If the trusted client fails, the round fails. Reference: Cao et al., NDSS 2021, equations 2 to 4.
 
     - Sends: 1 model down and 1 up, for every client and the trusted client.
     - Keeps: nothing.
-    - Costs: training only; the server stores all updates in a round.
+    - Costs: no additional computation. The server stores all updates of a round.
     - For: a server with a small trusted data set.
 
     Args:
-        trusted: Name of the client that holds the server's data.
+        trusted: Name of the client with the server's data.
         num_malicious: See :class:`RobustAggregator`.
 
     Example:

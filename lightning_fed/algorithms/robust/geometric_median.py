@@ -22,13 +22,14 @@ class GeometricMedian(RobustAggregator):
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
-    Requires at least ``2 f + 1`` clients, all with equal weight (in the paper by examples). ``num_malicious`` affects
-    only BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
+    Requires at least ``2 f + 1`` clients. All clients have equal weight (in the paper, weights by examples).
+    ``num_malicious`` affects only BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms
+    1 and 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; the server stores all updates in a round.
-    - For: an unknown number of malicious clients, below one half.
+    - Costs: no additional computation. The server stores all updates of a round.
+    - For: an unknown number of malicious clients, fewer than half.
 
     Args:
         num_malicious: See :class:`RobustAggregator`.

@@ -33,7 +33,7 @@ class Krum(RobustAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; the server stores all updates in a round.
+    - Costs: no additional computation. The server stores all updates of a round.
     - For: similar client data, because the updates of all other clients are discarded.
 
     Args:
@@ -64,8 +64,8 @@ class MultiKrum(RobustAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; the server stores all updates in a round.
-    - For: a known number of malicious clients; for heterogeneous data combine with NNM.
+    - Costs: no additional computation. The server stores all updates of a round.
+    - For: a known number of malicious clients. For heterogeneous data combine with NNM.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
@@ -102,14 +102,14 @@ class MultiKrum(RobustAggregator):
 
 @register
 class Bulyan(RobustAggregator):
-    """Coordinate-wise mean around the median over clients selected by repeated Krum.
+    """Coordinate-wise mean of the values nearest to the median, over clients selected by repeated Krum.
 
     Krum selects ``n - 2 f`` clients; for each coordinate the ``n - 4 f`` values nearest to the median are averaged.
     Requires at least ``4 f + 3`` clients; equals :class:`FairAvg` for f = 0. Reference: El Mhamdi et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: training only; the server stores all updates in a round.
+    - Costs: no additional computation. The server stores all updates of a round.
     - For: many clients, less than a quarter malicious.
 
     Args:

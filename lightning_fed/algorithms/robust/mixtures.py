@@ -29,15 +29,15 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class Mixture(CollectingStep):
     """Base class of update steps that replace each update by a weighted sum of the round's updates, in float64.
 
-    BatchNorm's running statistics and integer entries are not mixed. With ``joins`` a mixed update represents several
-    clients, with the mean of the statistics and the majority of the integers.
+    BatchNorm's running statistics and integer entries are not mixed, unless ``joins`` is true. Then a mixed update
+    represents several clients, with the mean of their statistics and the majority of their integers.
     """
 
     joins: bool = False
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Weights of client updates in each new update, shape ``(rows, clients)``, from the inner products ``gram``."""
+        """Weights of client updates in the new updates, shape ``(new, clients)``, from inner products ``gram``."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with trusted clients, and rules without a single global model."""
@@ -87,20 +87,20 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base class of mixtures that assume a number of malicious clients, by default the largest below one half."""
+    """Base class of mixtures that assume a number of malicious clients, by default the largest below half."""
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Assumed malicious clients among ``count`` updates: f minus refused clients, by default below one half."""
+        """Assumed malicious updates among ``count``: f minus refused clients, or by default just below half."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
 
 
 class NearestNeighborMixing(TolerantMixture):
-    """Replaces each update by the mean of its ``n - f`` nearest updates, including itself (NNM, AISTATS 2023).
+    """Replaces each update by the mean of the ``n - f`` nearest updates, including this update (NNM, AISTATS 2023).
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
@@ -114,7 +114,7 @@ class NearestNeighborMixing(TolerantMixture):
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms to the next norm (ARC).
+    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms to the next lower norm (ARC).
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
@@ -133,9 +133,6 @@ class Bucketing(Mixture):
     Args:
         bucket_size: Number of clients per group. The last group may be smaller.
         seed: Seed for drawing the groups in each round.
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
     """
 
     joins = True

@@ -1,4 +1,4 @@
-"""Client updates of a round: inner products, mixtures and combinations, in chunks of coordinates."""
+"""Client updates of a round, with methods that compute inner products and combinations in chunks of coordinates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROUNDING = 1e-12  # tolerance for a sum of weights
 
 
 class Steps:
-    """Client updates (local minus global) as rows of a matrix that is never fully in memory.
+    """Client updates (local minus global) as rows of a matrix that is computed in chunks and never stored.
 
-    In addition to the client states, memory holds some float64 columns and the n x n inner products. Results are new
-    states: the global model plus a combination of updates, in float64.
+    In addition to the n client states, only some float64 columns and the n x n inner products are stored. Results are
+    new states: the global model plus a combination of updates, in float64.
 
     Args:
         start: Global model.
@@ -42,7 +42,7 @@ class Steps:
     @cached_property
     @torch.no_grad()
     def gram(self) -> Tensor:
-        """Inner products between all client updates, shape ``(rows, rows)``, float64, on the CPU."""
+        """Inner products between all client updates, shape ``(clients, clients)``, float64, on the CPU."""
         gram = torch.zeros(len(self._states), len(self._states), dtype=torch.float64)
         for name in self.names if self._states else ():
             for _, rows, base in self._chunks(name):
@@ -63,7 +63,7 @@ class Steps:
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
-        """Inner product of each client update with ``direction`` (float64 tensor by entry name), shape ``(rows,)``."""
+        """Inner product of each client update with ``direction`` (float64 values by entry), shape ``(clients,)``."""
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
             direction_values = _as_real(direction[name])
@@ -73,7 +73,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus client updates times ``weights``, shape ``(rows,)``; ``plus``: another (weight, update)."""
+        """Global model plus the sum of client updates times ``weights``; ``plus`` is another pair (weight, update)."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
@@ -90,12 +90,13 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines updates coordinate by coordinate; returns a new state, and each row's fraction of included values.
+        """Combines updates coordinate by coordinate. Returns a new state, and each update's fraction of used values.
 
         Args:
-            combine: Function from rows at k coordinates, shape ``(rows, k)``, to values, shape ``(k,)``, and the number
-                of included coordinates for each row, shape ``(rows,)``. Must be equivariant to shifts.
-            chosen: Indices of the rows to use; ``None`` for all rows.
+            combine: Maps n updates at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``, and for
+                each update the number of values used, shape ``(n,)``. Adding a constant to all updates must add the
+                constant to the result.
+            chosen: Indices of the updates to use; ``None`` for all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen
         counts = torch.zeros(len(indices), dtype=torch.float64)
