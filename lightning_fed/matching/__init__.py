@@ -1,4 +1,4 @@
-"""Matches neurons between networks (as in FedMA): permutation groups, matching, and merging."""
+"""Finds exchangeable neurons (permutation groups), matches neurons between networks, and merges networks."""
 
 from lightning_fed.matching.alignment import align_networks as align_networks
 from lightning_fed.matching.alignment import align_neurons as align_neurons

@@ -1,4 +1,4 @@
-"""Alignment: permutes neurons to minimise the distance between networks.
+"""Aligns networks: permutes neurons to minimise the distance between networks.
 
 Ainsworth, Hayase and Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries", ICLR 2023 (weight
 matching), and Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020.
@@ -22,12 +22,12 @@ _LEAST_GAIN = 1e-6  # relative to the inner product of networks within a group; 
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""Returns the order of neurons (int64) with the smallest distance, or largest inner product, to a reference.
+    r"""Returns the order of neurons (int64) with the smallest distance (largest inner product) to reference neurons.
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
-    With blocks (groups in group normalization), neurons only move within their block, and whole blocks are permuted:
-    first the best order is found for every pair of blocks, then the best pairs.
+    If neurons form blocks (as in group normalization), a neuron stays in its block, but whole blocks can be permuted.
+    First the best order is computed for every pair of a block and a reference block, then the best pairs.
 
     Args:
         reference: Reference neurons, shape ``(L, D)``.
@@ -85,9 +85,9 @@ def align_networks(
     Args:
         states: One state per network, with equal entries and widths.
         groups: Permutation groups.
-        orders: Initial order for each network and group: index of the neuron for each position, int64.
-        generator: Draws the order of networks and groups.
-        sweeps: Maximum number of sweeps over the networks.
+        orders: Initial order for each network and group: at each position the index of a neuron, int64.
+        generator: Generator for the order in which networks and groups are updated.
+        sweeps: Maximum number of passes over all networks and groups.
 
     Raises:
         ValueError: Same errors as :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
@@ -125,7 +125,7 @@ def align_networks(
 
 
 def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
-    """Returns the order for one group's neurons nearest to the mean network, or ``None`` without improvement."""
+    """Returns the order of one group's neurons nearest to the mean network; ``None`` if no order is better."""
     roles: tuple[Role, ...] = ("out", "vec", "in")
     reference, features = (neuron_features(values, group, roles) for values in (mean, state))
     if not features:

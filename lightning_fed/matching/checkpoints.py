@@ -1,4 +1,4 @@
-"""Reads checkpoints, and loads checkpoints with other layer widths."""
+"""Reads checkpoints, and loads checkpoints whose layer widths differ from the module's."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _OF_ONE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states")
 
 
 def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -> M:
-    """Loads a checkpoint with layer widths different from the module's, for example after matched averaging.
+    """Loads a checkpoint whose layer widths differ from the module's, for example after matched averaging.
 
-    ``load_from_checkpoint`` creates the module with the widths in the code, and fails for other shapes. This function
-    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). The number of classes is also treated
-    as a width. Files are loaded with ``weights_only=True``, so no code is executed.
+    ``load_from_checkpoint`` creates the module with the widths in the code, and fails if the checkpoint has other
+    shapes. This function first resizes the layers (:func:`~lightning_fed.matching.resize_module`), including the output
+    layer. Files are loaded with ``weights_only=True``, so no code is executed.
 
     Args:
         module: Module with the same architecture, changed in place and returned.
-        checkpoint: Path, content of a checkpoint, or state.
+        checkpoint: Path of a checkpoint, content of a checkpoint, or state dictionary.
         example_input: Input for one ``forward`` call, needed if widths differ: a tensor, a tuple, or a dictionary of
             named inputs; by default a LightningModule's ``example_input_array``.
 
     Raises:
-        ValueError: If entries, numbers of axes or layers do not match. The module then stays unchanged.
+        ValueError: If entries, numbers of axes or layers do not match. The module is then unchanged.
 
     Example:
         >>> wide = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1))
@@ -71,7 +71,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
-    """Checks that a module with a state's layer widths can run on ``example``; then restores the module."""
+    """Checks that the module runs on ``example`` with the layer widths of ``state``, and restores the module."""
     device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
     example = move_tensors(example, device)
     args, kwargs = split_inputs(example)
@@ -93,7 +93,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Reads a checkpoint file to the CPU; for a loaded checkpoint copies the dictionaries, but not the tensors."""
+    """Reads a checkpoint file to the CPU. If the checkpoint is already loaded, copies dictionaries but not tensors."""
     if isinstance(checkpoint, Mapping):
         content, label = dict(checkpoint), "the checkpoint"
     else:

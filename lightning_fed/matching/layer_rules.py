@@ -1,4 +1,4 @@
-"""Rules to trace neurons through operations with weights: each weight axis contains input or output neurons."""
+"""Rules that trace neurons through operations with weights. The axes of a weight are input or output neurons."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def group_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def layer_norm(tracer: Tracer, call: Call) -> Any:
-    """Rule for layer and RMS normalization, over the last dimensions."""
+    """Rule for layer normalization and RMS normalization, over the last dimensions."""
     activation = tracer.activation(call.arguments["input"])
     rank = len(activation.shape)
     dims = set(range(rank - len(call.arguments["normalized_shape"]), rank))
@@ -112,7 +112,7 @@ def layer_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def embedding(tracer: Tracer, call: Call) -> Any:
-    """Rule for embedding lookups: rows are fixed, columns are neurons."""
+    """Rule for embedding lookups: rows cannot be permuted, columns are neurons."""
     weight = call.arguments["weight"]
     if not isinstance(weight, ParameterView):
         return tracer.unknown_result(call)
@@ -121,7 +121,7 @@ def embedding(tracer: Tracer, call: Call) -> Any:
 
 
 def prelu(tracer: Tracer, call: Call) -> Any:
-    """Rule for PReLU activations, with one slope, or one slope per channel."""
+    """Rule for PReLU activations with one slope in total or per channel."""
     activation, weight = tracer.activation(call.arguments["input"]), call.arguments["weight"]
     if weight.shape == (1,):
         return activation
@@ -204,7 +204,7 @@ def _product(
     second: TracedActivation | ParameterView,
     shape: Sequence[int],
 ) -> TracedActivation:
-    """Traces a matrix product. If neuron ids vary along rows and columns, the product is treated as untraceable."""
+    """Traces a matrix product. If neuron ids vary along both rows and columns, the product is untraceable."""
     if isinstance(second, ParameterView) and len(second.shape) == 2 and isinstance(first, TracedActivation):
         tracer.read(second, 0, tracer.along(first, -1))
         return _along(tracer.axis(second, 1, "out"), -1, shape)

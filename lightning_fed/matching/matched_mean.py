@@ -1,7 +1,7 @@
 """Mean of several networks' parameters after neuron matching.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. In this implementation, each
-neuron is averaged over the clients that have the neuron (owners) instead of all clients.
+neuron is averaged over the clients with this neuron (the owners) instead of all clients.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""Averages client states after matching: each neuron over the clients with the neuron. Returns the mean state.
+    r"""Averages client states after matching; each neuron is averaged over the clients with this neuron (the owners).
 
     With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (missing neurons: 0), row *i* of an entry is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
-    or 0 if no client owns the row. :math:`\bar a` is the mean weight and *b* the weight of a prior. Missing columns are
-    0, so the mean averages pre-activations. If all clients own all neurons, the result equals :class:`WeightedMean`.
+    or 0 if the row has no owner. :math:`\bar a` is the mean weight and *b* the weight of a prior. Columns of missing
+    neurons are 0, so the pre-activations are averaged over all clients. If all clients own all neurons, the result
+    equals :class:`WeightedMean`.
 
     Args:
         states: One state per client, with equal names.
         groups: All permutation groups of the network, equal for all clients.
-        assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
+        assignments: For each client and group the neurons' indices in the mean network: int64, shape ``(neurons,)``.
         sizes: Number of neurons in the mean network for each group.
-        weights: Client weights, greater than 0. Integer entries come from the client with the largest weight.
-        prior_weight: Weight *b* of a prior with mean 0, in units of one client. With 1 and equal weights the mean over
-            *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+        weights: Client weights, greater than 0. Integer entries are copied from the client with the largest weight.
+        prior_weight: Weight *b* of a prior with mean 0; 1 equals the weight of one client. With 1 and equal weights the
+            mean over *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
 
     Raises:
         ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
-            for errors in :func:`grow_neurons`.
+            :func:`grow_neurons` raises an error.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
@@ -98,10 +99,11 @@ def agreement(
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
-    The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons.
+    The share is 1 if matched neurons are equal or if no neurons are matched, and about 1/n for n unrelated neurons.
 
-    Biases and normalization parameters are excluded (unless a group has no others), as are running statistics, complex
-    entries, and weights within a group, such as recurrent weights. NaN without comparable weights.
+    Running statistics, complex entries, and weights within a group, such as recurrent weights, are excluded. Biases and
+    normalization parameters are only included if a group has no other entries. The share is NaN if a group has no
+    comparable weights.
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

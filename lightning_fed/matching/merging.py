@@ -32,15 +32,15 @@ from lightning_fed.numerics.trees import move_tensors
 
 
 class MergedGroup(NamedTuple):
-    """Merging result for one permutation group: widths, matched neurons and time.
+    """Statistics of merging one permutation group: widths, matched neurons and time.
 
     Attributes:
         name: Group name.
         before: Number of neurons in each network.
         width: Number of neurons in the merged network.
         matched: Fraction of neurons matched with another network.
-        agreement: Fraction of the squared neuron norms that averaging preserves.
-        seconds: Matching time in seconds, without sweeps.
+        agreement: Fraction of squared neuron norms preserved by averaging.
+        seconds: Matching time in seconds, without alignment sweeps.
     """
 
     name: str
@@ -58,7 +58,7 @@ class MergedModel(NamedTuple):
         module: The merged module.
         state: A copy of the module's state.
         groups: Permutation groups; empty with mode ``"none"``.
-        assignments: Merged index of each neuron, for each network and group: int64.
+        assignments: Each neuron's index in the merged network, by network and group: int64.
     """
 
     module: nn.Module
@@ -68,20 +68,21 @@ class MergedModel(NamedTuple):
 
 
 class MatchedAverage:
-    """Merges trained networks with equal architecture: matches neurons, then averages.
+    """Merges trained networks with equal architecture: matches neurons, then averages matched neurons.
 
     Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
-    over its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Deep networks
-    with different initializations lose much accuracy. BatchNorm's running statistics are measured again.
+    over the matched neurons. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Deep
+    networks with different initializations lose much accuracy. BatchNorm's running statistics are measured again on
+    data.
 
     Args:
         mode: ``"grow"`` adds unmatched neurons (with the marginal score, up to 1.25 times the width); ``"permute"``
             matches neurons one to one and preserves widths; ``"none"`` averages without matching.
-        order: Group order, and weights used for comparison: ``"fedma"`` or ``"pfnm"``.
+        order: Group order, and entries used to compare neurons: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: Larger values add more neurons; ``None`` for the score's default.
+        gamma: Larger values add more neurons; ``None`` for the default of ``score``.
         passes: Maximum matching passes over the networks per group.
-        sweeps: Maximum alignment sweeps over all networks and groups; with ``"grow"`` before the matching.
+        sweeps: Maximum number of alignment sweeps over all networks. With ``"grow"`` sweeps precede the matching.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average them.
         inputs: Inputs in a batch: index, key or function; ``None``: the first element or a key such as ``"image"``.
         seed: Seed for the network order.
@@ -136,13 +137,15 @@ class MatchedAverage:
         data: Iterable[Any] | None = None,
         weights: Sequence[float] | None = None,
     ) -> MergedModel:
-        """Merges networks; refuses low-rank adapters, non-finite values, and networks without permutable neurons.
+        """Merges networks. Refuses low-rank adapters, non-finite values, and networks without permutable neurons.
 
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.
             module: Module that receives the merged state, changed in place; ``None`` for a copy of the first module.
-            example_input: Input for ``forward``, used for tracing; by default from ``data`` or ``example_input_array``.
-            data: Batches used to measure BatchNorm's running statistics, such as a ``DataLoader``; read once.
+            example_input: Input for ``forward``, used for tracing; by default taken from ``data`` or
+                ``example_input_array``.
+            data: Batches used to measure BatchNorm's running statistics, such as a ``DataLoader``. The batches are read
+                once.
             weights: Weight of each network, greater than 0; equal by default.
         """
         module = _module(networks) if module is None else module

@@ -1,7 +1,7 @@
-"""Neuron ids: a union-find structure over parameter axes, and activations with one id per element.
+"""Neuron ids: a union-find structure for positions on parameter axes, and activations with one id per element.
 
 Each position on a parameter axis starts with a separate id. Tracing an activation through the network unites two ids if
-one element would have both. Positions with equal final ids are coupled, because they belong to one neuron.
+both would belong to the same element. Positions with equal final ids are coupled, because they belong to one neuron.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class UnionFind:
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Unites ids at equal positions of two broadcast id tensors, except the id of constants (``NEUTRAL``)."""
+        """Unites the ids at equal positions of two broadcast id tensors, except the id of constants (``NEUTRAL``)."""
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():
@@ -78,7 +78,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """Activation with one neuron id per element; ``ids`` has length 1 along dimensions without changes of the id."""
+    """Activation with one neuron id per element; ``ids`` has length 1 along dimensions with constant ids."""
 
     ids: Tensor
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class TracedActivation:
         return {dim for dim, length in enumerate(self.ids.shape) if length > 1}
 
     def expanded(self) -> Tensor:
-        """Expands the ids to the activation's shape, on shared memory."""
+        """Expands the ids to the activation's shape, without a copy."""
         return self.ids.expand(self.shape)
 
 

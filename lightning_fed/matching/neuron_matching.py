@@ -1,18 +1,18 @@
-r"""Matches one layer's neurons between networks (client neurons to global neurons), with a variable global width.
+r"""Matches one layer's client neurons to a variable number of global neurons.
 
 - Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
-  published score; each layer is matched once, without training in between.
-- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: as in PFNM, with training in between.
+  published score; each layer is matched once, without training between layers.
+- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: as in PFNM, with training between layers.
 - Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the marginal score.
 
 A global neuron is drawn around a prior mean, and a client neuron around its global neuron. A Beta-Bernoulli process
-determines which global neurons a client owns:
+determines the global neurons of each client:
 
 .. math:: \theta_i \sim \mathcal{N}(\mu, \sigma_0^2) \qquad
     w_{jl} \mid \theta_i \sim \mathcal{N}(\theta_i, \sigma_j^2)
 
-Two neurons of one client never share a global neuron. Clients are matched one after another with all existing global
-neurons or with new ones. Each assignment maximises the sum of scores.
+Two neurons of one client are never matched with the same global neuron. Clients are matched one after another with all
+existing global neurons or with new ones. Each assignment maximises the sum of scores.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class NeuronMatch(NamedTuple):
     """Assignment of client neurons to global neurons.
 
     Attributes:
-        assignments: Global index of each neuron by client, int64, shape ``(L_j,)``.
+        assignments: For each client the neurons' global indices, int64, shape ``(L_j,)``.
         means: Mean over the client neurons of each global neuron, shape ``(L, D)``.
-        estimate: Most probable global neurons, shape ``(L, D)``: means shrunk towards the prior mean.
-        owners: Number of clients that own each global neuron, int64, shape ``(L,)``.
+        estimate: Most probable global neurons, shape ``(L, D)``: the means, shrunk towards the prior mean.
+        owners: Number of clients with each global neuron (owners), int64, shape ``(L,)``.
         variance: Variances used, shape ``(J, D)``.
         prior_variance: Prior variances used, shape ``(D,)``.
         passes: Number of passes over all clients after the first matching.
@@ -77,7 +77,8 @@ def match_neurons(
 
     With precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, each global neuron has :math:`n_i`
     owners, the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` over
-    its client neurons. With the current client removed and :math:`u = p_j w`, a client neuron :math:`w` has the score
+    its client neurons. The current client is removed from these sums. With :math:`u = p_j w`, the score of a client
+    neuron :math:`w` is
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
@@ -90,26 +91,28 @@ def match_neurons(
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
     - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in brackets, with :math:`c = 1`,
-      :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, weights hardly influence
-      the result for short neurons. If all clients have equally many neurons with norms well below 1, each client after
-      the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights: with
+      :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, the values of neurons with
+      a small norm hardly influence the result. If all clients have equally many neurons with norms well below 1, each
+      client after the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights: with
       :math:`\gamma = 7` three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47.
     - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances,
-      this score recovers shared neurons and creates separate neurons for the rest.
+      this score finds the neurons that clients share, and creates new global neurons for all other neurons.
 
     The client with the most neurons defines the first global neurons. The other clients follow in order of decreasing
     width. In each later pass every client is matched again, in random order, until a pass changes nothing.
 
     Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
-    prior :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. All variances start
-    at half the variance of the values. Matching and estimation alternate at most three times.
+    prior :math:`\sigma_0^2`, for each block of ``D``, by expectation maximization over the global neurons. The initial
+    value of all variances is half the variance of the values. Matching and estimation alternate at most three times.
 
     Args:
-        clients: Neurons of each client, shape ``(L_j, D)``, floating point; computed at least in float32.
-        generator: Draws the client order.
+        clients: Neurons of each client, shape ``(L_j, D)``, floating point. The computation uses at least float32.
+        generator: Generator that draws the client order.
         score: ``"published"`` or ``"marginal"``.
-        gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1.
-        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``; infinity ignores values. By default 1 or estimated.
+        gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1
+            (marginal).
+        variance: :math:`\sigma_j^2` > 0, broadcast to ``(J, D)``; infinity ignores values. By default 1 (published), or
+            estimated.
         prior_variance: :math:`\sigma_0^2` > 0, broadcast to ``(D,)``. By default 1 (published), or estimated.
         prior_mean: :math:`\mu`, broadcast to ``(D,)``. The authors use 0.1 for biases.
         blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
@@ -160,7 +163,7 @@ def match_neurons(
 
 
 class _Matcher:
-    """Matching in progress: the global neuron of each client neuron. Scalar precisions are stored as one column."""
+    """State of the matching: the global neuron of each client neuron. Scalar precisions are stored as one column."""
 
     def __init__(
         self,
@@ -362,7 +365,7 @@ def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
 def _estimate(
     matcher: _Matcher, mean: Tensor, sizes: list[int], is_noise_known: bool, is_prior_known: bool
 ) -> tuple[Tensor, Tensor]:
-    """Maximum-likelihood client and prior variances, shapes ``(J, D)`` and ``(D,)``. Known variances stay fixed."""
+    """Maximum-likelihood client and prior variances, shapes ``(J, D)`` and ``(D,)``. Known variances do not change."""
     members = torch.full((len(matcher.owners), len(matcher.neurons)), -1, device=mean.device)
     count = 0
     for client, indices in enumerate(matcher.assignments):
@@ -403,8 +406,9 @@ def _maximise_likelihood(
 ) -> tuple[Tensor, Tensor]:
     """Estimates the variances of one block by expectation maximization over the global neurons.
 
-    ``products`` are inner products of client neurons minus the prior mean for each global neuron, shape ``(L, J, J)``,
-    with 0 for missing neurons; ``owned`` has shape ``(L, J)``, ``noise`` ``(J,)``. Known variances are fixed.
+    ``products``, shape ``(L, J, J)``, are for each global neuron the inner products of the client neurons minus the
+    prior mean, with 0 for missing neurons. ``owned`` has shape ``(L, J)``, ``noise`` ``(J,)``. Known variances do not
+    change.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

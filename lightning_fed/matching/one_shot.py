@@ -1,4 +1,4 @@
-"""One-shot matching for networks with equal architecture: matches each group of neurons, then averages.
+"""One-shot matching of networks with equal architecture: matches each group of neurons, then averages.
 
 Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019; Wang et al.,
 "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, without the training between layers.
@@ -42,9 +42,9 @@ class StateMatch(NamedTuple):
     """Result of merging several network states.
 
     Attributes:
-        state: Merged state, with each neuron averaged over its owners.
+        state: Merged state, in which each neuron is the mean over the matched neurons.
         groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets these widths in a module.
-        assignments: Merged index of each neuron, for each network and group: int64, shape ``(neurons,)``.
+        assignments: For each network and group the neurons' indices in the merged network: int64, shape ``(neurons,)``.
         agreement: Fraction of the squared neuron norms that averaging preserves, for each group.
         seconds: Matching time for each group in seconds, without sweeps.
     """
@@ -57,7 +57,7 @@ class StateMatch(NamedTuple):
 
     @property
     def owners(self) -> dict[str, Tensor]:
-        """Number of networks that share each merged neuron, by group: int64, shape ``(neurons,)``."""
+        """Number of networks that share a merged neuron, by group: int64, shape ``(neurons,)``."""
         return {
             name: torch.bincount(torch.cat([assignment[name] for assignment in self.assignments]), minlength=size)
             for name, size in self.groups.sizes.items()
@@ -85,21 +85,20 @@ def match_states(
 ) -> StateMatch:
     """Matches neurons across several networks group by group, then averages.
 
-    ``"fedma"`` runs from the first to the last group and compares incoming weights, biases and normalization.
-    ``"pfnm"`` runs from the last to the first group and compares outgoing weights and biases; the first layer also
-    compares incoming weights. Groups that cannot grow are only permuted.
+    ``"fedma"`` proceeds from the first to the last group and compares incoming weights, biases and normalization.
+    ``"pfnm"`` proceeds from the last to the first group and compares outgoing weights and biases, and in the first
+    layer also incoming weights. Groups with fixed width are only permuted.
 
-    A single pass matches each network to the earlier networks, using only some weights. Afterwards ``sweeps`` align the
-    networks jointly over all groups until nothing changes (:func:`~lightning_fed.matching.align_networks`). With
-    ``"grow"`` the sweeps come first, and then groups are compared by all incoming weights (``"pfnm"``: by all weights).
-
-    Prior means are 0 and all networks have equal variances, unless ``options`` override both. BatchNorm's running
-    statistics are also averaged: measure the statistics again with the merged network.
+    Matching compares each network with the earlier networks, using only some weights. Afterwards, at most ``sweeps``
+    alignment sweeps over all networks and groups use all weights, until nothing changes
+    (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` the sweeps precede the matching, and the matching
+    compares all incoming weights (``"pfnm"``: all weights). By default prior means are 0, and variances equal for all
+    networks. BatchNorm's running statistics are averaged too, and should be measured again with the merged network.
 
     Args:
         states: One state per network, with equal entries.
         groups: Permutation groups.
-        generator: Draws the order of networks, and of groups in sweeps.
+        generator: Generator that draws the order of networks, and the order of groups in sweeps.
         order: ``"fedma"`` or ``"pfnm"``.
         mode: ``"grow"`` adds neurons, ``"permute"`` only permutes, ``"none"`` averages without matching.
         weights: Network weights, greater than 0; equal by default.
@@ -111,7 +110,7 @@ def match_states(
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
     Raises:
-        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, or another argument is invalid.
+        ValueError: If ``states`` is empty, or an option is invalid.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))

@@ -1,4 +1,4 @@
-"""Rules to trace neurons through operations without weights, one per kind of operation."""
+"""Rules that trace neurons through operations without weights, one per kind of operation."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Rule for tensors with a single repeated value, such as zeros: elements belong to no neuron."""
+    """Rule for tensors with a single repeated value, such as zeros, whose elements belong to no neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
 def same(tracer: Tracer, call: Call) -> Any:
-    """Rule for operations that only change dtype, memory or name: neuron ids stay unchanged."""
+    """Rule for operations that only change dtype, memory or name, and do not change neuron ids."""
     return call.args[0]
 
 
@@ -89,7 +89,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Rule for operations that move, repeat or remove elements; the operation is applied to the neuron ids."""
+    """Rule for operations that move, repeat or remove elements: applies the operation to the neuron ids."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]
@@ -137,7 +137,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """Rule for padding with a constant or with inner elements."""
+    """Rule for padding with a constant or with elements of the tensor."""
     activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
     padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}

@@ -1,7 +1,7 @@
 r"""Permutes, selects and adds neurons in a network's state.
 
-A network computes the same function if a layer's neurons are permuted together with all dependent values: rows in
-incoming weights, biases, normalization, and columns in outgoing weights.
+A network computes the same function if a layer's neurons are permuted in all related values: rows in incoming weights,
+biases, normalization, and columns in outgoing weights.
 
 .. math:: W_2 \, \sigma(W_1 x + b_1) = (W_2 \Pi^\top) \, \sigma(\Pi W_1 x + \Pi b_1)
 
@@ -46,10 +46,11 @@ class PermutationGroup:
     """Neurons or channels that can be permuted without changing the network's function.
 
     Attributes:
-        name: Layer that has the neurons as outputs.
-        size: Neuron count.
-        entries: Indices of the neurons on each axis with neurons of the group, by :class:`Axis`.
-        blocks: Number of consecutive blocks with equal size (groups in a group normalization); neurons stay in a block.
+        name: Name of the layer with these neurons as outputs.
+        size: Number of neurons.
+        entries: Neuron indices for each :class:`Axis` with neurons in the group.
+        blocks: Number of consecutive blocks with equal size (groups in a group normalization); a neuron must stay in
+            its block.
         is_growable: Whether neurons can be added.
     """
 
@@ -61,11 +62,11 @@ class PermutationGroup:
 
     @classmethod
     def over(cls, state: Mapping[str, Tensor], axes: Mapping[Axis, Role], size: int) -> PermutationGroup:
-        """Creates a group manually from whole axes of entries; the name is the first entry's layer.
+        """Creates a group manually from whole axes of entries. The group is named after the first entry's layer.
 
         Args:
             state: Network entries.
-            axes: Axes and roles. On an axis longer than ``size`` each neuron has several adjacent positions.
+            axes: Axes and roles. If an axis is longer than ``size``, each neuron has several adjacent positions.
             size: Number of neurons.
 
         Example:
@@ -89,9 +90,9 @@ class PermutationGroup:
 
 
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
-    """Changes the number of neurons in each of a network's groups. Groups with a new size have no blocks.
+    """Changes the number of neurons in each of a network's permutation groups. A resized group has ``blocks=1``.
 
-    New neurons follow the existing neurons of the group. Groups that follow on the same axis (a concatenation) are
+    New neurons are placed after the group's existing neurons. Later groups on the same axis (after a concatenation) are
     shifted. A group with fixed width must keep its size.
 
     Raises:
@@ -145,10 +146,10 @@ def permute_neurons(
     Args:
         state: Any network entries. Entries outside the groups are returned unchanged.
         groups: Groups to permute.
-        orders: Index of the neuron for each position, for each group: int64, shape ``(neurons,)``.
+        orders: For each group, the old index of the neuron at each new position: int64, shape ``(neurons,)``.
 
     Raises:
-        ValueError: If an order is not a permutation, splits a block, or a shape is wrong.
+        ValueError: If an order is not a permutation or splits a block, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -192,14 +193,14 @@ def slice_neurons(
 def grow_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], assignments: Sequence[Tensor], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Expands a network's state to a wider network, with neurons at given indices. New neurons are 0.
+    """Expands a network's state to a wider network. Existing neurons move to given indices; new neurons are 0.
 
     The network computes the same function. :func:`slice_neurons` with the same indices is the inverse.
 
     Args:
         state: Any network entries. Entries outside the groups are returned unchanged.
         groups: All groups in the network.
-        assignments: New index of each neuron, for each group: distinct, int64, shape ``(neurons,)``.
+        assignments: For each group, the new index of each neuron: distinct, int64, shape ``(neurons,)``.
         sizes: Number of neurons in the wider network for each group.
 
     Raises:
@@ -228,16 +229,17 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Feature vectors for matching the neurons of a group, by entry and axis, shape ``(neurons, numbers)``.
+    """Returns feature vectors of a group's neurons for matching, by entry and axis, shape ``(neurons, features)``.
 
-    Entries with the group on two axes (an LSTM's hidden-to-hidden weights) are excluded, because the values depend on
-    the order of neurons. Integer entries and running statistics are also excluded. To use the result in
+    Entries in which the group is on two axes (an LSTM's hidden-to-hidden weights) are excluded, because these features
+    depend on the order of neurons. Integer entries and running statistics are also excluded. To use the result in
     :func:`~lightning_fed.matching.match_neurons`, concatenate the values and pass the widths as ``blocks``.
 
     Args:
         state: Network entries, in which all other groups have the same order on all clients.
         group: Permutation group.
-        roles: Roles to include: incoming weights and vectors (FedMA); with ``"in"`` also outgoing weights (PFNM).
+        roles: Roles to include: by default incoming weights and vectors (FedMA). Add ``"in"`` for outgoing weights
+            (PFNM).
 
     Raises:
         ValueError: If a role is unknown or a shape is wrong.
@@ -268,7 +270,7 @@ def is_compared(name: str, value: Tensor) -> bool:
 
 
 class _Run(NamedTuple):
-    """Neurons in adjacent positions on an axis: neuron i has the positions ``start + i * repeat + [0, repeat)``."""
+    """Neurons at adjacent positions of an axis: neuron i is at the positions ``start + i * repeat + [0, repeat)``."""
 
     group: int
     column: int
@@ -298,7 +300,7 @@ def _rearranged(
     after: Sequence[PermutationGroup],
     sources: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Rearranges the neurons in a state. ``sources`` contains old indices by group, -1 for new neurons."""
+    """Rearranges the neurons in a state. ``sources`` contains the old indices by group, or -1 for a new neuron."""
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:
             continue
@@ -321,7 +323,7 @@ def _rearranged(
 
 
 def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
-    """Index tensor for a rearranged axis: the old position for each new position; -1 for new neurons."""
+    """Index tensor for a rearranged axis: the old position for each new position, or -1 for a new neuron."""
     length, new_length = pieces[0][0].length, pieces[0][1].length
     is_other, is_new_other = torch.ones(length, dtype=torch.bool), torch.ones(new_length, dtype=torch.bool)
     index = torch.full((new_length,), -1)

@@ -20,10 +20,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance relative t
 
 
 class PermutationCheck:
-    """Checks permutation groups: runs a module with perturbed values, within :func:`restored_afterwards`.
+    """Checks permutation groups by running a module with perturbed values. Use within :func:`restored_afterwards`.
 
-    All values in the state and the inputs are perturbed, because zeros and ones from the initialisation, or dead
-    channels, would hide dependencies. Runs in evaluation mode and float64, or in float32 if float64 fails.
+    All values in the state and the inputs are perturbed. Otherwise zeros and ones from the initialisation, or dead
+    channels, would hide dependencies. The module runs in evaluation mode in float64, or in float32 if float64 fails.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class PermutationCheck:
         return value.to(device, self._dtype if value.is_floating_point() else value.dtype)
 
     def _perturbed(self, value: Any, name: str = "") -> Any:
-        """Adds noise to a tensor, with the tensor's standard deviation; the noise is drawn on the CPU."""
+        """Adds noise with the tensor's standard deviation to a tensor. The noise is drawn on the CPU."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value.detach().cpu() if isinstance(value, Tensor) else value
         numbers = value.detach().to("cpu", torch.float64)
@@ -135,7 +135,7 @@ def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def restored_afterwards(module: nn.Module) -> Iterator[None]:
-    """Context manager for evaluation mode without gradients; afterwards restores all tensors and attributes."""
+    """Context manager for evaluation mode without gradients. On exit restores all tensors and attributes."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.data for tensor in tensors]
     layers = [(layer, layer.training, dict(vars(layer))) for layer in module.modules()]
@@ -154,7 +154,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds failing groups (``fails`` is true) by bisection. Groups that fail only together are all returned."""
+    """Finds failing groups by bisection with ``fails``. If groups fail only together, all are returned."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

@@ -33,15 +33,16 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 
 @dataclass(frozen=True, eq=False)
 class PermutationGroups:
-    """Permutation groups of a module (neurons exchangeable without effect on outputs), in execution order.
+    """Permutation groups of a module (sets of neurons that can be permuted), in execution order.
 
-    States are flat, such as ``module.state_dict()``, possibly incomplete. Orders, sizes and indices are given by group.
+    States are dictionaries such as ``module.state_dict()``, possibly without some entries. Orders, sizes and indices
+    are dictionaries by group name.
 
     Attributes:
         groups: Permutation groups.
         order: Entry names in execution order. Unused entries are omitted.
         tied: Name of the earlier entry for each tied entry.
-        unknown: Number of calls by operation without a rule. Neurons affected by such operations are not permuted.
+        unknown: Operations without a rule, with the number of calls. Neurons in such operations are not permuted.
     """
 
     groups: tuple[PermutationGroup, ...]
@@ -61,19 +62,20 @@ class PermutationGroups:
         """Finds the permutation groups of a module.
 
         The module is traced with `torch.export` in evaluation mode. Each position on an entry's axis is traced through
-        the operations; positions that contribute to the same element belong to one neuron. Inputs, outputs and neurons
-        used in operations without a rule are fixed, so groups may be missing but are never wrong.
+        the operations. Positions that contribute to the same element belong to one neuron. Inputs, outputs and neurons
+        in operations without a rule are not permuted, so groups may be missing but are never wrong.
 
-        The groups are then checked with random values in the module: after permuting all groups, outputs must agree in
-        float64 up to a relative error of 1e-9. Failing groups are removed with a warning. A growable group becomes
-        fixed if additional neurons break the module or change the outputs.
+        The groups are then checked with random values in the module. A permutation of all groups may change the outputs
+        by a relative error of at most 1e-9, in float64. Failing groups are removed with a warning. A growable group
+        becomes fixed if additional neurons break the module or change the outputs.
 
         Args:
             module: Any module; restored afterwards. The operations of ``forward`` must not vary between calls. Unused
                 children cause a warning, because ``training_step`` may use them.
             example_input: A tensor, a tuple, or a dictionary of named inputs, with at least two (small) examples.
-            pin: Patterns for entry names (``"decoder.*"``) whose neurons stay fixed.
-            extra_groups: Manual groups, checked as well. These replace found groups with common positions.
+            pin: Patterns for entry names (``"decoder.*"``) with neurons to exclude from permutations.
+            extra_groups: Manual groups, which are also checked. A manual group replaces the found groups with common
+                positions.
 
         Example:
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))
@@ -121,7 +123,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names: the layer that has the neurons as outputs, with a position if a layer has several groups."""
+        """Group names: the layer with the neurons as outputs, and a position if a layer has several groups."""
         return [group.name for group in self.groups]
 
     @property

@@ -1,4 +1,4 @@
-"""Stages for layer-wise matching: layers that are matched in one exchange and then frozen."""
+"""Stages of layer-wise matching. A stage contains the layers that are matched in one round and then frozen."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class Stage:
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
     """Splits a network into stages, first to last. Each entry belongs to one stage.
 
-    A stage contains all layers that have the neurons of one group as outputs: one layer in a chain (as in FedMA, ICLR
-    2020, Algorithm 1), or all blocks of a residual stage. Layers with fixed outputs join the next stage. The last
-    layers, such as the output layer, form the last stage.
+    A stage contains all layers whose outputs are the neurons of one group: one layer in a chain (as in FedMA, ICLR
+    2020, Algorithm 1), or all blocks of a residual stage. Layers whose outputs are not permuted belong to the next
+    stage. The last layers, such as the output layer, form the last stage.
 
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged); or patterns for names by stage.
+        choice: ``"auto"``; the maximum number of stages (neighboring stages with few neurons are merged); or patterns
+            for entry names by stage.
 
     Raises:
         ValueError: If no stage exists, an entry matches no stage, a stage has no entries, or the neurons of a group are
@@ -89,8 +90,8 @@ def check_stages(choice: StageChoice) -> StageChoice:
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
     """Finds the entries of output layers: layers after all hidden layers with as many rows as the last layer.
 
-    A layer with fixed neurons may precede the output layer. Running statistics and integers are excluded. ``names`` are
-    entry names in the last stage; ``form`` has all exchanged entries.
+    A layer whose neurons are not permuted may precede the output layer. Running statistics and integers are excluded.
+    ``names`` are entry names in the last stage; ``form`` contains all exchanged entries.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

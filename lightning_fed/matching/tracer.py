@@ -29,7 +29,8 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 class Call:
     """One operation, with traced activations in place of tensors.
 
-    ``arguments`` contains all arguments by name. ``shapes`` has the shape of each result; ``None`` if not a tensor.
+    ``arguments`` contains all arguments by name. ``shapes`` contains the shape of each result, or ``None`` for a result
+    that is not a tensor.
     """
 
     name: str
@@ -58,16 +59,17 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Packs activations like the operation's return value; results without an activation become ``None``."""
+        """Packs activations in the structure of the return value; a result without an activation is ``None``."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
 
 class Tracer:
-    """Unites and pins neuron ids (one per position on a parameter axis) along a network's operations.
+    """Follows a network's operations, and unites or pins neuron ids (one id per position on a parameter axis).
 
     ``axes`` and ``roles`` are in network order. ``elements`` contains ids for entries traced per element. ``unknown``
-    counts calls by operation without a rule; all inputs of such operations are pinned.
+    contains the number of calls of each operation without a rule. All inputs of such operations are pinned (not
+    permuted).
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -80,7 +82,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported network; ``names`` maps program names to entry names, ``constants`` to other buffers."""
+        """Traces an exported network. ``names`` maps program names to entry names, ``constants`` to other buffers."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
@@ -157,7 +159,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Returns an activation's ids along one dimension, united over all other dimensions; shape ``(length,)``."""
+        """Unites an activation's ids over all dimensions except ``dim``; returns ids of shape ``(length,)``."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -173,12 +175,12 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Unites the ids on a parameter's axis with the input neurons' ``ids``; pins positions without a neuron."""
+        """Unites the ids on a parameter's axis with the input neurons' ``ids``. Pins positions without a neuron."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Unites the ids of vectors with one value per neuron (bias, normalization) with ``ids``; skips ``None``."""
+        """Unites the ids of vectors with one value per neuron (bias, normalization) with ``ids``. Skips ``None``."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
@@ -198,7 +200,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the activation after a reduction over ``dims``, which remain as dimensions with length 1."""
+        """Returns the activation after a reduction over ``dims``. The reduced dimensions remain with length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()
@@ -232,7 +234,7 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Returns the ids after an elementwise operation; each operand is broadcast along its ``broad`` dimensions."""
+        """Returns the ids after an elementwise operation. Each operand is broadcast along its ``broad`` dimensions."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner

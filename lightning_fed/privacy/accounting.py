@@ -1,4 +1,4 @@
-"""Privacy budgets: the privacy loss for a given noise, and the noise for a given budget.
+"""Privacy budgets: computes the privacy loss for a given noise, or the noise for a given privacy loss.
 
 Requires ``dp-accounting`` (``pip install lightning-fed[privacy]``), imported on first use.
 """
@@ -29,16 +29,17 @@ Accountant = Literal["rdp", "pld"]
 
 @dataclass(frozen=True)
 class Budget:
-    r"""Privacy budget over rounds (protecting clients) or over DP-SGD steps (protecting examples).
+    r"""Privacy budget for rounds (protecting clients) or DP-SGD steps (protecting examples).
 
     For :class:`DPSGD`, read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
-    sampling each client is drawn independently, and neighboring populations differ by the presence of one client: a sum
-    of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling neighboring
-    populations replace one client: the sum changes by up to 2 C, and the standard deviation is :math:`2 z C`.
+    sampling each client is drawn independently, and neighboring populations differ by the presence of one client. A sum
+    over updates with norm at most C then gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling one
+    client is replaced in neighboring populations, the sum changes by up to 2 C, and the standard deviation is
+    :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.
-        delta: Probability :math:`\delta` of exceeding the bound.
+        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon.
         population: Total number of clients.
         cohort: Number of clients per round; the expected number with ``"poisson"``.
         sampling: Sampling scheme. The guarantee requires that the drawn clients stay secret.
@@ -90,7 +91,7 @@ def calibrate(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """Finds the smallest noise for an epsilon after all rounds, with a noise multiplier from 0.05 to 10,000.
+    """Finds the smallest noise multiplier, from 0.05 to 10,000, with at most a given epsilon after all rounds.
 
     Args:
         epsilon: Bound after all rounds.

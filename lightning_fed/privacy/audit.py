@@ -1,4 +1,4 @@
-"""Privacy audit in one run: measures how well canary clients can be detected in noised sums.
+"""Privacy audit in one run: measures the detection rate for canary clients in noised sums.
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023. https://arxiv.org/abs/2305.08846
 """
@@ -27,11 +27,11 @@ class Audit:
     """Result of a privacy audit with canary clients: bounds for epsilon.
 
     Args:
-        num_canaries: Number of canary clients, each included at random.
+        num_canaries: Number of canary clients; each is included with probability 1/2.
         num_guesses: Number of canaries guessed as included or excluded.
         num_correct: Number of correct guesses.
         lower_bound: Lower bound of epsilon at the requested confidence.
-        claimed: Upper bound of epsilon computed by the accountant.
+        claimed: Upper bound of epsilon, computed by the accountant.
     """
 
     num_canaries: int
@@ -53,21 +53,22 @@ def audit_mean(
     """Measures a lower bound of epsilon for :class:`~lightning_fed.privacy.CentralDP` with canary clients.
 
     Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
-    whenever sampled. Afterwards the canaries with the largest component in the model are guessed to be included, and
-    the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise are the same as in
-    a fit; training is skipped. The lower bound cannot exceed about the logarithm of ``num_guesses``.
+    whenever sampled. Afterwards the audit guesses that the canaries with the largest component in the model were
+    included, and that the canaries with the smallest component were excluded. Sampling, update checks, sums and noise
+    are the same as in a fit, but no client trains. The lower bound cannot exceed about the logarithm of
+    ``num_guesses``.
 
     Args:
         budget: Privacy budget, with at least ``num_canaries`` clients.
         rounds: Number of rounds.
         num_canaries: Number of canary clients.
-        share: Fraction of canaries to guess: one half as included, the other as excluded.
-        seed: Seed for including canaries.
+        share: Fraction of canaries with a guess; half of the guesses are "included", half "excluded".
+        seed: Seed for choosing the included canaries.
         confidence: Confidence level of the lower bound.
-        key_for_tests: Known noise key for tests; ``None`` draws a secret key.
+        key_for_tests: Known noise key, only for tests; ``None`` draws a secret key.
 
     Raises:
-        ValueError: If there are more canaries than clients, or ``share`` gives less than two guesses.
+        ValueError: If there are more canaries than clients, or ``share`` gives fewer than two guesses.
 
     Example:
         >>> audit = audit_mean(Budget(0.5, 1e-3, 100, 100), rounds=1, num_canaries=100)  # doctest: +SKIP

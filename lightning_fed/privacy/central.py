@@ -52,14 +52,15 @@ IS_SHORT = "privacy/is_short"
 class CentralDP(UpdateStep):
     r"""Central differential privacy: bounds the information that the model reveals about any single client.
 
-    Clients clip their updates, and the server adds noise to the sum. The server receives single updates; the model and
-    the log contain no other client information.
+    Clients clip their updates, and the server adds noise to the sum. The server sees each client's update; only the
+    noised model and log values are protected.
 
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
-    The denominator is the expected cohort size, and all clients have equal weight. The norm covers all shared
-    floating-point entries. Updates longer than C (beyond rounding) are excluded. Integers keep the server's value.
+    The denominator is the expected cohort size, and all clients have equal weight. The norm is computed over all shared
+    floating-point entries. Updates with norm above C (beyond rounding errors) are excluded. Integer entries do not
+    change.
 
     With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
@@ -71,36 +72,37 @@ class CentralDP(UpdateStep):
     The attribute ``count_noise`` is :math:`\sigma_b`, as a fraction of the expected cohort size.
 
     The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
-    noise would be a second release. The bound holds against observers of all global models; the server is trusted.
-    Useful bounds need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4
-    at :math:`\delta = 0.01`.
+    noise would be a second release. The bound holds for observers of all global models. The server is trusted. Useful
+    bounds need many clients: with all 12 of 12 clients in each of 50 rounds and :math:`z = 1`, epsilon is 44.4 at
+    :math:`\delta = 0.01`.
 
-    The rule must be ``fedavg``. Methods that send nothing else (``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and
-    inner steps such as server optimizers are supported.
+    The rule must be ``fedavg``. Methods whose clients only send the model (``fedprox``, ``fedper``, ``fedrep``,
+    ``fedbn``) and inner steps such as server optimizers are supported.
 
     Args:
         clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
-        delta: Probability :math:`\delta` of exceeding the bound; must be less than one over the number of clients.
+        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon; must be less than one over the number
+            of clients.
         noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm.
-        epsilon: Bound after all rounds, from which the noise is computed; replaces ``noise_multiplier``.
-        adaptive: Whether the clipping norm tracks a quantile of the update norms (Andrew et al. 2021).
-        max_epsilon: The fit stops before a round would exceed this bound; ``None`` for ``epsilon``.
-        sampling: ``"poisson"`` draws each client independently, which gives a much smaller bound and a random cohort
-            size; ``"fixed"`` draws a fixed number of clients.
+        epsilon: Epsilon after all rounds, from which the noise is computed; alternative to ``noise_multiplier``.
+        adaptive: Whether the clipping norm follows a quantile of the update norms (Andrew et al. 2021).
+        max_epsilon: The fit stops before a round in which epsilon would exceed this value; ``None`` for ``epsilon``.
+        sampling: ``"poisson"`` draws each client independently, with a much smaller epsilon and a random cohort size.
+            ``"fixed"`` draws a fixed number of clients.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         quantile: With ``adaptive``: target fraction of unclipped updates.
         clip_rate: With ``adaptive``: learning rate of the clipping norm.
 
     Raises:
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
-            given; for unsupported methods; in a fit, if clients would send other values.
+            given, or if the method is not supported. In a fit, if clients would send other values.
 
     Note:
-        Logs ``privacy/epsilon`` and ``privacy/delta`` over all rounds, ``privacy/noise_std`` (of the sum, per
-        coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count.
-        Client sampling and noise derive from a secret key in the checkpoints, so anyone with a checkpoint can remove
-        the noise. Noise is drawn as floating-point numbers, without protection against attacks on the lowest bits
-        (Mironov 2012).
+        Logs ``privacy/epsilon`` and ``privacy/delta`` for all rounds so far, ``privacy/noise_std`` (of the sum, per
+        coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, computed from the noised
+        count. Client sampling and noise derive from a secret key in the checkpoints, so anyone with a checkpoint can
+        remove the noise. Noise is drawn as floating-point numbers, without protection against attacks on the lowest
+        bits (Mironov 2012).
 
     Example:
         >>> from lightning_fed import Federation
@@ -157,7 +159,7 @@ class CentralDP(UpdateStep):
         self._last: dict[str, float] = {}
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round, and finds the clipped and noised entries, which are the trained floating-point entries."""
+        """Starts a round, and finds the entries to clip and noise, which are the trained floating-point entries."""
         super().start(info, state)
         self.names = [name for name, value in state.items() if value.is_floating_point() and name not in info.untrained]
         vectors = [to_float64(state[name]).reshape(-1) for name in self.names]
@@ -189,13 +191,13 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change by one client in a sum over updates with norm 1: 2 with ``"fixed"`` sampling, else 1."""
+        """Largest effect of one client on a sum of updates with norm 1: 2 with ``"fixed"`` sampling, else 1."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` of the updates, larger than z if ``adaptive`` uses part of the budget."""
+        r"""Noise multiplier :math:`z_\Delta` for the sum of updates, larger than z with ``adaptive``."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -221,7 +223,7 @@ class CentralDP(UpdateStep):
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules other than averages, several `CentralDP`, and steps in which one client affects others."""
+        """Refuses rules other than averages, a second `CentralDP`, and steps that mix the clients' updates."""
         if type(rule) is not FedAvg:
             raise OptionError(
                 "Expected an averaging method for differential privacy ('fedavg', 'fedprox', or a server optimizer),"
@@ -307,14 +309,14 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Returns an entry's noise, float64, from (key, round, name); ``""`` names the count of unclipped updates."""
+        """Returns an entry's noise, float64, from key, round and name; ``""``: the count of unclipped updates."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
 
     def measure(self, new: State, old: State) -> float:
-        """Writes an update (new minus old) into ``vector``, float64, over all clipped entries; returns its norm."""
+        """Writes an update (new minus old, all clipped entries) into ``vector``, float64, and returns the norm."""
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()
@@ -329,7 +331,7 @@ class CentralDP(UpdateStep):
 
 
 class PrivateSum(Held):
-    """Running sum of a round's clipped updates, with the memory for one model."""
+    """Running sum of a round's clipped updates. Needs memory for one model."""
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)
@@ -340,7 +342,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update; a mean over n clients is added n times. Clips again, because of rounding errors."""
+        """Adds a clipped update. A mean over n clients is added n times. Clips again, because of rounding errors."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -376,10 +378,10 @@ class PrivateSum(Held):
 
 
 class PrivacyBudget(FederatedCallback):
-    """Sets the noise of an update step before the first round, and stops the fit before the budget is exceeded.
+    """Sets the noise in :class:`CentralDP` before the first round, and stops the fit before the budget is exceeded.
 
     Args:
-        step: Update step with the noise.
+        step: Update step that adds the noise.
     """
 
     supports_vectorize = True
@@ -389,7 +391,7 @@ class PrivacyBudget(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses callbacks and settings that send values without noise, sets the noise and draws the noise key."""
+        """Refuses callbacks and settings that send values without noise, draws the noise key, and sets the noise."""
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
         _refuse_other_releases(trainer, pl_module, federation)
@@ -485,7 +487,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses BatchNorm statistics shared with the server; ``how`` (``"without noise"``) completes the error."""
+    """Refuses BatchNorm statistics shared with the server; the error contains ``how`` (``"without noise"``)."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:
@@ -496,7 +498,7 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
 
 def step_length(steps: State) -> float:
-    """Euclidean norm over all entries in an update (difference by entry name)."""
+    """Euclidean norm of an update (differences by entry name) over all entries."""
     return math.sqrt(sum(float(to_float64(step).square().sum()) for step in steps.values()))
 
 
@@ -506,7 +508,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Largest increase in an update's norm ``length`` by rounding the new model to the entries' dtypes."""
+    """Largest increase of an update's norm ``length`` when the new model is rounded to the entries' dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

@@ -73,7 +73,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Returns the account after another visit ``other``; all steps get the larger sampling probability."""
+        """Returns the account after a further visit ``other``, with the larger sampling probability for all steps."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -91,35 +91,40 @@ class DPSGD(RevertingCallback, FederatedCallback):
     .. math:: \tilde g = \frac{1}{B} \left( \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right) +
         \mathcal{N}(0, z^2 C^2 I) \right)
 
-    The module's optimizer steps with :math:`\tilde g`; :math:`B` is the loader's batch size. In segmentation an example
-    is an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one
-    backward pass. The loss must be a mean over examples; a check uses the first batch of each visit.
+    The module's optimizer uses :math:`\tilde g` as gradient; :math:`B` is the loader's batch size. In segmentation an
+    example is an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one
+    backward pass. The loss must be a mean over examples, which is checked on the first batch of each visit.
 
-    In a federation each example of a client is protected. The bound holds against observers of the client's updates,
-    including the server. Each client has a separate account. Clients may only send values derived from noised steps, so
-    other methods are refused. **The number of examples is not protected**, nor are values logged in ``training_step``.
+    In a federation each example of a client is protected. The bound holds for all observers of the client's updates,
+    including the server. Each client has a separate privacy account. Clients may only send values derived from noised
+    steps, so other methods are refused. **The number of examples is not protected**, nor are values logged in
+    ``training_step``.
 
-    On Flower, noise, batches and accounts belong to the client. Each visit draws a new key and discards the key
-    afterwards, so a repeated visit is charged again. The account is a file in the client's ``store``, shared by all
-    fits. A client that has reached ``max_epsilon`` reports a failure. Epsilon appears in the client's log.
+    On Flower, each client draws its noise and batches, and keeps its account. Each visit draws a new key and discards
+    the key afterwards, so a repeated visit is charged again. The account is a file in the client's ``store`` and
+    includes all fits. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon appears in the
+    client's log.
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
-        noise_multiplier: Noise multiplier z: the noise's standard deviation over the clipping norm; 0 gives no privacy.
-        delta: Probability :math:`\delta` of exceeding the bound, less than one over a client's number of examples.
-        max_epsilon: The fit stops before a client's next visit (without a federation: a step) could exceed this bound;
-            by default ``epsilon``. A client whose first visit would exceed the bound is excluded.
+        noise_multiplier: Noise multiplier z: the noise's standard deviation divided by the clipping norm; 0 for no
+            privacy.
+        delta: Probability :math:`\delta` that the privacy loss exceeds epsilon, less than one over a client's number of
+            examples.
+        max_epsilon: The fit stops before a client's visit (without a federation: a step) in which epsilon could exceed
+            this value; by default ``epsilon``. A client whose first visit would exceed this value is excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
-        key_for_tests: Known key for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
-        epsilon: Bound after all epochs, instead of ``noise_multiplier``: the smallest noise is computed for clients in
-            every round. Not on Flower, where only clients know numbers of examples: use :func:`calibrate`.
+        key_for_tests: Known key, only for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
+        epsilon: Epsilon after all epochs, instead of ``noise_multiplier``. Computes the smallest noise for clients that
+            join every round. Not supported on Flower, because only clients know numbers of examples: use
+            :func:`calibrate`.
 
     Raises:
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
-            given; in a fit, if ``epsilon`` is given and the number of epochs is unlimited.
-        MisconfigurationException: In a fit, for settings without a privacy guarantee: BatchNorm and other layers that
-            mix examples, manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules,
-            several clients at once, optimizers with several losses per step or parameters outside the module,
+            given. In a fit, if ``epsilon`` is given and the number of epochs is unlimited.
+        MisconfigurationException: In a fit, if a setting does not allow a privacy guarantee: BatchNorm and other layers
+            that mix examples, manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled
+            modules, several clients at once, optimizers with several losses per step or parameters outside the module,
             callbacks and methods that send other values, and losses other than a mean over examples.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
@@ -189,13 +194,13 @@ class DPSGD(RevertingCallback, FederatedCallback):
         self._safe_steps: dict[float, int] = {}  # number of steps within the budget, by sampling probability
 
     def epsilon(self, client: Client | None = None) -> float:
-        r"""Spent :math:`\epsilon` of a client so far, or the largest over all clients."""
+        r"""Returns the :math:`\epsilon` spent by a client so far, or the largest over all clients."""
         if client is not None:
             return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Clipping norm and delta as text for checkpoints; :meth:`load_state_dict` compares the noise multiplier."""
+        """Clipping norm and delta, as text for checkpoints. :meth:`load_state_dict` compares the noise multiplier."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
@@ -212,7 +217,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses unsupported settings, draws the key, and in a federation computes the noise for an epsilon."""
+        """Refuses unsupported settings, draws the key, and in a federation computes the noise for ``epsilon``."""
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
@@ -302,7 +307,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch as a noised step. Checks the loss on the first batch with several examples."""
+        """Adds a noised step to the account. Checks the loss on the first batch with several examples."""
         visit = self._visit
         if visit is None:
             return
@@ -390,7 +395,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the clients' privacy accounts; raises ``ValueError`` if earlier steps had different noise."""
+        """Restores the clients' privacy accounts. Raises ``ValueError`` if earlier steps had different noise."""
         saved = state_dict["noise_multiplier"]
         if self.planned_epsilon is not None:
             self.noise_multiplier = saved
@@ -404,7 +409,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Computes the noise for an epsilon before the first step: ``times`` visits by each account in ``visits``."""
+        """Computes the noise for ``epsilon`` before the first step, for ``times`` visits with each account."""
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
             return
@@ -519,7 +524,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         return _DrawnBatches(loader, self)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yields the batches of an epoch without a federation, continuing from the number of steps so far."""
+        """Yields the batches of an epoch without a federation, starting after the steps so far."""
         assert self._key is not None
         account, sampling = self._accounts[None], PoissonSampling(self._key)
         start = account.steps
@@ -568,7 +573,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
 
 
 class _Visit:
-    """Noised steps in a client visit, or in a fit without a federation; ``planned`` is the account afterwards."""
+    """Noised steps of a client visit, or of a fit without a federation. ``planned`` is the account after the visit."""
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
         self.client, self.round, self.planned = client, round, planned

@@ -245,7 +245,8 @@ def clipped_sum(
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    Non-finite gradients become 0. Gradients are divided by the number of examples. ``max_norm=inf`` disables clipping.
+    Non-finite gradients are replaced by 0. The given gradients are divided by the number of examples, see
+    :class:`ExampleGradients`. ``max_norm=inf`` disables clipping.
     """
     if not gradients:
         return {}
@@ -260,8 +261,9 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
     """Compares the gradients of two examples in a batch with the gradients of each single example.
 
     Up to eight examples of the batch are used. Gradients differ if the loss is not a mean over examples (Dice over a
-    batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. If the
-    step draws random numbers other than dropout, no comparison is possible. The module is restored.
+    batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. If
+    ``training_step`` draws random numbers other than dropout, no comparison is possible. Finally the module is
+    restored.
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:
@@ -325,7 +327,7 @@ def _norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def find_unsupported(module: nn.Module) -> list[str]:
-    """Names and types of layers refused by Opacus: layers that mix examples, or without example gradients."""
+    """Names and types of layers that Opacus refuses, because a layer mixes examples or has no gradient rule."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
     return [
         f"{name!r} ({type(layer).__name__})"

@@ -42,7 +42,7 @@ class PoissonSampling:
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
         """Draws the indices of a batch's examples, increasing, shape (examples,); the batch may be empty.
 
-        A client with fewer examples than ``batch_size`` gives all examples; ``number`` is the batch index in the visit.
+        If a client has at most ``batch_size`` examples, all are drawn. ``number`` is the batch index in the visit.
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
         generator = np.random.default_rng(keys)
@@ -51,12 +51,12 @@ class PoissonSampling:
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Returns the drawn indices; for an empty batch, index 0: the training step must ignore the gradient."""
+        """Returns the drawn indices. An empty batch is replaced by index 0, with a gradient to ignore."""
         positions = self.draw(client, round, number, num_samples, batch_size)
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
     def load(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
-        """Yields a visit's batches from the data set of a client's loader."""
+        """Yields the batches of a visit from the data set of a client's loader."""
         visit, (loader, batch_size) = planned.visit, check_poisson_loader(loader)
         batches = (
             self.served(visit.client, visit.round, number, planned.num_samples, batch_size)
@@ -76,7 +76,7 @@ def examples_per_batch(population: Population, client: Client) -> int:
 
 
 def check_poisson_loader(loader: Any) -> tuple[DataLoader[Any], int]:
-    """Returns a loader and the batch size; refuses other loaders than of a map-style data set.
+    """Returns a loader and its batch size. Refuses loaders without a map-style data set.
 
     Raises:
         OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
@@ -97,7 +97,7 @@ def check_poisson_loader(loader: Any) -> tuple[DataLoader[Any], int]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """Copies a loader (data set, collation, workers) to read ``batches``: example indices, shape (examples,) each."""
+    """Copies a loader (data set, collation, workers) to load ``batches``, given as index tensors (examples,)."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Any = map(np.ndarray.tolist, batches)  # lists of positions

@@ -29,10 +29,10 @@ _LEAST_LEVELS = 2**10  # minimum resolution: levels between 0 and the longest up
 
 @dataclass(frozen=True)
 class Ring:
-    r"""Integers modulo :math:`2^{32}` as fixed-point values for weighted updates.
+    r"""Represents weighted updates as fixed-point numbers: integers modulo :math:`2^{32}`.
 
     A client's vector is :math:`a u` with weight :math:`a \le A` and update :math:`\lVert u \rVert \le C`, multiplied by
-    the scale and rounded stochastically without bias. For :math:`N` clients the scale :math:`s` satisfies
+    a scale and rounded stochastically without bias. For :math:`N` clients the scale :math:`s` satisfies
 
     .. math:: N (s A C + 1) \le 2^{31} - 1
 
@@ -72,7 +72,7 @@ class Ring:
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Extra tensors of the broadcast: number of clients and scale, for the same encoding on all clients."""
+        """Extra tensors for the broadcast, so that all clients use the same encoding: number of clients, and scale."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
@@ -103,7 +103,7 @@ class Ring:
 
 
 def ring_form(state: State) -> State:
-    """Shapes and dtypes of an encoded update: int32 meta tensors in place of floating-point entries."""
+    """Shapes and dtypes of an encoded update, as meta tensors; floating-point entries become int32."""
     return {
         name: torch.empty(value.shape, dtype=torch.int32, device="meta") if value.is_floating_point() else value
         for name, value in state.items()

@@ -42,28 +42,29 @@ _ROUNDING = 8  # random stream for rounding
 class SecureSum(UpdateStep):
     r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server only uses the sum.
 
-    Each client clips its update, multiplies the update by its weight, rounds stochastically to fixed-point numbers, and
-    sends the result together with the weight. The server divides the sum by the total weight. On Flower each pair of
-    clients agrees on masks that cancel in the sum, so the server sees no single update. **Within one process there are
-    no masks**: a simulation shows the effects of clipping and rounding, which equal those on Flower bit for bit.
+    Each client clips the update, multiplies the update by the client's weight, rounds stochastically to fixed-point
+    numbers, and sends the result together with the weight. The server divides the sum by the total weight. On Flower
+    each pair of clients agrees on masks that cancel in the sum, so the server sees no single update. **A simulation in
+    one process has no masks.** Clipping and rounding equal those on Flower bit for bit.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
-    The rule must be ``fedavg``, optionally with methods that send nothing else (``fedprox``, ``fedper``, ``fedrep``)
-    and with inner steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds,
-    which the clients apply. Integer entries keep the server's value. The server does not know client metrics, numbers
-    of examples and update norms.
+    The rule must be ``fedavg``, optionally with methods whose clients only send the model (``fedprox``, ``fedper``,
+    ``fedrep``) and with inner steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and steps for
+    weights or bounds, which the clients apply. Integer entries do not change. The server does not know client metrics,
+    numbers of examples and update norms.
 
     Args:
         clip: Maximum update norm over all shared floating-point entries; by default the norm of :class:`CentralDP`.
-        threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
-            round fails. To recover one update, the server would need the help of all other clients in the smallest sum.
+        threshold: Minimum fraction of the round's clients in the sum, more than one half. If fewer clients send valid
+            updates, the round fails. To learn one client's update, the server would need the help of all other clients
+            in the sum.
 
     Weights must have an upper bound (:class:`~lightning_fed.steps.MaxSamples`).
 
     Raises:
-        ValueError: If an argument is outside its range, for rules other than an average, or for unbounded weights (see
-            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if model size and number of clients exceed 32 bits.
+        ValueError: If an argument is outside its range, the rule is not an average, or weights are unbounded. In a fit,
+            if 32 bits do not suffice for the model size and the number of clients.
 
     Example:
         >>> from lightning_fed import Federation
@@ -134,7 +135,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces the model by the encoded, weighted update; NaN or infinite values raise ``ClientFault``."""
+        """Replaces the model by the encoded, weighted update. NaN or infinite values raise ``ClientFault``."""
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
@@ -165,7 +166,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns an update's tensors to be summed, including the weight; raises ``BadUpdate`` for other extras."""
+        """Returns an update's tensors to be summed, including the weight. Raises ``BadUpdate`` for other extras."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -178,7 +179,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Returns the mean of an encoded sum as one update; raises ``BadUpdates`` for an impossible total weight."""
+        """Decodes a sum, and returns the mean as one update. Raises ``BadUpdates`` for an impossible total weight."""
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])
@@ -211,7 +212,7 @@ class RingSum(Held):
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a client's update. A malformed or surplus update raises :class:`BadUpdate`."""
+        """Adds a client's update. Raises :class:`BadUpdate` for a malformed or surplus update."""
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
             raise BadUpdate(f"the secure sum accepts at most {self._step.ring.clients} clients")
@@ -227,7 +228,7 @@ class RingSum(Held):
             self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
 
     def discard(self, reason: str) -> None:
-        """Marks the round's sum as failed. Only the first reason is reported."""
+        """Marks the round's sum as failed; ``reason`` is reported unless an earlier reason exists."""
         self._fault = reason if self._fault is None else self._fault
 
     def release(self) -> Sequence[Arrived]:
@@ -249,7 +250,7 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Chooses the integer scale of the secure sum before a fit, and refuses callbacks with per-client messages."""
+    """Chooses the integer scale of the secure sum before a fit, and refuses callbacks that send per-client values."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -64,13 +64,13 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths, in ``fit``, ``validate``, ``test`` and
-    ``predict``. Other width changes, such as a different number of classes, are refused.
+    ``predict``. Other width changes, such as additional classes, are refused.
 
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
             default the module's ``example_input_array``, or two inputs of a client.
-        pin: Patterns for entry names. Neurons keep their order in entries that match a pattern, and in all entries that
-            clients do not send.
+        pin: Patterns for entry names. Neurons keep their order in matching entries, and in all entries that clients do
+            not send.
         extra_groups: Additional neuron groups, with a client's widths.
         target: Position of the labels in a batch: index, key or function; ``None`` for the labels used in the loss. If
             the labels are not a single tensor, the output layer is averaged by numbers of examples, with a warning.
