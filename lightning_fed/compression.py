@@ -37,7 +37,6 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import is_increasing
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep
 
 _PREFIX = "short:"  # prefix for scales and positions in the extras
@@ -57,8 +56,9 @@ class Compression(UpdateStep, ABC):
     entries have no error feedback, because the client's rows change between visits.
     """
 
+    refuses = ("resizes",)
+
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "resizes")
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
             raise OptionError(
@@ -248,6 +248,8 @@ class Downlink(UpdateStep):
         >>> federation = Federation("fedavg", steps=[Quantized(bits=8), Downlink(Quantized(bits=8))])
     """
 
+    refuses = ("has_clusters", "has_versions", "resizes")
+
     def __init__(self, step: Compression) -> None:
         self.step = step
         self._version = 0  # version of the global model
@@ -257,7 +259,6 @@ class Downlink(UpdateStep):
         self._client_versions: dict[Client, int] = {}  # model version by client
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "has_clusters", "has_versions", "resizes")
         for step in steps[[step is self for step in steps].index(True) + 1 :]:
             if type(step).on_aggregate is not UpdateStep.on_aggregate:
                 raise OptionError(

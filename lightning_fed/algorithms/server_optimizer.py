@@ -17,7 +17,6 @@ from lightning_fed.messages import State
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.rule import Aggregator, trained_entries
-from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep
 
 _ELEMENTS = 1 << 18  # elements per block, to limit each temporary copy to 2 MB
@@ -57,6 +56,8 @@ class ServerOptimizer(UpdateStep):
         {'w': tensor(2.)}
     """
 
+    refuses = ("has_clusters", "resizes")
+
     def __init__(self, optimizer: type[Optimizer] | str, lazy_rows: bool = False, **optimizer_kwargs: Any) -> None:
         self.optimizer = _find_optimizer(optimizer)
         self.optimizer_kwargs = optimizer_kwargs
@@ -66,7 +67,6 @@ class ServerOptimizer(UpdateStep):
         self._try_step()
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "has_clusters", "resizes")
         self._rule = rule
 
     def on_aggregate(self, new: State, start: State) -> State:

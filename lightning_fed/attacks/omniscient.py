@@ -16,7 +16,7 @@ from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.steps.bounds import refuse_rows, refuse_rule
+from lightning_fed.steps.bounds import refuse_rows
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -71,12 +71,13 @@ class HonestSteps:
 class OmniscientAttack(AttackStep, CollectingStep):
     """Base class of attacks with knowledge of honest updates. Requires all updates in one process."""
 
+    refuses = ("has_clusters", "has_versions", "resizes")
+
     @abstractmethod
     def fake(self, honest: HonestSteps) -> State:
         """Returns the update sent by all malicious clients (float64 entries), from the honest updates' statistics."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "has_clusters", "has_versions", "resizes")
         self._trusted = frozenset(rule.always)
 
     def start(self, info: RoundInfo, state: State) -> None:

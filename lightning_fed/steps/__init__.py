@@ -4,7 +4,6 @@ from lightning_fed.rule import trained_entries as trained_entries
 from lightning_fed.steps.bounds import MaxMedianNorm as MaxMedianNorm
 from lightning_fed.steps.bounds import MaxNorm as MaxNorm
 from lightning_fed.steps.bounds import refuse_rows as refuse_rows
-from lightning_fed.steps.bounds import refuse_rule as refuse_rule
 from lightning_fed.steps.chain import Chain as Chain
 from lightning_fed.steps.chain import counted_samples as counted_samples
 from lightning_fed.steps.update_step import Arrived as Arrived

@@ -14,7 +14,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import distance
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, RoundInfo, trained_entries
+from lightning_fed.rule import RoundInfo, trained_entries
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -37,11 +37,10 @@ class MaxNorm(UpdateStep):
         >>> federation = Federation("fedavg", steps=[MaxNorm(1.0)])
     """
 
+    refuses = ("resizes",)
+
     def __init__(self, bound: float) -> None:
         self.bound = check_positive("bound", bound)
-
-    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "resizes")
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         return _shortened(update, sent, trained_entries(self.info, sent), self.bound)
@@ -64,11 +63,10 @@ class MaxMedianNorm(CollectingStep):
         ValueError: If ``multiple`` is not a positive number, or if client models have different shapes.
     """
 
+    refuses = ("resizes",)
+
     def __init__(self, multiple: float) -> None:
         self.multiple = check_positive("multiple", multiple)
-
-    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        refuse_rule(self, rule, "resizes")
 
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
         names = [trained_entries(self.info, sent) for _, sent in updates]
@@ -108,13 +106,4 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
         raise OptionError(
             f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "
             "compares whole entries: remove the step, or send whole entries."
-        )
-
-
-def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
-    """Refuses a rule with an attribute in ``capabilities``, because the step subtracts a single global model."""
-    if any(getattr(rule, name) for name in capabilities):
-        raise OptionError(
-            f"Expected no `{type(step).__name__}` with {type(rule).__name__}, because not all clients start from one "
-            "model with the same shapes: remove the step, or use another method."
         )

@@ -65,6 +65,11 @@ class Chain:
                     "`steps`, because the step compares single updates, but the server sees no single update there."
                 )
         for step in self.steps:
+            if any(getattr(rule, name) for name in step.refuses):
+                raise OptionError(
+                    f"Expected no `{type(step).__name__}` with {type(rule).__name__}, because not all clients start "
+                    "from one model with the same shapes: remove the step, or use another method."
+                )
             step.check(rule, self.steps)
         for step in self.steps[self._num_whole + 1 :]:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
@@ -81,7 +86,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """Client information visible to the server in a round, after all steps; see :attr:`UpdateStep.reveals`."""
+        """Client information visible to the server in a round, after all steps; see :attr:`StepCapabilities.reveals`."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -136,7 +141,7 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Passes an update inwards, to the rule or to the first step that collects updates (:meth:`UpdateStep.hold`).
+        """Passes an update inwards, to the rule or to the first step that collects updates (:meth:`StepCapabilities.hold`).
 
         Calls ``inspect`` with the decoded update. An invalid update raises ``BadUpdate``.
         """

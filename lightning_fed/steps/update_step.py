@@ -44,14 +44,36 @@ class Held(ABC):
         """
 
 
-class UpdateStep:
-    """Transform between local training and the new global model. Methods are optional; by default nothing changes.
-
-    Steps depend only on messages, not on Lightning. Steps may store the arguments of :meth:`start` for the round.
+class StepCapabilities:
+    """Optional capabilities of a step, declared by attributes and by methods that a step may override.
 
     Attributes:
         reveals: Information visible to the server after this step: single updates (``"update"``), only the sum
             (``"sum"``), or a model without information on single clients (``"model"``). Also limits the log.
+        refuses: Capabilities of rules (:class:`~lightning_fed.rule.RuleCapabilities`) that the step does not support,
+            because the step subtracts a single global model.
+    """
+
+    reveals: Literal["update", "sum", "model"] = "update"
+    refuses: tuple[str, ...] = ()
+
+    def callbacks(self) -> Sequence[Any]:
+        """Lightning callbacks that the step requires, for example to check the Trainer before a fit."""
+        return ()
+
+    def form(self, state: State) -> State:
+        """Returns tensors with an encoded update's names, shapes and dtypes; ``state`` is the original update."""
+        return state
+
+    def hold(self) -> Held | None:
+        """Returns an object that collects the updates of a round, or ``None`` to pass on each update immediately."""
+        return None
+
+
+class UpdateStep(StepCapabilities):
+    """Transform between local training and the new global model. Methods are optional; by default nothing changes.
+
+    Steps depend only on messages, not on Lightning. Steps may store the arguments of :meth:`start` for the round.
 
     Example:
         >>> class Half(UpdateStep):
@@ -60,22 +82,12 @@ class UpdateStep:
         ...         return update
     """
 
-    reveals: Literal["update", "sum", "model"] = "update"
-
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses incompatible rules, or ``steps`` of the chain (innermost first), with ``ValueError``."""
-
-    def callbacks(self) -> Sequence[Any]:
-        """Lightning callbacks that the step requires, for example to check the Trainer before a fit."""
-        return ()
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round, on the server and on each client."""
         self.info, self.state = info, state
-
-    def form(self, state: State) -> State:
-        """Returns tensors with an encoded update's names, shapes and dtypes; ``state`` is the original update."""
-        return state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
         """Server side, inner to outer, after all callbacks: adds extras to the broadcast for a client.
@@ -103,10 +115,6 @@ class UpdateStep:
             BadUpdate: If the update must be excluded.
         """
         return update
-
-    def hold(self) -> Held | None:
-        """Returns an object that collects the updates of a round, or ``None`` to pass on each update immediately."""
-        return None
 
     def on_aggregate(self, new: State, start: State) -> State:
         """Server side, after the rule, inner to outer: returns the model after a change, for example by an optimizer.

@@ -22,7 +22,7 @@ from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.steps.bounds import refuse_rows, refuse_rule
+from lightning_fed.steps.bounds import refuse_rows
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -33,6 +33,8 @@ class Mixture(CollectingStep):
     represents several clients, with the mean of their statistics and the majority of their integers.
     """
 
+    refuses = ("has_clusters", "has_versions", "resizes")
+
     joins: bool = False
 
     @abstractmethod
@@ -41,7 +43,6 @@ class Mixture(CollectingStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with trusted clients, and rules without a single global model."""
-        refuse_rule(self, rule, "has_clusters", "has_versions", "resizes")
         if rule.always:
             raise OptionError(
                 f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix the trusted "
