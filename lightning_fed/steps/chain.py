@@ -86,7 +86,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """Client information visible to the server in a round, after all steps; see :attr:`StepCapabilities.reveals`."""
+        """Client information visible to the server after all steps; see :attr:`StepCapabilities.reveals`."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -141,7 +141,7 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Passes an update inwards, to the rule or to the first step that collects updates (:meth:`StepCapabilities.hold`).
+        """Passes an update inwards, to the rule or the first collecting step (:meth:`StepCapabilities.hold`).
 
         Calls ``inspect`` with the decoded update. An invalid update raises ``BadUpdate``.
         """
