@@ -22,6 +22,7 @@ import lightning_fed.compression
 import lightning_fed.data
 import lightning_fed.datasets
 import lightning_fed.privacy
+import lightning_fed.steps
 import lightning_fed.tasks
 from lightning_fed import __version__
 from lightning_fed.callbacks.federation import Federation
@@ -29,7 +30,7 @@ from lightning_fed.model.entries import Selector
 from lightning_fed.steps.update_step import UpdateStep
 from lightning_fed.trainer import FederatedTrainer
 
-for _door in (lightning_fed.callbacks, lightning_fed.data):
+for _door in (lightning_fed.callbacks, lightning_fed.data, lightning_fed.steps):
     for _name in dir(_door):
         getattr(_door, _name)  # names are loaded on first access
 

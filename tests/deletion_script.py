@@ -56,6 +56,7 @@ def fit_through_both_doors(folder):
     import lightning_fed
     import lightning_fed.callbacks
     import lightning_fed.data
+    import lightning_fed.steps
     from lightning_fed.server.averaging import AveragingAggregator
 
     assert Path(lightning_fed.__file__).is_relative_to(folder), lightning_fed.__file__
@@ -83,7 +84,7 @@ def check_errors(feature):
 
     missing = f"lightning_fed.{feature.replace('/', '.')}"
     broken = []
-    for door in (lightning_fed, lightning_fed.callbacks, lightning_fed.data):
+    for door in (lightning_fed, lightning_fed.callbacks, lightning_fed.data, lightning_fed.steps):
         for name in door.__all__:
             try:
                 getattr(door, name)

@@ -1,8 +1,8 @@
 import errno
 import logging
 import os
-import stat
 import shutil
+import stat
 from pathlib import Path
 
 import lightning as L

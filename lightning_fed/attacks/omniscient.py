@@ -12,11 +12,11 @@ import torch
 
 from lightning_fed.argument_checks import check_number
 from lightning_fed.attacks.attack import AttackStep, attacked_entries
+from lightning_fed.bounds import refuse_rows
 from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.steps.bounds import refuse_rows
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 

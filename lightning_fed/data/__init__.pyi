@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 
+from lightning_fed.data.batch_structure import batch_structure, batch_tensors, rebuild_batch
 from lightning_fed.data.dataset_clients import (
     BatchedDataset,
     ClientSource,
@@ -21,14 +22,6 @@ from lightning_fed.data.federated import (
 )
 from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
 from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
-from lightning_fed.data.interleave import (
-    ClientGenerators,
-    StackedBatch,
-    batch_tensors,
-    detect_draws,
-    rebuild_batch,
-    stack_batches,
-)
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.loader_clients import (
     has_loader,
@@ -39,13 +32,21 @@ from lightning_fed.data.loader_clients import (
 )
 from lightning_fed.data.partition import MapDataset
 from lightning_fed.data.partition import Partition as Partition
-from lightning_fed.data.population import LONGEST_NAME, batch_length, client_keys, seed_everything, seeded_generators
+from lightning_fed.data.population import (
+    LONGEST_NAME,
+    batch_length,
+    client_keys,
+    restore_torch_generators,
+    seed_everything,
+    seeded_generators,
+    torch_generator_states,
+)
 from lightning_fed.data.population import LazyClients as LazyClients
 from lightning_fed.data.population import PlannedVisit as PlannedVisit
 from lightning_fed.data.population import Population as Population
 from lightning_fed.data.population import VisitBatch as VisitBatch
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.data.round_plan import VisitCosts, VisitGroups, balance_loads
+from lightning_fed.data.round_plan import VisitCosts, balance_loads
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.datasets.arrays import ArrayDataset as ArrayDataset
 from lightning_fed.datasets.arrays import Augment

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, WeightedRandomSampler
 
-from lightning_fed.data.interleave import batch_tensors
+from lightning_fed.data.batch_structure import batch_tensors
 from lightning_fed.data.population import (
     KnownClasses,
     PlannedVisit,

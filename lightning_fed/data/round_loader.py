@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lightning_fed.data.interleave import ClientGenerators, StackedBatch, stack_batches
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
-from lightning_fed.data.round_plan import VisitCosts, VisitGroups, plan_round
+from lightning_fed.data.round_plan import VisitCosts, plan_round
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import VisitTimeout
 from lightning_fed.messages import Client
@@ -39,15 +38,13 @@ class RoundLoader:
         limit: Maximum number of batches in the round (``limit_train_batches``).
         process_group: The processes that share the round.
         visit_costs: Expected duration of visits; by default proportional to the batches.
-        visit_groups: Rule for simultaneous visits; by default visits train one by one.
         clock: Time limit for visits, except simultaneous visits; by default visits have no time limit.
 
     Attributes:
         visits: The visits in this process, in order.
         failed: Clients without usable data, with the reason.
-        group: The visits of the last batch: one visit, or simultaneous visits with a list of
-            :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
-        numbers: Random generators for simultaneous visits.
+        group: The visits of the last batch: one visit, or simultaneous visits in a subclass. Empty before the first
+            visit and after the last one.
         batches_left: Remaining batches in the group; after the last visit, in the padding.
         num_skipped: Number of batches trained before a resume: fetched, not served; then ``on_skipped`` is called.
         padding: The number of ``None`` batches after the last visit.
@@ -63,17 +60,15 @@ class RoundLoader:
         limit: int | float = 1.0,
         process_group: ProcessGroup = SINGLE_PROCESS,
         visit_costs: VisitCosts | None = None,
-        visit_groups: VisitGroups | None = None,
         clock: VisitClock | None = None,
     ) -> None:
         self.round = cohort.visits[0].round if cohort.visits else None
         self.population = population
         population.round = self.round or 0
         self.clock = VisitClock(None) if clock is None else clock
-        self._plan = plan_round(population, cohort, limit, process_group, visit_costs, visit_groups, self.clock)
+        self._plan = plan_round(population, cohort, limit, process_group, visit_costs, self.clock)
         self.visits, self.failed, self.padding = self._plan.visits, self._plan.failed, self._plan.padding
         self.group: Sequence[PlannedVisit] = ()
-        self.numbers: ClientGenerators | None = None
         self.batches_left = self.num_skipped = 0
         self.on_start: Callable[[], object] | None = None
         self.on_visit: Callable[[], object] | None = None
@@ -96,34 +91,16 @@ class RoundLoader:
             group = [self.visits[position] for position in positions]
             if self.on_visit is not None:
                 self.on_visit()
-            seeds = [planned.visit.seed for planned in group]
-            numbers = ClientGenerators(seeds, self._plan.draws) if len(group) > 1 else None
-            if numbers is None:
-                seed_everything(group[0].visit.seed)  # before the first fetch, because the data set may augment
-            else:
-                numbers.switch_to(0)
+            self.seed(group)
             if self._is_stuck:  # in an interrupted visit, because a worker process may also be stuck
                 stream, self._is_stuck, self._first_of_stream = None, False, positions[0]
                 self.population.close()
             if stream is None:
-                if len(self._plan.groups) < len(self.visits):
-                    stream = self.population.stream(self.visits, groups=self._plan.groups)
-                else:
-                    stream = self.population.stream(self.visits[self._first_of_stream :])
+                stream = self.open_stream()
             self.clock.start()
             for batches_left in range(group[0].num_batches - 1, -1, -1):
-                if numbers is None:
-                    is_given_up = group[0].fault is not None or group[0].is_over
-                    batch = None if is_given_up else self._fetch(stream, positions[0])
-                    if group[0].is_counted and batch is not None:
-                        _count(group[0], batch, group[0].num_batches - 1 - batches_left)
-                    if group[0].is_stream and (is_given_up or self._has_ended):
-                        group[0].num_batches, batches_left = group[0].num_batches - batches_left, 0
-                        if self.on_end is not None:
-                            self.on_end()
-                else:
-                    batch = self._fetch_group(stream, positions, numbers, batches_left)
-                self.group, self.numbers, self.batches_left = group, numbers, batches_left
+                batch, batches_left = self.fetch(stream, positions, batches_left)
+                self.group, self.batches_left = group, batches_left
                 if self.num_skipped:  # fetched nevertheless: the data set may augment
                     self.num_skipped -= 1
                     if not self.num_skipped and self.on_skipped is not None:
@@ -135,6 +112,27 @@ class RoundLoader:
         for batches_left in range(self.padding - 1, -1, -1):
             self.group, self.batches_left = (), batches_left
             yield None
+
+    def seed(self, group: Sequence[PlannedVisit]) -> None:
+        """Seeds the generators for a visit, before the first fetch, because the data set may augment."""
+        seed_everything(group[0].visit.seed)
+
+    def open_stream(self) -> Iterator[VisitBatch]:
+        """Opens the stream of batches, from the visit after an interrupted visit."""
+        return self.population.stream(self.visits[self._first_of_stream :])
+
+    def fetch(self, stream: Iterator[VisitBatch], positions: range, batches_left: int) -> tuple[Any, int]:
+        """Returns the next batch, and the number of remaining batches: 0 at the end of a loader without length."""
+        planned = self.visits[positions[0]]
+        is_given_up = planned.fault is not None or planned.is_over
+        batch = None if is_given_up else self._fetch(stream, positions[0])
+        if planned.is_counted and batch is not None:
+            _count(planned, batch, planned.num_batches - 1 - batches_left)
+        if planned.is_stream and (is_given_up or self._has_ended):
+            planned.num_batches, batches_left = planned.num_batches - batches_left, 0
+            if self.on_end is not None:
+                self.on_end()
+        return batch, batches_left
 
     @property
     def is_endless(self) -> bool:
@@ -186,20 +184,6 @@ class RoundLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Does nothing, because :meth:`state_dict` is empty."""
-
-    def _fetch_group(
-        self, stream: Iterator[VisitBatch], positions: range, numbers: ClientGenerators, batches_left: int
-    ) -> list[StackedBatch] | None:
-        number = self.visits[positions[0]].num_batches - 1 - batches_left
-        batches = {}
-        for index, position in enumerate(positions):
-            planned = self.visits[position]
-            if planned.fault is None and number < planned.num_batches:
-                numbers.switch_to(index)
-                batch = self._fetch(stream, position)
-                if batch is not None:
-                    batches[index] = batch
-        return stack_batches(batches) or None
 
     def _fetch(self, stream: Iterator[VisitBatch], position: int) -> Any:
         try:

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -26,20 +25,6 @@ _ENDLESS = 2**31
 _MOST = 100_000  # remembered clients
 
 
-class VisitGroups(NamedTuple):
-    """Rule to form groups of simultaneous visits.
-
-    Args:
-        size: Maximum number of visits per group.
-        is_equal: Whether all visits in a group must have the same number of batches.
-        draws: Whether visits also draw from Python's and NumPy's generators, not only from PyTorch's.
-    """
-
-    size: int
-    is_equal: bool = False
-    draws: bool = True
-
-
 @dataclass
 class PlannedRound:
     """The visits of a round in this process, and the clients without usable data (``failed``, with reasons)."""
@@ -50,7 +35,6 @@ class PlannedRound:
     errors: dict[Client, Exception] = field(default_factory=dict)  # for clients without a visit
     reasons: list[str] = field(default_factory=list)  # from data with an exception
     groups: list[range] = field(default_factory=list)  # positions of simultaneous visits, or of one visit
-    draws: bool = True  # see `VisitGroups`
     length: int = 1  # batches, as Lightning counts
     padding: int = 0
     num_clients: int = 0  # in this process
@@ -94,7 +78,6 @@ def plan_round(
     limit: int | float,
     process_group: ProcessGroup,
     visit_costs: VisitCosts | None,
-    visit_groups: VisitGroups | None,
     clock: VisitClock,
 ) -> PlannedRound:
     """Plans the visits of a cohort in this process; see :class:`~lightning_fed.data.round_loader.RoundLoader`."""
@@ -113,8 +96,6 @@ def plan_round(
     _apply_limit(plan, limit)
     _take_share(plan, limit, process_group, visit_costs)
     plan.groups = sequential_groups(plan.visits)
-    if visit_groups is not None:
-        _group_visits(plan, visit_groups)
     return plan
 
 
@@ -198,19 +179,6 @@ def _take_share(
             plan.length += 1
         served = int(plan.length * limit)
     plan.padding = served - batches[process_group.rank]
-
-
-def _group_visits(plan: PlannedRound, rule: VisitGroups) -> None:
-    plan.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
-    plan.draws, plan.groups = rule.draws, []
-    for position, planned in enumerate(plan.visits):
-        last = plan.groups[-1] if plan.groups else range(0)
-        fits = not rule.is_equal or (last and plan.visits[last[0]].num_batches == planned.num_batches)
-        if last and fits and len(last) < rule.size:
-            plan.groups[-1] = range(last.start, position + 1)
-        else:
-            plan.groups.append(range(position, position + 1))
-    plan.length = max(1, sum(plan.visits[positions[0]].num_batches for positions in plan.groups))
 
 
 class VisitCosts:

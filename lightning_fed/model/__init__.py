@@ -7,6 +7,7 @@ from lightning_fed.model.entries import Selector as Selector
 from lightning_fed.model.entries import batch_norm_statistics as batch_norm_statistics
 from lightning_fed.model.entries import check_entries as check_entries
 from lightning_fed.model.entries import copy_state as copy_state
+from lightning_fed.model.entries import distance as distance
 from lightning_fed.model.entries import entry_names as entry_names
 from lightning_fed.model.entries import entry_policies as entry_policies
 from lightning_fed.model.entries import entry_tensors as entry_tensors

@@ -81,7 +81,7 @@ class RoundLoop:
 
     @property
     def trains_at_once(self) -> bool:
-        return self._plan.groups is not None
+        return self._plan.loader is not RoundLoader
 
     # The fit
 
@@ -334,13 +334,12 @@ class RoundLoop:
         served = fit.served(cohort)
         if remote is not None:
             served = remote.visits_here(served)
-        loader = RoundLoader(
+        loader = self._plan.loader(
             fit.population,
             served,
             fit.trainer.limit_train_batches,
             process_group_of(fit.trainer),
             fit.synchronisation.visit_costs,
-            self._plan.groups,
             fit.clock,
         )
         if remote is None:
@@ -368,7 +367,7 @@ class RoundLoop:
                     "Trainer that validates like the Trainer that saved the checkpoint."
                 )
             self.fit.cohort = cohort
-            if self._find_new_entries() and self._plan.groups is not None:
+            if self._find_new_entries() and self.trains_at_once:
                 raise MisconfigurationException(
                     "Expected the module to have all parameters and buffers when a round is planned, because several "
                     "clients train at once, but a hook has added some since then: add the tensors earlier, or use "

@@ -13,7 +13,6 @@ import torch
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.data.round_plan import VisitGroups
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch
@@ -280,7 +279,7 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for a fit's visits: class of the driver, and rule for simultaneous visits (``None``: one by one)."""
+    """Plan for a fit's visits: classes of the driver and the loader."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
-    groups: VisitGroups | None = None
+    loader: Callable[..., RoundLoader] = RoundLoader

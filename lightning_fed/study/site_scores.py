@@ -40,8 +40,8 @@ from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.evaluation.tables import row_name
 from lightning_fed.callbacks.federation import Federation, federation_of
+from lightning_fed.data.batch_structure import batch_tensors, rebuild_batch
 from lightning_fed.data.federated import EvaluationData, split_loaders
-from lightning_fed.data.interleave import batch_tensors, rebuild_batch
 from lightning_fed.data.population import batch_length
 from lightning_fed.features.isolated_pass import isolated_pass
 from lightning_fed.federated_callback import AskableCallback

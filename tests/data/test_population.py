@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from lightning_fed.backends.vectorized.group_loader import ClientGenerators
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients
 from lightning_fed.data.federated import FederatedDataModule
-from lightning_fed.data.interleave import ClientGenerators
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.population import LazyClients, batch_length, client_keys, seed_everything, seeded_generators
 

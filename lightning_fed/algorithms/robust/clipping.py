@@ -14,9 +14,9 @@ from lightning_fed.algorithms.robust.aggregator import RobustAggregator
 from lightning_fed.algorithms.robust.equations import centered_clipping_weights
 from lightning_fed.algorithms.robust.steps import Steps, step_between
 from lightning_fed.argument_checks import check_count, check_positive
+from lightning_fed.bounds import MaxMedianNorm, MaxNorm
 from lightning_fed.messages import State
 from lightning_fed.method import Method, register
-from lightning_fed.steps.bounds import MaxMedianNorm, MaxNorm
 from lightning_fed.steps.weights import UniformWeights
 
 

@@ -17,12 +17,12 @@ from lightning_fed.algorithms.robust.aggregator import MixedUpdate, majority, nu
 from lightning_fed.algorithms.robust.equations import adaptive_clipping, bucketing, nearest_neighbor_mixing
 from lightning_fed.algorithms.robust.steps import Steps
 from lightning_fed.argument_checks import check_count
+from lightning_fed.bounds import refuse_rows
 from lightning_fed.errors import BadUpdates, OptionError
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.steps.bounds import refuse_rows
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 

@@ -211,4 +211,3 @@ class Record:
             raise RecordError(
                 f"the record has {self.last.number} lines, but the head file {str(self._head)!r} is missing"
             )
-

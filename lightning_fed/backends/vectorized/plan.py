@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.backends.vectorized.group_loader import GroupLoader, detect_draws
 from lightning_fed.backends.vectorized.obstacles import Obstacle, check_entries, check_vectorizable
 from lightning_fed.backends.vectorized.stacked_model import StackedModel
 from lightning_fed.backends.vectorized.stacked_visits import StackedVisits
 from lightning_fed.backends.vectorized.vectorisation_check import check_vectorisation
 from lightning_fed.batch_norm.measurement import layers_in_training
-from lightning_fed.data.interleave import detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
-from lightning_fed.data.round_plan import VisitGroups
 from lightning_fed.errors import describe
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import VisitsAtOnce
@@ -82,7 +81,8 @@ class Vectorized(VisitsAtOnce):
         is_equal = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # number of model copies in memory
         model = StackedModel(module, names, size, draws)
-        return VisitPlan(partial(StackedVisits, model=model), VisitGroups(size, is_equal, has_drawn))
+        loader = partial(GroupLoader, size=size, is_equal=is_equal, draws=has_drawn)
+        return VisitPlan(partial(StackedVisits, model=model), loader)
 
 
 class _Measured(NamedTuple):

@@ -16,8 +16,9 @@ from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
+from lightning_fed.backends.vectorized.group_loader import ClientGenerators, StackedBatch
 from lightning_fed.callbacks.logged_values import LogCall, intercepted
-from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
+from lightning_fed.data.batch_structure import batch_tensors, rebuild_batch
 from lightning_fed.features.isolated_pass import loss_in
 from lightning_fed.model.entries import copy_state, tensor_slots, tensors_by_path
 from lightning_fed.model.resize import set_tensor_data

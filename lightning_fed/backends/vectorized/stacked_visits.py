@@ -9,8 +9,9 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_fed.backends.vectorized.group_loader import GroupLoader, StackedBatch
 from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
-from lightning_fed.data.interleave import StackedBatch, batch_tensors
+from lightning_fed.data.batch_structure import batch_tensors
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.rounds.visit_driver import VisitDriver
 from lightning_fed.rounds.visit_flow import ClientVisit
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 class StackedVisits(VisitDriver):
     """Runs the visits in a group batch by batch under ``torch.func.vmap``. A visit without a group trains alone."""
 
+    _loader: GroupLoader
     may_end_early = False  # simultaneous visits end without an update
 
     def __init__(self, *arguments: Any, model: StackedModel) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_fed.backends.vectorized.group_loader import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.backends.vectorized.obstacles import Obstacle
 from lightning_fed.backends.vectorized.stacked_model import (
     StackedModel,
@@ -23,7 +24,6 @@ from lightning_fed.backends.vectorized.stacked_model import (
     stack_parameters,
 )
 from lightning_fed.callbacks.logged_values import LogCall, intercepted
-from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.errors import describe
 from lightning_fed.features.isolated_pass import is_same, isolated_pass, loss_in, noted_attributes, prepare_batch

@@ -7,7 +7,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
-from lightning_fed.data.interleave import ClientGenerators
+from lightning_fed.backends.vectorized.group_loader import ClientGenerators
 
 SEEDS = (3, 4, 5)
 INPUTS = torch.linspace(-1, 1, 3 * 4 * 5 * 6).reshape(3, 4, 5, 6)

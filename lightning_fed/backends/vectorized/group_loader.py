@@ -1,10 +1,9 @@
-"""Batches of several clients in one tensor, and a separate random generator state for each client."""
+"""Loader for simultaneous visits, with stacked batches and separate random generators."""
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +12,72 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.data.population import restore_torch_generators, seed_everything, torch_generator_states
+from lightning_fed.data.batch_structure import batch_structure, batch_tensors, rebuild_batch
+from lightning_fed.data.population import (
+    PlannedVisit,
+    VisitBatch,
+    restore_torch_generators,
+    seed_everything,
+    torch_generator_states,
+)
+from lightning_fed.data.round_loader import RoundLoader
+
+
+class GroupLoader(RoundLoader):
+    """Loader of a round with groups of simultaneous visits. A group's batches are lists of :class:`StackedBatch`.
+
+    Args:
+        arguments: The arguments of :class:`RoundLoader`.
+        size: Maximum number of visits per group.
+        is_equal: Whether all visits in a group must have the same number of batches.
+        draws: Whether visits also draw from Python's and NumPy's generators, not only from PyTorch's.
+
+    Attributes:
+        numbers: Random generators for simultaneous visits; ``None`` in a single visit.
+    """
+
+    def __init__(self, *arguments: Any, size: int, is_equal: bool, draws: bool) -> None:
+        super().__init__(*arguments)
+        self.numbers: ClientGenerators | None = None
+        self._draws = draws
+        plan = self._plan
+        plan.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
+        plan.groups = []
+        for position, planned in enumerate(plan.visits):
+            last = plan.groups[-1] if plan.groups else range(0)
+            fits = not is_equal or (last and plan.visits[last[0]].num_batches == planned.num_batches)
+            if last and fits and len(last) < size:
+                plan.groups[-1] = range(last.start, position + 1)
+            else:
+                plan.groups.append(range(position, position + 1))
+        plan.length = max(1, sum(plan.visits[positions[0]].num_batches for positions in plan.groups))
+
+    def seed(self, group: Sequence[PlannedVisit]) -> None:
+        self.numbers = None
+        if len(group) == 1:
+            super().seed(group)
+        else:
+            self.numbers = ClientGenerators([planned.visit.seed for planned in group], self._draws)
+            self.numbers.switch_to(0)
+
+    def open_stream(self) -> Iterator[VisitBatch]:
+        if len(self._plan.groups) == len(self.visits):
+            return super().open_stream()
+        return self.population.stream(self.visits, groups=self._plan.groups)
+
+    def fetch(self, stream: Iterator[VisitBatch], positions: range, batches_left: int) -> tuple[Any, int]:
+        if self.numbers is None:
+            return super().fetch(stream, positions, batches_left)
+        number = self.visits[positions[0]].num_batches - 1 - batches_left
+        batches = {}
+        for index, position in enumerate(positions):
+            planned = self.visits[position]
+            if planned.fault is None and number < planned.num_batches:
+                self.numbers.switch_to(index)
+                batch = self._fetch(stream, position)
+                if batch is not None:
+                    batches[index] = batch
+        return stack_batches(batches) or None, batches_left
 
 
 class ClientGenerators:
@@ -116,49 +180,10 @@ def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
     structures: dict[Any, dict[int, list[Tensor]]] = {}
     for client, batch in batches.items():
         parts: list[Tensor] = []
-        structures.setdefault(_structure(batch, parts), {})[client] = parts
+        structures.setdefault(batch_structure(batch, parts), {})[client] = parts
     return [
         StackedBatch(
             tuple(group), rebuild_batch(batches[next(iter(group))], map(torch.stack, zip(*group.values(), strict=True)))
         )
         for group in structures.values()
     ]
-
-
-def batch_tensors(batch: Any) -> list[Tensor]:
-    """Lists the tensors in a batch at any depth, in the order used by :func:`rebuild_batch`."""
-    tensors: list[Tensor] = []
-    _structure(batch, tensors)
-    return tensors
-
-
-def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """Replaces all tensors of ``batch`` by new ``tensors``, in the order of :func:`batch_tensors`.
-
-    Example:
-        >>> batch = {"image": torch.zeros(1), "name": "a"}
-        >>> rebuild_batch(batch, iter([torch.ones(1)]))
-        {'image': tensor([1.]), 'name': 'a'}
-    """
-    if isinstance(batch, Tensor):
-        return next(tensors)
-    if isinstance(batch, Mapping):
-        rebuilt = {key: rebuild_batch(value, tensors) for key, value in batch.items()}
-        if isinstance(batch, defaultdict):
-            return type(batch)(batch.default_factory, rebuilt)
-        return type(batch)(rebuilt)  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple):
-        elements = [rebuild_batch(value, tensors) for value in batch]
-        return type(batch)(*elements) if hasattr(batch, "_fields") else type(batch)(elements)
-    return batch
-
-
-def _structure(batch: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        tensors.append(batch)
-        return batch.shape, batch.dtype, batch.device
-    if isinstance(batch, Mapping):
-        return type(batch), tuple((key, _structure(value, tensors)) for key, value in batch.items())
-    if isinstance(batch, list | tuple):
-        return type(batch), tuple(_structure(value, tensors) for value in batch)
-    return batch if isinstance(batch, str | bytes | int | float | None) else id(batch)

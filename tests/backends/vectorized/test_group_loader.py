@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fed.data.interleave import ClientGenerators, batch_tensors, detect_draws, rebuild_batch, stack_batches
+from lightning_fed.backends.vectorized.group_loader import ClientGenerators, detect_draws, stack_batches
+from lightning_fed.data.batch_structure import batch_tensors, rebuild_batch
 from lightning_fed.data.population import seed_everything
 
 Pair = namedtuple("Pair", ["image", "label"])
