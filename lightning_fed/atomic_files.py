@@ -38,19 +38,18 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
+        sync_folder(path.parent)
     except Exception as error:
         error.add_note(f"Raised while writing {str(path)!r}: the file is unchanged.")
         raise
-    else:
-        sync_folder(path.parent)
     finally:
         with suppress(OSError):  # an error here, for example on a read-only disk, would hide the original exception
             partial.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names of a folder's files durable. On Windows, a system call does not exist."""
-    if os.name == "posix":
+    """Makes the names of a folder's files durable, on systems with such a call."""
+    with suppress(OSError):  # Windows and some network file systems
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -62,12 +61,6 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Writes a text file with :func:`atomic_write`."""
     with atomic_write(path) as partial:
         partial.write_text(text)
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Writes a new file that only the current user can read. An existing file raises ``FileExistsError``."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 class RoundCheckpoint(Checkpoint):

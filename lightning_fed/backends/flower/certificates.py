@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from lightning_fed.atomic_files import write_private
+from lightning_fed.backends.site.owned_files import write_private
 
 _HERE = ("localhost", "127.0.0.1", "::1")
 """The SuperLink's names on the server's machine, for the SuperLink's processes, the gateway and `flwr`."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from lightning_fed.atomic_files import write_private
+from lightning_fed.backends.site.owned_files import write_private
 from lightning_fed.errors import OptionError
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Ownership checks of a site's files, so that other users cannot change or replace the files."""
+"""Private files, and ownership checks: other users cannot read, change or replace a site's files."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def check_parents(path: Path) -> None:
         status = folder.stat()
         if depth == 0 or not status.st_mode & stat.S_ISVTX:
             check_owner(status)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a new file that only the current user can read. An existing file raises ``FileExistsError``."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)

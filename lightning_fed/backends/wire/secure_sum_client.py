@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fed.atomic_files import write_private, write_text_atomically
+from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.backends.site.owned_files import write_private
 from lightning_fed.backends.wire.packets import Fault, Packet, write_fault
 from lightning_fed.backends.wire.secure_sum_packets import (
     NOT_OPENED,
