@@ -89,6 +89,7 @@ main()
         (["methods", "fedproxx"], 2, "Did you mean 'fedprox'?"),
         (["compare"], 2, "--methods"),
         (["study", "--help"], 0, "--min-support"),
+        (["rehearse", "--help"], 0, "--sites"),
         (["demo", "--rounds", "0"], 2, "Expected `--rounds` to be at least 1"),
         (["data", "a.yaml", "--bogus"], 2, "--bogus"),
         (["nvflare", "new", "--help"], 0, "RECIPE"),

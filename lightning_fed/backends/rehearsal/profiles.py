@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_fed.backends.wire.transport import Deadline
 from lightning_fed.messages import Client
 
 DAY = 24 * 3600.0  # seconds
@@ -86,20 +87,20 @@ class Sites:
     Args:
         server: Profile of the server's machine: ``restarts``, ``downtime``, ``disk`` and ``disk_faults`` count.
         sites: Profile by client.
-        deadline: Arguments for :class:`~lightning_fed.backends.wire.Deadline`.
+        deadline: Time limit of a round.
         patience: Seconds for which a starting server waits for the clients.
     """
 
     server: Profile
     sites: Mapping[Client, Profile]
-    deadline: Mapping[str, Any] = field(default_factory=dict)
+    deadline: Deadline = field(default_factory=Deadline)
     patience: float = 600.0
 
 
 def read_sites(path: str | os.PathLike[str]) -> Sites:
     """Reads a TOML file with the tables ``server``, ``deadline``, ``sites.defaults`` and one table per site.
 
-    Raises ``ValueError`` for unknown names and values outside the allowed range.
+    Raises ``ValueError`` or ``TypeError`` for unknown names and values outside the allowed range.
     """
     content = tomllib.loads(Path(path).read_text())
     unknown = sorted(content.keys() - {"server", "deadline", "patience", "sites"})
@@ -112,7 +113,7 @@ def read_sites(path: str | os.PathLike[str]) -> Sites:
     defaults = tables.pop("defaults", {})
     sites = {name: _read_profile(f"sites.{name}", {**defaults, **table}, path) for name, table in tables.items()}
     server = _read_profile("server", content.get("server", {}), path)
-    return Sites(server, sites, content.get("deadline", {}), float(content.get("patience", 600.0)))
+    return Sites(server, sites, Deadline(**content.get("deadline", {})), float(content.get("patience", 600.0)))
 
 
 def _read_profile(name: str, table: Mapping[str, Any], path: str | os.PathLike[str]) -> Profile:

@@ -88,17 +88,9 @@ class RoundResult:
 class Outcome:
     """Result of one rehearsal.
 
-    Args:
-        seed: The seed.
-        rounds: Number of finished rounds.
-        hours: Virtual hours until the last round or the failure.
-        megabytes: Sent and received megabytes, scaled to the real model.
-        failure: Reason why the run ended before the last round; ``None`` for a finished run.
-        excluded: Number of rounds without the client, by client and reason.
-        visits: Results by round.
-        violations: Violated invariants, each with time and event.
-        log: Events as (seconds, machine, text).
-        answer_seconds: Seconds from a request to the answer, for answers that arrived.
+    ``megabytes`` are sent and received, for the real model. ``failure`` is the reason for an end before the last round.
+    ``excluded`` counts rounds by client and reason. ``log`` has events as (seconds, machine, text), and
+    ``answer_seconds`` the times from a request to an answer.
     """
 
     seed: int
@@ -156,7 +148,7 @@ class _Run:
 
     def run(self) -> None:
         plan, world, outcome = self.plan, self.world, self.outcome
-        deadline = plan.deadline or Deadline(**plan.sites.deadline)
+        deadline = plan.deadline or plan.sites.deadline
         num_bytes = 0
         with world.replace_time(self.folder):
             while self.server.starts <= _MOST_STARTS:
@@ -197,7 +189,7 @@ class _Run:
             outcome.excluded[client, reason] += 1
             is_kept = "stored state" not in reason and "lost its state" not in reason
             self.check(
-                is_kept or self.sites[client].machine.has_lost_files,
+                is_kept or self.sites[client].machine.has_lost_files or self.server.has_lost_files,
                 f"round {round + 1}: {client!r} has no state, although no disk lost a file: {reason}",
             )
         outcome.visits[round] = RoundResult(list(report.received), dict(report.failed), model, is_new)

@@ -36,14 +36,8 @@ class Killed(BaseException):
 class Machine:
     """A machine with a process, a disk, a clock and a connection.
 
-    Attributes:
-        name: Name in the log.
-        profile: Speed and faults.
-        folder: Folder on the simulated disk.
-        starts: Number of starts of the process.
-        is_up: Whether the process runs.
-        skew: Seconds by which the clock is ahead.
-        is_dead: Whether the process has just ended, and its exception handlers still run.
+    ``starts`` counts starts of the process. ``is_dead`` is true while exception handlers of an ended process still run,
+    and ``has_lost_files`` after a loss of power with changes that were not durable.
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
@@ -221,12 +215,8 @@ class Machine:
 class World:
     """Virtual clock and queue of events; replaces the module ``time`` in backends.
 
-    Attributes:
-        now: Seconds since the start.
-        offset: Seconds by which the current machine's process is ahead of ``now``, after :meth:`Machine.work`.
-        machine: The machine whose process runs.
-        scale: Bytes of the real model per byte of the model in the rehearsal.
-        log: Events as (seconds, machine, text).
+    ``offset`` is the time by which the current machine's process is ahead of ``now``, after :meth:`Machine.work`.
+    ``scale`` is the number of bytes of the real model per byte here. ``log`` has events as (seconds, machine, text).
     """
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:

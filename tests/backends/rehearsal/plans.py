@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from lightning_fed import Faults, Federation
 from lightning_fed.backends.rehearsal.profiles import Profile, Sites
 from lightning_fed.backends.rehearsal.rehearsal import Plan
+from lightning_fed.backends.wire import Deadline
 from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.steps import MaxSamples
 
@@ -23,23 +24,24 @@ entries = ["*"]
 rounds_per_day = 6
 bytes_per_day = 20000
 """
+DEADLINE = Deadline(600)
 NO_FAILED_ROUNDS = Faults(max_failed_rounds=None)
 
 
-def build_sites(profile=ROUGH, deadline=(("seconds", 600), ("reconnect", 60.0)), count=4, server=SERVER):
+def build_sites(profile=ROUGH, deadline=DEADLINE, count=4, server=SERVER):
     speeds = (1.0, 0.5, 2.0, 4.0)
     sites = {
         f"site-{index}": replace(profile, seconds_per_step=profile.seconds_per_step * speeds[index % 4])
         for index in range(count)
     }
-    return Sites(server, sites, dict(deadline))
+    return Sites(server, sites, deadline)
 
 
 def build_plans():
     def federation(**options):
         return lambda: Federation(**{"seed": 3, "faults": NO_FAILED_ROUNDS, **options})
 
-    quorum = {"seconds": 600, "min_clients": 2, "rest": 30.0, "reconnect": 20.0}
+    quorum = Deadline(600, min_clients=2, rest=30.0, reconnect=20.0)
     quiet = replace(ROUGH, restarts=5.0, disk_faults=30.0, bad=0.0, cut=0.0, loss=0.01)
     plans = {
         "rough": Plan(build_sites(), federation(), 6),

@@ -97,7 +97,7 @@ def test_bugs_break_invariants(name, monkeypatch):
 
 def test_too_little_memory_excludes_a_client():
     sites = build_sites(Profile(), count=2)
-    sites = Sites(Profile(), {**sites.sites, "small": Profile(memory=1.0)}, {"seconds": 600, "reconnect": 10.0})
+    sites = Sites(Profile(), {**sites.sites, "small": Profile(memory=1.0)}, Deadline(600, reconnect=10.0))
     outcome = rehearse(Plan(sites, lambda: Federation(seed=0), 3, model_bytes=0.5e9), 0)
     assert {client for client, _ in outcome.excluded} == {"small"}
     assert any(text == "needs more memory than the machine has" for _, _, text in outcome.log)
@@ -105,7 +105,7 @@ def test_too_little_memory_excludes_a_client():
 
 
 def test_the_suggested_deadline_includes_all_clients():
-    sites = build_sites(Profile(batches=100), deadline=[("seconds", 250)])
+    sites = build_sites(Profile(batches=100), deadline=Deadline(250))
     plan = Plan(sites, lambda: Federation(seed=0), 3)
     outcomes = [rehearse(plan, 0)]
     assert {client for client, _ in outcomes[0].excluded} == {"site-3"}
@@ -146,5 +146,5 @@ def test_profiles_take_defaults_from_the_table(tmp_path):
     )
     sites = read_sites(tmp_path / "sites.toml")
     assert sites.sites == {"a": Profile(batches=3, latency=1), "b": Profile(batches=4, latency=1)}
-    assert (sites.server.restarts, sites.deadline, sites.patience) == (1, {"seconds": 9}, 5.0)
+    assert (sites.server.restarts, sites.deadline, sites.patience) == (1, Deadline(9), 5.0)
     assert sites.sites["a"].memory == math.inf
