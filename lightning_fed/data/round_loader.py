@@ -178,13 +178,6 @@ class RoundLoader:
             return False
         return not self.group or (self.group[-1] is self.visits[-1] and not self.padding)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns an empty state, because a resumed round starts again. Lightning requires the method to resume."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing, because :meth:`state_dict` is empty."""
-
     def _fetch(self, stream: Iterator[VisitBatch], position: int) -> Any:
         try:
             with self.clock.interrupting():

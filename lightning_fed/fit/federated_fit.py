@@ -24,7 +24,6 @@ from lightning_fed.lightning.internals import (
     await_validation,
     complete_epoch,
     fit_progress,
-    forget_loaders,
     ignored_warning,
     restart_epoch,
     validates_after_batch,
@@ -88,10 +87,9 @@ class RoundProgress:
         self._first_step, self._correct, self._is_cut = None, complete_epoch, False
 
     def patch(self, checkpoint: dict[str, Any], is_plain: bool | None = False) -> None:
-        """Corrects Lightning's progress in a checkpoint; in a plain fit only removes the loaders' states."""
+        """Corrects Lightning's progress in a checkpoint, except in a plain fit."""
         if self._correct is not None and not is_plain:
             self._correct(checkpoint)
-        forget_loaders(checkpoint)  # a resumed round starts again
 
 
 class RemoteSide(ABC):

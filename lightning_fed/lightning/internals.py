@@ -261,11 +261,6 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
-def forget_loaders(checkpoint: dict[str, Any]) -> None:
-    """Removes training loaders from a checkpoint, because other loaders cannot load their states."""
-    checkpoint["loops"]["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
-
-
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Marks the epoch of a checkpoint as complete: a resumed Trainer begins the next epoch.
 

@@ -111,6 +111,7 @@ class RoundLoop:
             revert(self._averages.restore)
         if not is_one_client(partition):  # a failed visit is padded with `None` batches, and the log gives the reason
             fit.ignore_warning("train_dataloader yielded None")
+        fit.ignore_warning("You're resuming from a checkpoint that ended before")  # every loader continues
         # Lightning 2.6 with torch 2.13 causes this warning by its own code, again after each change of the filters.
         fit.ignore_warning(
             r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."

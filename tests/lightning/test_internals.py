@@ -518,30 +518,6 @@ def test_hooks_of_gradients_are_seen():
     assert internals.has_gradient_hooks(parameter), "torch keeps hooks of accumulated gradients elsewhere by now"
 
 
-def test_a_checkpoint_without_the_states_of_loaders_goes_on_with_other_loaders(plain_trainer, tmp_path):
-    class Stateful(DataLoader):
-        def state_dict(self):
-            return {"place": 1}
-
-        def load_state_dict(self, state_dict):
-            pass
-
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            trainer.save_checkpoint(tmp_path / "states.ckpt")
-
-    plain_trainer(max_epochs=1, callbacks=[Saves()]).fit(Net(), Stateful(torch.ones(BATCHES, 2)))
-    checkpoint = torch.load(tmp_path / "states.ckpt", weights_only=False)
-    for _ in range(2):  # the second time without states
-        internals.forget_loaders(checkpoint)
-    torch.save(checkpoint, tmp_path / "no states.ckpt")
-    with pytest.raises(RuntimeError, match="0 stateful loaders, but found 1 states"):
-        plain_trainer(max_epochs=2).fit(Net(), ckpt_path=tmp_path / "states.ckpt", weights_only=False)
-    trainer = plain_trainer(max_epochs=2)
-    trainer.fit(Net(), ckpt_path=tmp_path / "no states.ckpt", weights_only=False)
-    assert trainer.global_step == 2 * BATCHES, "checkpoints hold the states of loaders in another place by now"
-
-
 def test_every_function_has_a_test():
     """Searches this file for each function name."""
     with open(__file__, encoding="utf-8") as file:

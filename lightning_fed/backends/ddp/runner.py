@@ -68,7 +68,7 @@ def _count_processes(trainer: Mapping[str, Any]) -> int:
 class DistributedRunner(ClientRunner):
     """Answers packets like the base class, but trains visits in several processes.
 
-    The processes start at the first visit and stay. This process alone checks orders, knows the keys of a secure sum,
+    The processes start at the first visit and stay. Only this process checks orders, knows the keys of a secure sum,
     and answers. Requests, measurements and evaluations run in this process, on one device. If a process ends or
     raises, the others are ended, and the client misses the round.
 

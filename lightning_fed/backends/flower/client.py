@@ -43,7 +43,7 @@ def client_app(
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the node configuration to one of these.
-        trainer: Arguments for ``L.Trainer``.
+        trainer: Arguments for ``L.Trainer``; with several ``devices``, a visit trains with DDP.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.

@@ -38,7 +38,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         model: The LightningModule, or a function that builds the module (called with the federation's seed set).
         data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
             datamodule. Alternatively a function from the site configuration (``{"site": name}``) to one of these.
-        trainer: Arguments for ``L.Trainer``.
+        trainer: Arguments for ``L.Trainer``; with several ``devices``, a visit trains with DDP.
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work requested by the server; unlimited by default.
