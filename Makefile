@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-pages test-slow test-gpu test-oldest test-master test-networks test-projects test-portable lint types docs tutorials dist clean
+.PHONY: help venv demo test test-pages test-slow test-gpu test-oldest test-master test-networks test-projects test-portable lint types docs check-results tutorials dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -85,6 +85,9 @@ docs: test-pages ## those tests, and the documentation as HTML, in site/
 	$(INSTALL) -e ".[docs]"
 	$(BIN)/zensical build --strict --config-file mkdocs.yml
 	$(BIN)/python docs/_ext/equations.py site
+
+check-results: $(STAMP) ## compute the results' tables again from stored scores; list tables without stored scores
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/check_results.py
 
 tutorials: $(STAMP) ## run the tutorials; write what they print and draw into their pages: some minutes
 	OMP_NUM_THREADS=1 $(BIN)/python docs/_ext/tutorials.py $(ARGS)

@@ -75,6 +75,22 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def rows_of(results: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """Table rows: shift, decision and mean IoU by setting."""
+    return [
+        [
+            name,
+            spread([result["shifts"][0] for result in runs], 2),
+            " ".join(dict.fromkeys(result.get("decision", "") for result in runs)),
+            f"{max(result['large'] for result in runs)} of {runs[0]['layers']}" if "large" in runs[0] else "",
+            *(spread([result["scores"][way]["all"] for result in runs if way in result["scores"]]) for way in WAYS),
+            spread([100 * (result["scores"]["own"]["all"] - result["scores"]["pooled"]["all"]) for result in runs], 1),
+            str(len(runs)),
+        ]
+        for name, runs in results.items()
+    ]
+
+
 def main() -> None:
     made = parser(__doc__.splitlines()[0], data=False, seeds=(0, 1, 2))
     made.add_argument("--data", type=Path, default=None, help="folder that holds CamVid and the retina")
@@ -91,18 +107,6 @@ def main() -> None:
         arguments.settings = ["alike", "strong"]
     study = "batch_norm_decision_small" if arguments.small else "batch_norm_decision"
     results = run_all(study, arguments.settings, run, arguments)
-    rows = [
-        [
-            name,
-            spread([result["shifts"][0] for result in runs], 2),
-            " ".join(dict.fromkeys(result.get("decision", "") for result in runs)),
-            f"{max(result['large'] for result in runs)} of {runs[0]['layers']}" if "large" in runs[0] else "",
-            *(spread([result["scores"][way]["all"] for result in runs if way in result["scores"]]) for way in WAYS),
-            spread([100 * (result["scores"]["own"]["all"] - result["scores"]["pooled"]["all"]) for result in runs], 1),
-            str(len(runs)),
-        ]
-        for name, runs in results.items()
-    ]
     header = ["", "shift", "decision", "layers above", *WAYS, "own to pooled", "seeds"]
     flag, network = (" --small", "a small U-Net") if arguments.small else ("", "DeepLabV3+ with a ResNet-18")
     text = (
@@ -111,7 +115,7 @@ def main() -> None:
         f" above {LARGE_SHIFT} at the end; `by layer` has own statistics in these. Differences in points."
         f" {'; '.join(dict.fromkeys(result['machine'] for runs in results.values() for result in runs))}."
     )
-    write_section(arguments.out, study, f"{text}\n\n{table(header, rows)}")
+    write_section(arguments.out, study, f"{text}\n\n{table(header, rows_of(results))}")
 
 
 if __name__ == "__main__":

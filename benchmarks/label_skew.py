@@ -78,12 +78,9 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    made = parser(__doc__.splitlines()[0], seeds=(0, 1, 2))
-    arguments = made.parse_args()
-    prepare(arguments)
-    results = run_all("label_skew", PARTITIONS, run, arguments)
-    rows = [
+def rows_of(results: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """Table rows: shifts, decision and accuracy by partition."""
+    return [
         [
             name,
             *(spread([result["shifts"][place] for result in runs], 2) for place in range(3)),
@@ -94,6 +91,13 @@ def main() -> None:
         ]
         for name, runs in results.items()
     ]
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], seeds=(0, 1, 2))
+    arguments = made.parse_args()
+    prepare(arguments)
+    results = run_all("label_skew", PARTITIONS, run, arguments)
     header = ["", "shift, layer 1", "layer 2", "layer 3", "decision", "pooled", "own", "own to pooled", "seeds"]
     text = (
         f"`python benchmarks/label_skew.py --data DATA`. Fashion-MNIST, {IMAGES} images, {CLIENTS} clients, {ROUNDS}"
@@ -101,7 +105,7 @@ def main() -> None:
         " accuracy on a quarter of each client's images, held out, mean over clients; differences in points."
         f" {'; '.join(dict.fromkeys(result['machine'] for runs in results.values() for result in runs))}."
     )
-    write_section(arguments.out, "label_skew", f"{text}\n\n{table(header, rows)}")
+    write_section(arguments.out, "label_skew", f"{text}\n\n{table(header, rows_of(results))}")
 
 
 if __name__ == "__main__":

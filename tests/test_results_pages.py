@@ -1,8 +1,10 @@
 """Numbers in the text of results pages appear in a generated table."""
 
+import random
 import re
 from importlib import import_module
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -130,6 +132,44 @@ def test_verdicts_are_those_of_the_rule():
 def test_how_tables_tell_a_difference(monkeypatch, differences, text):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     assert import_module("common").paired(differences) == text
+
+
+def test_tables_equal_the_stored_runs(monkeypatch):
+    """Also with a changed digit, a missing row and an additional row."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    checks = import_module("check_results")
+    texts = {
+        match["name"]: f"{match['text']}\n"
+        for path in checks.RESULTS.glob("*.md")
+        for match in checks.SECTION.finditer(path.read_text())
+    }
+    assert [fault for name in checks.TABLES for fault in checks.differences(name, texts[name])] == []
+    text = texts["label_skew"]
+    row = next(line for line in text.splitlines() if line.startswith("| Dirichlet 0.1"))
+    other = row.replace("0.776", "0.777")
+    assert checks.differences("label_skew", text.replace(row, other)) == [f"- {other}", f"+ {row}"]
+    assert checks.differences("label_skew", text.replace(f"{row}\n", "")) == [f"+ {row}"]
+    assert checks.differences("label_skew", text.replace(row, f"{row}\n{other}")) == [f"- {other}"]
+
+
+def test_the_widest_interval_contains_the_paired_interval(monkeypatch):
+    """For every pairing, also the worst: opposite orders of the values."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    widest, interval = import_module("unpaired").widest, import_module("common").interval
+    draw = random.Random(0)
+    for seeds in (2, 3, 5):
+        for turn in range(50):
+            first, second = (sorted(draw.gauss(0.7, 0.05) for _ in range(seeds)) for _ in range(2))
+            second = second[::-1] if turn % 2 else second
+            cells = [f"{mean(values):.3f} ± {stdev(values):.3f}" for values in (first, second)]
+            value, low, high = widest(*cells, seeds)
+            found = interval([one - two for one, two in zip(first, second, strict=True)])
+            assert low <= found[0] <= value + 0.001
+            assert value - 0.001 <= found[1] <= high
+    linear = [0.5, 0.6, 0.7]
+    _, low, high = widest("0.600 ± 0.100", "0.600 ± 0.100", 3)
+    found = interval([one - two for one, two in zip(linear, linear[::-1], strict=True)])
+    assert (low, high) == pytest.approx(found, abs=0.005)  # reached, up to rounding
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)

@@ -1,0 +1,96 @@
+"""Recomputes tables in `benchmarks/results` from stored scores of single runs, and lists all other sections.
+
+`benchmarks/results/scores/<study>.json` maps a run's name, with the seed at the end, to the script's result. The script's
+functions compute means, standard deviations and intervals again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import appearance
+import batch_norm_decision
+import hospitals
+import label_skew
+import unpaired
+
+RESULTS = Path(__file__).with_name("results")
+SECTION = re.compile(r"<!-- (?P<name>[^/].*?) -->(?P<text>.*?)<!-- /(?P=name) -->", re.S)
+UNCERTAIN = re.compile(r"± \d|\(-?[\d.]+ to -?[\d.]+\)")  # a standard deviation or an interval
+CONSTANT = ("| second annotator |",)  # rows without any run
+
+
+def read_runs(study: str) -> dict[str, list[dict[str, Any]]]:
+    """Results by name, without the seed at the end of a run's name."""
+    stored = json.loads((RESULTS / "scores" / f"{study}.json").read_text())
+    by_name = groupby(sorted(stored), key=lambda run: run.rpartition("_")[0])
+    return {name: [stored[run] for run in runs] for name, runs in by_name}
+
+
+def of_hospitals(study: str) -> list[list[str]]:
+    found = {name.rpartition("_")[0]: runs for name, runs in read_runs(study).items()}
+    cameras = next(iter(next(iter(found.values()))[0]["scores"].values()))["dice"]
+    return hospitals.rows_of(found, list(cameras))
+
+
+def of_appearance(study: str) -> list[list[str]]:
+    by_setting: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name, runs in read_runs(study).items():
+        setting, _, way = name.rpartition("_")
+        by_setting.setdefault(setting, {})[way] = runs
+    return [row for found in by_setting.values() for row in appearance.rows_of(found)]
+
+
+def of_settings(rows_of: Callable[[dict[str, list[dict[str, Any]]]], list[list[str]]]) -> Callable[[str], Any]:
+    return lambda study: rows_of({name.replace("_", " "): runs for name, runs in read_runs(study).items()})
+
+
+TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
+    "hospitals-measured": ("hospitals", of_hospitals),
+    "hospitals-deeplab-measured": ("hospitals-deeplab", of_hospitals),
+    "hospitals-pretrained-measured": ("hospitals-pretrained", of_hospitals),
+    "hospitals-untrained": ("hospitals-untrained", of_hospitals),
+    "appearance-measured": ("appearance", of_appearance),
+    "batch_norm_decision": ("batch_norm_decision", of_settings(batch_norm_decision.rows_of)),
+    "label_skew": ("label_skew", of_settings(label_skew.rows_of)),
+    "unpaired": ("", lambda _: unpaired.rows()),  # from other tables
+}
+"""Section to the study with the stored runs, and the function that computes the table's rows."""
+
+
+def differences(section: str, text: str) -> list[str]:
+    """Rows in a section that differ from the stored runs, and computed rows without an equal in the section."""
+    study, rows_of = TABLES[section]
+    computed = sorted("| " + " | ".join(map(str, row)) + " |" for row in rows_of(study))
+    tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", text, re.M)
+    shown = sorted(line for part in tables for line in part.splitlines() if not line.startswith(CONSTANT))
+    return [f"- {line}" for line in shown if line not in computed] + [
+        f"+ {line}" for line in computed if line not in shown
+    ]
+
+
+def main() -> None:
+    faults, others = 0, list[str]()
+    for page in sorted(RESULTS.glob("*.md")):
+        for match in SECTION.finditer(page.read_text()):
+            name, text = match["name"], match["text"]
+            if name not in TABLES:
+                others += [f"{page.name}: {name}"] if UNCERTAIN.search(text) else []
+                continue
+            found = differences(name, f"{text}\n")
+            faults += len(found)
+            print(f"{page.name}: {name}: {'as stored' if not found else ''}")
+            print("\n".join(found), end="\n" if found else "")
+    print(f"\nNot recomputable, because no scores of single runs are stored ({len(others)} sections):")
+    print("\n".join(others))
+    sys.exit(min(faults, 1))
+
+
+if __name__ == "__main__":
+    main()
