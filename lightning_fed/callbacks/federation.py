@@ -443,7 +443,10 @@ class Federation(TrainerCallback):
         self.store.start(process_group_of(trainer))
         self._start, self.round_log.totals = perf_counter(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
-            _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
+            _log.info(describe_start(self._fit, self.method.name, self._loop.group_size))
+            vectorized = find_feature("lightning_fed.backends.vectorized.plan")
+            if vectorized is not None and self.options.visits == "auto" and not self._fit.is_remote:
+                vectorized.suggest_fastest(self._fit)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._loop.start_epoch()

@@ -36,7 +36,7 @@ from lightning_fed.server.server import ServerInterface
 # State stored in checkpoints without conversion.
 _SAVED = (
     *("generators", "rounds", "number", "initial_statistics", "decision", "num_measured", "model_round"),
-    *("norm_layers", "is_plain"),
+    *("norm_layers", "is_plain", "fastest"),
 )
 
 
@@ -168,13 +168,13 @@ class FederatedFit:
         synchronisation: Synchronisation of several processes in a round.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
-        initial_statistics: BatchNorm statistics for a client's first visit; empty unless the server pools statistics
-            and clients measure separate statistics in visits.
+        initial_statistics: BatchNorm statistics for first visits, if visits measure statistics for pooling.
         batch_norm: The option ``batch_norm``; ``"auto"`` is replaced if only one treatment is possible.
         decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
         num_measured: Number of rounds with reported statistics.
         reports: Newest BatchNorm report by client, from rounds with too few reports for the decision.
         model_round: Index of the last round with a new global model; -1 for no round.
+        fastest: Choice of ``visits="fastest"``: clients at once (0 before the choice), and the measured gain.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
         served_client: The client whose BatchNorm statistics are in the module, outside visits; ``None`` for no client.
     """
@@ -211,7 +211,7 @@ class FederatedFit:
         self.initial_statistics: State = {}
         self.batch_norm: BatchNormOption = options.batch_norm
         self.decision = decision
-        self.num_measured, self.model_round = 0, -1
+        self.num_measured, self.model_round, self.fastest = 0, -1, (0, 1.0)
         self.reports: dict[Client, State] = {}
         self.norm_layers: list[str] | None = None
         self.served_client: Client | None = None

@@ -31,7 +31,7 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} bytes" if unit == 0 else f"{number:.1f} {_UNITS[unit]}"
 
 
-def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
+def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
     """Describes a fit at the start in one line: clients, shared entries, and kind of visits."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
@@ -45,7 +45,7 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
     kept = " and ".join(f"{counts[policy]} {policy}" for policy in _LOCAL if counts[policy])
     text = [
-        f"{method}: {rounds}, {size} of {clients} clients per round, {_execution(fit, trains_at_once)}.",
+        f"{method}: {rounds}, {size} of {clients} clients per round, {_execution(fit, at_once)}.",
         f"{format_bytes(tensor_bytes(shared))} each way per client ({len(shared)} "
         f"tensors{f'; not sent: {kept}' if kept else ''}).",
     ]
@@ -62,13 +62,13 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     return " ".join([*text, f"Seed {fit.schedule.seed}."])
 
 
-def _execution(fit: FederatedFit, trains_at_once: bool) -> str:
+def _execution(fit: FederatedFit, at_once: int) -> str:
     if fit.is_remote:
         return "on other machines"
     number = process_group_of(fit.trainer).size
     if number > 1:
         return f"in {number} processes"
-    return "several at once" if trains_at_once else "one after another"
+    return f"up to {at_once} at once" if at_once > 1 else "one after another"
 
 
 def describe_end(

@@ -80,8 +80,8 @@ class RoundLoop:
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
 
     @property
-    def trains_at_once(self) -> bool:
-        return self._plan.loader is not RoundLoader
+    def group_size(self) -> int:
+        return self._plan.clients
 
     # The fit
 
@@ -368,7 +368,7 @@ class RoundLoop:
                     "Trainer that validates like the Trainer that saved the checkpoint."
                 )
             self.fit.cohort = cohort
-            if self._find_new_entries() and self.trains_at_once:
+            if self._find_new_entries() and self.group_size > 1:
                 raise MisconfigurationException(
                     "Expected the module to have all parameters and buffers when a round is planned, because several "
                     "clients train at once, but a hook has added some since then: add the tensors earlier, or use "

@@ -279,7 +279,8 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for a fit's visits: classes of the driver and the loader."""
+    """Plan for a fit's visits: classes of the driver and the loader, and the number of clients that train at once."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     loader: Callable[..., RoundLoader] = RoundLoader
+    clients: int = 1

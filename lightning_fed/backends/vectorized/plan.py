@@ -82,7 +82,7 @@ class Vectorized(VisitsAtOnce):
         size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # number of model copies in memory
         model = StackedModel(module, names, size, draws)
         loader = partial(GroupLoader, size=size, is_equal=is_equal, draws=has_drawn)
-        return VisitPlan(partial(StackedVisits, model=model), loader)
+        return VisitPlan(partial(StackedVisits, model=model), loader, size)
 
 
 class _Measured(NamedTuple):
@@ -112,21 +112,30 @@ class Fastest(VisitsAtOnce):
     clients = 64
 
     def plan(self, fit: FederatedFit) -> VisitPlan | None:
-        module, device = fit.module, fit.trainer.strategy.root_device.type
-        cohort = fit.schedule.cohort_size(len(fit.population.clients))
-        size, gain = choose_clients(module, cohort, device)
-        if size == 1:
-            _log.info(
-                "`visits='fastest'`: one client after another, the fastest for this model and cohort on a %s.", device
-            )
-            return None
-        _log.info(
-            "`visits='fastest'`: Vectorized(%d), about %g times as fast as single visits in the measurements; equal"
-            " weights up to rounding.",
-            size,
-            gain,
-        )
-        return Vectorized(size).plan(fit)
+        size, gain = fit.fastest = fit.fastest if fit.fastest[0] else _choose(fit)
+        _log.info("`visits='fastest'`: %s.", _describe(size, gain) if size > 1 else "one client after another")
+        return Vectorized(size).plan(fit) if size > 1 else None
+
+
+def suggest_fastest(fit: FederatedFit) -> None:
+    """Logs the gain of ``visits="fastest"`` if the rule chooses several clients at once and no obstacle is known."""
+    size, gain = _choose(fit)
+    if size > 1 and fit.options.faults.visit_timeout is None:
+        try:
+            check_vectorizable(fit)
+            check_entries(fit.module, tensors_by_path(fit.module))
+        except Obstacle:
+            return
+        _log.info("`visits='fastest'` would use %s.", _describe(size, gain))
+
+
+def _choose(fit: FederatedFit) -> tuple[int, float]:
+    cohort = fit.schedule.cohort_size(len(fit.population.clients))
+    return choose_clients(fit.module, cohort, fit.trainer.strategy.root_device.type)
+
+
+def _describe(size: int, gain: float) -> str:
+    return f"Vectorized({size}), about {gain:g} times as fast in the measurements, with equal weights up to rounding"
 
 
 def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:

@@ -2,10 +2,12 @@
 
 import logging
 
+import lightning as L
 import pytest
 from torch import nn
 
-from lightning_fed import FederatedDataModule, Federation, Vectorized
+from lightning_fed import Faults, FederatedDataModule, Federation, Vectorized
+from lightning_fed.backends.vectorized import plan
 from lightning_fed.backends.vectorized.plan import choose_clients
 from tests import models
 from tests.recorders import assert_same, state_of
@@ -60,6 +62,48 @@ def test_small_dense_models_train_at_once_also_after_a_resume(federated_trainer,
     data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=10)
     trainer.fit(module, data, ckpt_path=tmp_path / "last.ckpt")
     assert_same(state, state_of(module))
+
+
+def test_a_resumed_fit_repeats_the_choice_on_another_device(federated_trainer, caplog, tmp_path, monkeypatch):
+    data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=10)
+    whole = fit(federated_trainer, make_mlp(), Vectorized(6))[1]
+    trainer = federated_trainer(visits="fastest", max_rounds=1)
+    trainer.fit(make_mlp(), data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    monkeypatch.setattr(plan, "choose_clients", lambda module, cohort, device: (3, 5.0))  # other rows in the table
+    caplog.set_level(logging.INFO, "lightning_fed")
+    trainer, module = federated_trainer(visits="fastest", max_rounds=2), make_mlp()
+    trainer.fit(module, data, ckpt_path=tmp_path / "last.ckpt")
+    assert "`visits='fastest'`: Vectorized(6), about 1.8 times as fast" in caplog.text
+    assert "6 of 6 clients per round, up to 6 at once." in caplog.text
+    assert_same(whole, state_of(module))
+
+
+HINT = "`visits='fastest'` would use Vectorized(6), about 1.8 times as fast"
+
+
+class ReadsGradients(L.Callback):
+    def on_after_backward(self, trainer, pl_module):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "hints"),
+    [
+        ({}, 1),
+        ({"visits": "fused"}, 0),
+        ({"visits": "lightning"}, 0),
+        ({"clients_per_round": 4}, 0),
+        ({"optimizer_state": "keep"}, 0),
+        ({"callbacks": [ReadsGradients()]}, 0),
+        ({"faults": Faults(visit_timeout=600)}, 0),
+    ],
+)
+def test_the_default_names_the_faster_mode_once_if_possible(options, hints, federated_trainer, caplog):
+    caplog.set_level(logging.INFO, LOGGER)
+    fit(federated_trainer, make_mlp(), options.pop("visits", "auto"), **options)
+    assert caplog.text.count(HINT) == hints
+    assert caplog.text.count("fastest") == hints
 
 
 def test_other_models_train_one_after_another(federated_trainer, caplog):
