@@ -368,7 +368,7 @@ class RoundLoop:
                     "Trainer that validates like the Trainer that saved the checkpoint."
                 )
             self.fit.cohort = cohort
-            if self._find_new_entries() and self.group_size > 1:
+            if self._find_new_entries() and self._plan.loader is not RoundLoader:
                 raise MisconfigurationException(
                     "Expected the module to have all parameters and buffers when a round is planned, because several "
                     "clients train at once, but a hook has added some since then: add the tensors earlier, or use "
