@@ -116,24 +116,27 @@ class ExampleGradients:
             for parameter in self._frozen:
                 parameter.requires_grad_(False)
 
-    def _watch(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _watch(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         frozen, self._frozen = self._frozen, []
         for parameter in frozen:  # also after an error in the layer
             parameter.requires_grad_(True)
         if output is None or not (self.is_recording and torch.is_grad_enabled()):
-            return
+            return None
         if not isinstance(output, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             raise MisconfigurationException(
                 f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with positional tensors, or "
                 "does not return a tensor, so per-example gradients are unknown."
             )
+        if type(layer) is nn.Linear and output.ndim > 2:
+            output = output.clone()  # a view would lose the hook in an in-place operation
         if frozen and not output.requires_grad:
             output.add_(self.anchor)
         if output.requires_grad:
             # Inputs are detached now, because later operations may overwrite the output.
             activations = [value.detach() for value in inputs]
             self._calls[layer] += 1
-            output.register_hook(partial(self._add, layer, activations))  # type: ignore[no-untyped-call]
+            output.register_hook(partial(self._add, layer, activations))
+        return output
 
     @torch.no_grad()
     def _add(self, layer: nn.Module, activations: list[Tensor], output_gradient: Tensor) -> None:
@@ -321,9 +324,8 @@ def _some_of(batch: Any, rows: slice) -> Any:
     return rebuild_batch(batch, tensors)
 
 
-def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    norms = [torch.linalg.vector_norm(value).double() for value in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms))
+def _norm(tensors: Iterable[Tensor]) -> Any:
+    return torch.stack([value.norm().double() for value in tensors]).norm()
 
 
 def find_unsupported(module: nn.Module) -> list[str]:

@@ -75,6 +75,44 @@ def text():
     return nn.Sequential(nn.Embedding(9, 6, padding_idx=0), nn.Flatten(), nn.Linear(30, 4))
 
 
+class Pairs(nn.Module):
+    """Calls one embedding twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6, padding_idx=0)
+
+    def forward(self, inputs):
+        return self.embedding(inputs[:, :3]) * self.embedding(inputs[:, 2:])
+
+
+def pairs():
+    return nn.Sequential(Pairs(), nn.Flatten(), nn.Linear(18, 4))
+
+
+def positions():
+    """Both forms of the norm for sequences: the first layer by positions, the second by entries."""
+    return nn.Sequential(
+        nn.Linear(6, 20), nn.ReLU(inplace=True), nn.Linear(20, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 4)
+    )
+
+
+def small_maps():
+    """Convolutions with fewer positions than entries."""
+    return nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(16, 32, 3, 2, padding=2, dilation=2),
+        nn.ReLU(inplace=True), nn.Conv2d(32, 8, 1), nn.LayerNorm([8, 2, 2]), nn.Flatten(), nn.Linear(32, 4),
+    )  # fmt: skip
+
+
+def other_maps():
+    return nn.Sequential(
+        nn.Conv1d(3, 8, 3, 2, padding=1), nn.ReLU(inplace=True), nn.Unflatten(2, (2, 2, 2)), nn.Conv3d(8, 4, 2),
+        nn.Flatten(), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 3, padding="same"),
+        nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(16, 4),
+    )  # fmt: skip
+
+
 def own_layers():
     return nn.Sequential(Scale(6), nn.Tanh(), Residual(6), nn.Linear(6, 4))
 
@@ -85,12 +123,16 @@ NETS = {
     "deeplab": (deeplab, (3, 3, 32, 32), (32, 32)),
     "text": (text, (5, 5), ()),
     "own layers": (own_layers, (5, 6), ()),
+    "pairs": (pairs, (5, 5), ()),
+    "positions": (positions, (5, 3, 6), ()),
+    "small maps": (small_maps, (5, 8, 3, 3), ()),
+    "other maps": (other_maps, (5, 3, 16), ()),
 }
 
 
 def data_of(name, net_shape, target_shape):
     generator = torch.Generator().manual_seed(3)
-    if name == "text":
+    if name in ("text", "pairs"):
         inputs = torch.randint(9, net_shape, generator=generator)
     else:
         inputs = torch.randn(net_shape, generator=generator, dtype=torch.float64)
@@ -120,11 +162,63 @@ def test_the_gradients_of_a_loop_over_the_examples(name):
         together = torch.cat([row_of(gradients.values[parameter], row).flatten() for parameter in net.parameters()])
         assert (len(inputs) * together - alone).norm() <= 1e-9 * alone.norm()
         assert alone.norm() > 1e-3
+        for parameter, single in zip(net.parameters(), plain.parameters(), strict=True):
+            norm = len(inputs) * gradients.values[parameter].norms[row]
+            assert abs(norm - single.grad.norm()) <= 1e-9 * alone.norm()
+    assert all(parameter.grad is None or "own" in name for parameter in net.parameters())
     gradients.remove()
     assert [vars(layer).keys() for layer in net.modules()] == [vars(layer).keys() for layer in plain.modules()]
     hooks_of = [vars(layer)["_forward_hooks"] for layer in net.modules()]
     assert not any(hooks_of)
     assert {key for value in net.parameters() for key in vars(value)} == set()
+
+
+def test_clipped_sums_in_float32_equal_those_of_single_gradients():
+    torch.manual_seed(0)
+    net = small_maps()
+    inputs, targets = torch.randn(6, 8, 3, 3), torch.randint(4, (6,))
+    singles = []
+    for row in range(6):
+        loss = F.cross_entropy(net(inputs[row : row + 1]), targets[row : row + 1])
+        singles.append(torch.cat([part.flatten() for part in torch.autograd.grad(loss, net.parameters())]))
+    clip = float(torch.stack(singles).norm(dim=1).median())
+    gradients = ExampleGradients(net, net.parameters())
+    F.cross_entropy(net(inputs), targets).backward()
+    sums = clipped_sum(gradients.values, 6, clip)
+    found = torch.cat([sums[parameter].flatten() for parameter in net.parameters()])
+    expected = sum(single * min(1.0, clip / float(single.norm())) for single in singles)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert [gradients.values[layer.weight].samples is None for layer in net if isinstance(layer, nn.Conv2d)] == [
+        True
+    ] * 3
+
+
+def test_examples_that_are_not_finite_are_left_out_of_every_kind_of_layer():
+    for name in ("text", "positions", "small maps", "other maps"):
+        torch.manual_seed(0)
+        make, *shapes = NETS[name]
+        inputs, targets = data_of(name, *shapes)
+        net = make().double()
+        gradients = ExampleGradients(net, net.parameters())
+        (F.cross_entropy(net(inputs), targets, reduction="none") / len(inputs))[1:].sum().backward()
+        expected = clipped_sum(gradients.values, len(inputs), 0.5)
+        gradients.clear()
+        weights = torch.ones(len(inputs), dtype=torch.float64)
+        weights[0] = float("inf")
+        (weights * F.cross_entropy(net(inputs), targets, reduction="none")).mean().backward()
+        found = clipped_sum(gradients.values, len(inputs), 0.5)
+        for parameter in net.parameters():
+            torch.testing.assert_close(found[parameter], expected[parameter])
+
+
+def test_an_error_in_a_layer_leaves_its_parameters_trained():
+    net = nn.Sequential(nn.Linear(3, 2))
+    gradients = ExampleGradients(net, net.parameters())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net(torch.ones(4, 5))
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    net(torch.ones(4, 3)).mean().backward()
+    assert gradients.values.keys() == set(net.parameters())
 
 
 def test_parameters_that_do_not_train_are_left_out():
