@@ -27,6 +27,7 @@ import lightning_fed.tasks
 from lightning_fed import __version__
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.model.entries import Selector
+from lightning_fed.report.callback import Report
 from lightning_fed.steps.update_step import UpdateStep
 from lightning_fed.trainer import FederatedTrainer
 
@@ -131,6 +132,11 @@ class FederatedCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             self.parser.error(str(error), error)
+
+    def before_fit(self) -> None:
+        """Adds the report, unless the recipe has a report."""
+        if not any(isinstance(callback, Report) for callback in self.trainer.callbacks):
+            self.trainer.callbacks.append(Report())
 
     def before_validate(self) -> None:
         self._look_for_checkpoint()

@@ -39,6 +39,7 @@ ORDER = [
     ["matching", "metrics"],
     ["callbacks"],
     ["bounds"],
+    ["report"],
     ["compression", "algorithms", "attacks", "datasets"],
     ["partitions"],
     ["privacy"],

@@ -30,3 +30,4 @@ from lightning_fed.callbacks.progress_bar import FederatedProgressBar as Federat
 from lightning_fed.callbacks.progress_bar import FederatedRichProgressBar as FederatedRichProgressBar
 from lightning_fed.callbacks.segmentation_images import SegmentationImages as SegmentationImages
 from lightning_fed.federated_callback import FederatedCallback as FederatedCallback
+from lightning_fed.report.callback import Report as Report

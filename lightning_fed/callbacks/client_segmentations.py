@@ -131,7 +131,7 @@ class ClientSegmentations(L.Callback):
         loaders = self._loaders(trainer)
         if not trainer.is_global_zero or not loaders or not self._labels.is_known("ClientSegmentations"):
             return
-        folder, round = self._folder(trainer), self._round(trainer)
+        folder, round = self.output_folder(trainer), self._round(trainer)
         self.rows = [row for row in self.rows if row[0] != round]  # set by an earlier validation with the same model
         folder.mkdir(parents=True, exist_ok=True)
         with torch.inference_mode(False), find_federation(trainer).own_models(pl_module) as load:
@@ -186,7 +186,7 @@ class ClientSegmentations(L.Callback):
             _log.warning("`ClientSegmentations` %s", NO_CLIENTS)
         return {client: ChainedLoaders(split_loaders(data)) for client, data in loaders.items()}
 
-    def _folder(self, trainer: L.Trainer) -> Path:
+    def output_folder(self, trainer: L.Trainer) -> Path:
         return self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "segmentation"
 
     def _evaluate(
@@ -264,8 +264,7 @@ class ClientSegmentations(L.Callback):
         legend = {names[index]: colors[index] for index in shown if index != void}
         title = f"{client}, round {round_number(self._round(trainer))}"
         picture = label_grid(grid, title, ("image", "truth", "prediction", "entropy"), [*chosen.values()], legend)
-        (folder / "clients").mkdir(exist_ok=True)
-        _save(picture, folder / "clients" / f"{urllib.parse.quote(str(client), safe=' ')}.png")
+        _save(picture, picture_path(folder, client))
         log_picture(trainer, f"{self.tag}/clients/{client}", picture)
 
     def _run(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,6 +354,11 @@ def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
         axes.set(xlabel="round", title="IoU by client and class")
 
     return draw_matrix(values, _CELL, (4 + 0.3 * len(rounds), 1.2 + 0.2 * len(pairs)), label)
+
+
+def picture_path(folder: Path, client: Client) -> Path:
+    """Path of a client's picture in the callback's folder."""
+    return folder / "clients" / f"{urllib.parse.quote(str(client), safe=' ')}.png"
 
 
 def _save(picture: Tensor, path: Path) -> None:

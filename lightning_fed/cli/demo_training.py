@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.client_segmentations import ClientSegmentations
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
-from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.compare.run import RoundCurve, quiet
 from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import seeded_generators
@@ -33,6 +33,7 @@ from lightning_fed.partitions.appearance import Look
 from lightning_fed.partitions.label_lookup import labels_of
 from lightning_fed.partitions.label_partitions import Dirichlet
 from lightning_fed.partitions.partitioned import PartitionedData
+from lightning_fed.report.callback import Report
 from lightning_fed.tasks.segmentation import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
 
@@ -114,7 +115,12 @@ def run_demo(
             local_epochs=3,
             seed=0,
             logger=logger,
-            callbacks=[table, evaluation, SegmentationImages(every_n_epochs=4)],
+            callbacks=[
+                table,
+                evaluation,
+                ClientSegmentations(4, class_names=data.class_names, mean=mean, std=std),
+                Report(),
+            ],
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
@@ -141,6 +147,7 @@ def run_demo(
         "\nTensorBoard (steps are batches; `epoch` is the round, from 0):"
         f"\n    {_program('tensorboard')} --logdir {out}"
         f"\nCurves and predictions:\n    {result.picture}"
+        f"\nReport, for a browser:\n    {result.log_dir / 'report.html'}"
     )
     return result
 

@@ -25,13 +25,21 @@ from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.method_options import MethodChoice
 from lightning_fed.recipe import FederatedCLI
+from lightning_fed.report.callback import Report
 
 CHECKPOINT = "last.ckpt"
 """File name of a run's checkpoint after the last complete round."""
 
 OnRound: TypeAlias = Callable[[int, int, dict[str, float]], None]
 
-_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback, SiteMatrix)  # dropped from a recipe's callbacks
+_NOT_KEPT = (
+    Checkpoint,
+    ModelSummary,
+    ProgressBar,
+    Report,
+    SaveConfigCallback,
+    SiteMatrix,
+)  # dropped from a recipe's callbacks
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,8 @@ def train(
     if federation is not None:
         federation.preset_decision(decision)
     curve = RoundCurve(lambda number, values: on_round(number, trainer.max_epochs, values), deadline)
-    trainer.callbacks += [*callbacks, curve, RoundCheckpoint(folder / CHECKPOINT)]
+    report = [] if federation is None else [Report(folder / "report.html")]
+    trainer.callbacks += [*callbacks, curve, *report, RoundCheckpoint(folder / CHECKPOINT)]
     if find_spec("tensorboard"):
         trainer.loggers = [TensorBoardLogger(logs, name="", version=folder.name)]
     last = folder / CHECKPOINT
