@@ -1,7 +1,7 @@
 """Recomputes tables in `benchmarks/results` from stored scores of single runs, and lists all other sections.
 
-`benchmarks/results/scores/<study>.json` maps a run's name, with the seed at the end, to the script's result. The script's
-functions compute means, standard deviations and intervals again.
+`benchmarks/results/scores/<study>.json` maps a run's name, with the seed at the end, to the script's result. Functions
+of the script compute means, standard deviations and intervals again.
 """
 
 from __future__ import annotations

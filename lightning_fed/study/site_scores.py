@@ -281,7 +281,11 @@ def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
                 f"Expected tensors with one row per case in a batch, but got the shapes {shapes}: change `collate_fn`."
             )
         for row in range(length):
-            yield rebuild_batch(batch, iter([tensor[row : row + 1] for tensor in tensors]))
+            case = rebuild_batch(batch, iter([tensor[row : row + 1] for tensor in tensors]))
+            if isinstance(case, Mapping):  # lists of strings, such as the patients' names
+                names = [name for name, value in case.items() if isinstance(value, list) and len(value) == length]
+                case = {**case, **{name: case[name][row : row + 1] for name in names if not batch_tensors(case[name])}}
+            yield case
 
 
 def _identity(cases: Iterable[Any], patient: str | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lightning_fed.compare import MethodChoice, run
 from lightning_fed.recipe import remembered_subclasses
 from lightning_fed.study import SiteScores, site_scores
 from lightning_fed.study.answers import answer_site
-from lightning_fed.study.site_scores import check_sites, score_site, single_cases
+from lightning_fed.study.site_scores import _identity, check_sites, score_site, single_cases
 from lightning_fed.study.statistics import draw_cases
 from tests import references_study as reference
 from tests.conftest import QUIET
@@ -270,6 +270,15 @@ def test_cases_of_a_patient_count_once():
     means = np.array(found["scores"]).reshape(-1, 2).mean(1)
     assert answer["a|b"]["0"][:2] == pytest.approx([10, (means - 0.5).sum()])
     assert answer_site({"a": {0: found}, "b": {0: zeros}}, min_support=11)[1] == {}
+
+
+def test_patients_may_have_names():
+    """A loader collects strings in a list."""
+    data = [{"x": torch.zeros(2), "patient": name} for name in ("ann", "bob", "ann")]
+    (batch,) = DataLoader(data, batch_size=3)
+    found = list(single_cases([batch]))
+    assert [case["patient"] for case in found] == [["ann"], ["bob"], ["ann"]]
+    assert _identity(found, "patient")["patients"] == ["ann", "bob", "ann"]
 
 
 def test_cases_without_a_value_are_excluded(caplog):
