@@ -180,9 +180,9 @@ class FedBuff(AsynchronousRule):
     .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
         s(\tau) = (1 + \tau)^{-1/2}
 
-    Untrained entries, such as running statistics, move towards the client's values, as in :class:`FedAsync`. With the
-    buffer size equal to the number of clients, rounds equal synchronous rounds, bit for bit. For a server step
-    size other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See :class:`AsynchronousRule`.
+    Untrained entries, such as running statistics, move towards the client's values, as in :class:`FedAsync`. If the
+    buffer size equals the number of clients, a round equals a synchronous round bit for bit. For a server step size
+    other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: on the server 1 model per version in flight.

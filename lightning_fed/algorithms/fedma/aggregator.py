@@ -77,7 +77,7 @@ class FedMA(Aggregator):
         initial: Whether all clients start from the module (``"shared"``), or from separate random weights
             (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
             initial weights, see :func:`~lightning_fed.algorithms.fedma.initial_state.shuffled_state`.
-        order: Order of groups in a stage, and weights used to compare neurons: ``"fedma"`` or ``"pfnm"``.
+        order: Order of the groups in a stage, and entries used to compare neurons: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
             score, or 1 with the marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for

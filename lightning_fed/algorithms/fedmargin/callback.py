@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClassPrototypes(RevertingCallback, FederatedCallback):
-    """Measures class-wise feature means (prototypes), and the distance moved by prototypes in training.
+    """Measures class prototypes (feature means by class), and the prototypes' movement during training.
 
     In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
     with the update, for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged as
