@@ -1,1 +1,1 @@
-"""Backends execute visits in other processes or on other machines; results equal a run in one process."""
+"""Backends execute visits in other processes or on other machines. Results equal the results from one process."""

@@ -36,10 +36,10 @@ _Rows: TypeAlias = slice | Tensor
 
 
 class Gradients(NamedTuple):
-    """Gradients of a parameter, one per example.
+    """Gradients of one parameter: a gradient for each example.
 
     ``norms`` has shape ``(examples,)``. ``weigh(rows, factors)`` returns the sum over the examples in ``rows``, each
-    multiplied by a factor. ``samples``: the gradients, shape ``(examples, ...)``; ``None`` if not computed.
+    multiplied by a factor. ``samples`` are the gradients, shape ``(examples, ...)``, or ``None`` if not computed.
     """
 
     norms: Tensor
@@ -53,8 +53,8 @@ class ExampleGradients:
     Hooks record each layer's inputs and output gradients; the backward pass computes no parameter gradients for layers
     with a rule. Norms for linear layers, convolutions and embeddings need no per-example gradients if a product of
     inputs and output gradients is cheaper. Other layers use Opacus' rules, with ``torch.func`` as fallback. Module and
-    layers are not changed. In-place operations are allowed, unlike with Opacus' hooks. ``values``: gradients divided by
-    the number of examples, by parameter.
+    layers are not changed. In-place operations are allowed, unlike with Opacus' hooks. ``values`` maps parameters to
+    :class:`Gradients`, divided by the number of examples.
 
     References:
         Li et al., ICLR 2022, section 4 (https://arxiv.org/abs/2110.05679); Bu et al., ICML 2023, Algorithm 1
@@ -170,7 +170,7 @@ def of_samples(samples: Tensor) -> Gradients:
 
 
 def _rule(layer: nn.Module, inputs: Tensor, signal: Tensor, is_only: bool) -> dict[nn.Parameter, Gradients] | None:
-    """Gradients from a layer's inputs and output gradients; ``None`` for layers without a formula."""
+    """Returns parameter gradients from a layer's inputs and output gradients; ``None`` for layers without a formula."""
     kind, weight, bias = type(layer), cast(Any, getattr(layer, "weight", None)), getattr(layer, "bias", None)
     is_convolution = kind in _CONVOLUTIONS and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if not is_convolution and kind not in (nn.Embedding, nn.Linear):
@@ -215,7 +215,7 @@ def _convolution(layer: Any, inputs: Tensor, signal: Tensor, signals: Tensor, ha
 
 
 def _product_norms(signals: Tensor, values: Tensor) -> Tensor:
-    """Norms of ``signals.mT @ values`` for each example, from the inner products of positions."""
+    """Norms of ``signals.mT @ values`` for each example, computed from inner products between positions."""
     return ((signals @ signals.mT) * (values @ values.mT)).sum((1, 2)).clamp(min=0).sqrt()
 
 

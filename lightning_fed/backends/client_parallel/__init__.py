@@ -1,4 +1,4 @@
-"""Parallel clients: several processes share a round's visits."""
+"""Parallel clients: several processes train the clients for a round."""
 
 from lightning_fed.backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
 

@@ -1,6 +1,6 @@
-"""Logging with several processes: at the end of a round, every process logs values aggregated over all processes.
+"""Logging with several processes. At the end of a round, every process logs the values aggregated over all processes.
 
-Lightning's reduction needs the same logged names in all processes, but a process may have no client in a round.
+Lightning can only reduce values logged under the same names in all processes. Here a process may train no client.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ LogPart: TypeAlias = tuple[Mapping[str, _Entry], Mapping[str, LoggedValue]]
 class DistributedLog(RevertingCallback):
     """Replaces ``LightningModule.log`` during training and evaluation batches.
 
-    Per-step values go directly to Lightning; only the first process has loggers. Per-epoch values are accumulated with
-    Lightning's weights and logged after the last visit of a round (:meth:`log_all`) and at the end of an evaluation.
-    Metrics from torchmetrics are then passed to Lightning, which synchronises the metric states.
+    Per-step values are passed directly to Lightning. Only the first process has loggers. Per-epoch values are
+    accumulated with Lightning's weights and logged after the last visit of a round (:meth:`log_all`) and at the end of
+    an evaluation. Metrics from torchmetrics are then passed to Lightning, which synchronises the metric states.
     """
 
     def __init__(self) -> None:
@@ -109,16 +109,16 @@ class DistributedLog(RevertingCallback):
     # A round
 
     def start_round(self) -> None:
-        """Starts to accumulate the logged values of a round; :meth:`take_entries` ends the accumulation."""
+        """Starts to accumulate the logged values of a round, until :meth:`take_entries` is called."""
         self._is_on, self._is_training = True, True
         self._values.batch, self._values.suffix = None, ""
 
     def start_visit(self, position: int) -> None:
-        """Assigns all values logged from now on to the visit with index ``position`` in the round."""
+        """Assigns all later logged values to the visit with index ``position`` in the round."""
         self._position, self._values.batch = position, None
 
     def take_entries(self) -> LogPart:
-        """Returns the values logged since :meth:`start_round`, on the CPU. Later values go directly to Lightning."""
+        """Returns the values logged since :meth:`start_round`, on the CPU. Lightning handles later values."""
         entries, values = self._entries, self._values
         self._entries, self._values, self._is_on = {}, LoggedValues(), False
         for entry in entries.values():
@@ -126,7 +126,7 @@ class DistributedLog(RevertingCallback):
         return entries, {name: logged.on_cpu() for name, logged in values.sums.items()}
 
     def log_all(self, parts: Sequence[LogPart]) -> None:
-        """Logs values aggregated over all processes; ``parts`` are the results of :meth:`take_entries` by rank."""
+        """Logs values aggregated over all processes. ``parts`` contains each rank's result of :meth:`take_entries`."""
         joint, values = dict[str, _Entry](), LoggedValues()
         values.pool(sums for _, sums in parts)
         for name, entry in (item for entries, _ in parts for item in entries.items()):

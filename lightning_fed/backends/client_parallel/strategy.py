@@ -27,22 +27,22 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
     """Trains each round's clients in several processes.
 
     Every process draws the same cohort and trains a share of the clients of a
-    :class:`~lightning_fed.callbacks.Federation`, exactly as a single process would. The processes merge their partial
+    :class:`~lightning_fed.callbacks.Federation`, with the same results as a single process. The processes merge partial
     aggregates once per round. Gradients are never synchronised, and the module is not wrapped.
 
     During visits a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``, ``self.all_gather``
-    and torchmetrics stay within the process. Between rounds, in validation and in tests, the strategy behaves like
-    Lightning's ``DDPStrategy``, including launchers and cluster environments (subprocesses, ``torchrun``, SLURM). The
-    processes communicate by gloo on CPUs and by NCCL on GPUs.
+    and torchmetrics only use values from this process. Between rounds, in validation and in tests, the strategy behaves
+    like Lightning's ``DDPStrategy``, including launchers and cluster environments (subprocesses, ``torchrun``, SLURM).
+    The processes communicate by gloo on CPUs and by NCCL on GPUs.
 
     Registered as ``"client_parallel"``.
 
     Args:
         balance: Quantity to balance between processes: ``"batches"`` (two runs agree bit for bit), or ``"time"``, the
-            batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
+            number of batches times the client's measured seconds per batch (two runs agree up to float64 rounding).
         process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
-        timeout: Maximum wait for other processes. The first process waits for the last process at the end of each
-            round, so the value must exceed the time of one process's visits in a round.
+        timeout: Maximum time to wait for other processes. The first process waits for the last process at the end of
+            each round, so the value must exceed the time that a process needs for its visits in a round.
         **options: Other arguments of ``DDPStrategy``; the Trainer sets the devices and plugins.
 
     Raises:

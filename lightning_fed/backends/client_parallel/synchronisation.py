@@ -39,8 +39,9 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 class _Share:
     """Results of one process for a round, sent to all other processes.
 
-    ``visit_costs`` are seconds per batch by client, ``finals`` the schedulers' final states by visit index, ``stored``
-    the client states (``ClientStore.share``), and ``noted`` the values that callbacks yield in ``share_round``.
+    ``visit_costs`` maps clients to seconds per batch, and ``finals`` visit indices to the schedulers' final states.
+    ``stored`` contains client states (``ClientStore.share``), and ``noted`` the values yielded by callbacks in
+    ``share_round``.
     """
 
     is_cut: bool
@@ -55,7 +56,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends ``values`` (one per process) into a callback's ``share_round`` generator; refuses a second yield."""
+    """Sends ``values`` (one per process) to a callback's ``share_round`` generator. Refuses a second ``yield``."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
@@ -64,7 +65,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises processes once per round; ``balance`` is the quantity to balance, ``"batches"`` or ``"time"``."""
+    """Synchronises processes once per round. ``balance`` is the quantity to balance, ``"batches"`` or ``"time"``."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -179,7 +180,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 class ParallelVisits(VisitDriver):
-    """Runs the visits of one of several processes, without knowledge of other processes' batches."""
+    """Runs the visits assigned to this process, one of several. The batches of other processes are unknown."""
 
     may_end_early = False
 
@@ -206,8 +207,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """Refuses settings and callbacks that do not work if several processes share a round's clients.
 
     Raises:
-        MisconfigurationException: For ``max_steps``, a client store in one process, checkpoints within a round, or a
-            callback without ``share_round``.
+        MisconfigurationException: For ``max_steps``, a client store that other processes cannot read, checkpoints
+            within a round, or a callback without ``share_round``.
     """
     if trainer.max_steps != -1:
         raise MisconfigurationException(

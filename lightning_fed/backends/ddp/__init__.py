@@ -1,4 +1,4 @@
-"""Several processes per client: DDP inside a visit, for clients on other machines."""
+"""Several processes per client: remote clients can train visits with DDP."""
 
 from lightning_fed.backends.ddp.runner import build_runner as build_runner
 

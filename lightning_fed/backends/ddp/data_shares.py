@@ -1,4 +1,4 @@
-"""Each process's share of a client's batches, dealt like torch's ``DistributedSampler``."""
+"""Splits a client's batches between processes, as torch's ``DistributedSampler`` does."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_fed.messages import Client
 
 
 def share_population(population: Population, rank: int, size: int, seed: int) -> Population:
-    """Restricts a population's batches to the share of process ``rank`` out of ``size`` processes.
+    """Restricts a population's batches to the share for process ``rank`` among ``size`` processes.
 
-    Numbers of examples stay the whole client's numbers. Shares have equal numbers of batches, so some examples may
-    occur twice. ``seed`` is the seed of the visit, for loaders that shuffle.
+    Numbers of examples remain the numbers for the whole client. Shares have equal numbers of batches, so some examples
+    may occur twice. Shuffling loaders use ``seed``, the visit's seed.
 
     Raises:
-        OptionError: For a client's loader without a map-style data set, or with a custom sampler.
+        OptionError: If a client's loader has no map-style data set, or has a custom sampler.
     """
     if isinstance(population, DatasetClients):
         if not isinstance(population.source, SharedSource):
@@ -37,7 +37,7 @@ def share_population(population: Population, rank: int, size: int, seed: int) ->
 
 
 class SharedSource(ClientSource):
-    """Share of every batch: the population cuts batches for all processes, and the source reads every n-th example."""
+    """Reads this process's share of every batch: every n-th example of a batch formed for n processes."""
 
     def __init__(self, source: ClientSource, rank: int, size: int, batch_size: int) -> None:
         super().__init__(source.datasets, source.collate)
@@ -51,7 +51,7 @@ class SharedSource(ClientSource):
 
 
 def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndarray:
-    """Returns every ``size``-th item from index ``rank`` on; shares have equal lengths, by repeating items.
+    """Returns every ``size``-th item, starting at index ``rank``. Items repeat so that all shares have equal length.
 
     ``least`` is the minimum length of a share, because BatchNorm cannot train on one example.
 
@@ -65,7 +65,7 @@ def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndar
 
 
 class SharedLoaders(LoaderClients):
-    """One loader per client, each with a ``DistributedSampler`` instead of its sampler."""
+    """One loader per client. A ``DistributedSampler`` replaces each loader's sampler."""
 
     def __init__(self, loaders: Mapping[Client, Any], rank: int, size: int, seed: int) -> None:
         self._whole = LoaderClients(loaders)

@@ -1,4 +1,4 @@
-"""Processes that train a client's visits together, supervised by the process that answers the server."""
+"""Processes that train a client's visits together. The process with the connection to the server supervises these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Serve = Callable[[Any], Callable[[Any, Callable[[Sequence[str]], None]], Any]]
 
 
 def as_bytes(value: Any) -> bytes:
-    """Pickles the arguments of a client for other processes of this machine.
+    """Pickles a client's arguments for other processes on this machine.
 
     Raises:
         MisconfigurationException: If an argument cannot be pickled, such as a lambda.
@@ -41,17 +41,17 @@ def as_bytes(value: Any) -> bytes:
 
 
 def current_rank() -> tuple[int, int]:
-    """Index of this process among a client's processes, and their number."""
+    """Index of this process among a client's processes, and the number of these processes."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Processes:
-    """A group of processes with the variables of ``torchrun``, started at the first order.
+    """A group of processes with the environment variables of ``torchrun``, started by the first order (task).
 
     Args:
         size: Number of processes.
-        arguments: Pickled arguments of the client.
-        serve: Builds the answering function, in each process.
+        arguments: The client's pickled arguments.
+        serve: Function called in each process to build the function that answers orders.
     """
 
     def __init__(self, size: int, arguments: bytes, serve: Serve) -> None:
@@ -60,10 +60,10 @@ class Processes:
         self._pipes: list[Connection] = []
 
     def run(self, order: Any, judge: Callable[[Sequence[str]], None]) -> Any:
-        """Sends an order to all processes, and returns the answer of the first process.
+        """Sends an order to all processes, and returns the first process's answer.
 
-        ``judge`` answers the first process's question about the entries. An error or the end of one process ends all
-        processes and raises ``ClientFault``.
+        ``judge`` checks the update's entry names when the first process asks. If a process fails or ends, all processes
+        are ended, and ``ClientFault`` is raised.
         """
         if not self._running:
             self._start()
@@ -80,7 +80,7 @@ class Processes:
             raise
 
     def stop(self) -> None:
-        """Kills all processes; the next order starts new ones."""
+        """Kills all processes. The next order starts new processes."""
         _kill(self._running)
         for pipe in self._pipes:
             pipe.close()
@@ -122,7 +122,7 @@ class Processes:
         return answers[self._pipes[0]]
 
     def _find_ended(self) -> str | None:
-        """Describes the first process that has ended; waits briefly, because other processes notice first."""
+        """Describes the first ended process. Waits briefly, because other processes may notice the end earlier."""
         wait([process.sentinel for process in self._running], _GRACE)
         for rank, process in enumerate(self._running):
             code = process.exitcode

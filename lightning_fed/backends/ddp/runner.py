@@ -1,4 +1,4 @@
-"""Client side with several processes: trains a visit with Lightning's DDP, and answers as one client."""
+"""Client side with several processes, which train a visit with Lightning's DDP and send one answer."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ _DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "plugins")
 
 
 def build_runner(federation: Federation, model: Any, data: Any, trainer: Any, **options: Any) -> ClientRunner:
-    """Builds the runner for a client: with several processes if the Trainer's arguments ask for several devices."""
+    """Builds a client's runner, with several processes if the Trainer's arguments request several devices."""
     is_given = isinstance(trainer, Mapping) and trainer.get("devices", 1) != 1
     kind = DistributedRunner if is_given and _count_processes(trainer) > 1 else ClientRunner
     return kind(federation, model, data, trainer, **options)
 
 
 def _count_processes(trainer: Mapping[str, Any]) -> int:
-    """Number of processes of a Trainer with the arguments ``trainer``; refuses several machines, and other strategies.
+    """Number of processes for the Trainer arguments ``trainer``. Refuses several machines, and strategies except DDP.
 
     Raises:
-        MisconfigurationException: With ``num_nodes`` above 1, or several devices and a strategy other than DDP.
+        MisconfigurationException: If ``num_nodes`` is above 1, or several devices are combined with a strategy other
+            than DDP.
     """
     probe = L.Trainer(**{name: trainer[name] for name in _DEVICES if name in trainer}, logger=False)
     if probe.num_nodes > 1:
@@ -73,8 +74,8 @@ class DistributedRunner(ClientRunner):
     raises, the others are ended, and the client misses the round.
 
     Raises:
-        MisconfigurationException: If a callback computes with the data of a visit, which are only a share of the
-            client's data in each process, or if an argument cannot be sent to the processes.
+        MisconfigurationException: If a callback needs all data of a visit, because each process reads only a share, or
+            if an argument cannot be pickled.
     """
 
     def __init__(
@@ -126,9 +127,9 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains this process's share of a visit; returns the steps, the update, the fault and the schedulers' end.
+        """Trains this process's share of a visit. Returns the steps, update, fault, and the schedulers' final states.
 
-        ``judge`` asks the site's policy about the entries.
+        ``judge`` checks the entry names against the site's policy.
         """
         self.keep_log()
         population, datamodule = self._data_at(node)
@@ -145,7 +146,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """The server as seen by one of several processes; the first process writes only after the others have read."""
+    """Server side in one of several processes. The first process writes files after all processes have read."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
@@ -167,7 +168,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Builds a process's runner; returns the function that trains visits and raises only ``ClientFault``."""
+    """Builds a process's runner, and returns a function that trains visits and only raises ``ClientFault``."""
     federation, model, data, trainer, options = arguments
     runner = RankRunner(federation, model, data, trainer, options)
     return partial(_answer_visit, runner)

@@ -47,8 +47,9 @@ def client_app(
         callbacks: Additional callbacks.
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.
-        policy: File with the site policy (:mod:`lightning_fed.backends.site`); no answer leaves without the file. By
-            default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer leaves.
+        policy: File with the site policy (:mod:`lightning_fed.backends.site`); if a given file is missing, no answer is
+            sent. By default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, every answer
+            leaves.
 
     Raises:
         ValueError: If ``trainer`` has an argument reserved for the server.
@@ -79,7 +80,7 @@ def client_app(
 
 
 class LightningClientApp(ClientApp):
-    """The Flower app returned by :func:`client_app`. A runner answers the messages."""
+    """The Flower app returned by :func:`client_app`. A :class:`ClientRunner` answers the server's messages."""
 
     def __init__(self, runner: ClientRunner) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Gateway: the server's only port for other machines, which only passes on calls from registered SuperNodes.
+"""Gateway: the server's only port for other machines. Forwards calls from registered SuperNodes, and no other calls.
 
-Flower's SuperLink serves all interfaces on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
+Flower's SuperLink serves all its APIs on one port. SuperNodes sign all calls (``/v1/fleet/``). Any caller can use
 ``/v1/control/`` to start and stop runs, read logs, and register nodes, because Flower's free edition has no login.
 Therefore the SuperLink listens on the loopback address, behind the gateway.
 
-Other callers must not exhaust the gateway. A new connection has ten seconds to make a call with a registered key and a
-valid signature in the headers; until then, the gateway reads no body. The number of such connections is limited for
-each network (an IPv4 address or an IPv6 /64), and a new connection replaces the oldest one. Bodies stream to the
-SuperLink.
+Callers without a registered key must not exhaust the gateway. A new connection has ten seconds to make a call with a
+registered key and a valid signature in the headers; before this call, the gateway reads no body. The number of such
+connections is limited for each network (an IPv4 address or an IPv6 /64), and a new connection replaces the oldest one.
+Bodies are streamed to the SuperLink.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Registry:
         self._known: dict[bytes, float] = {}
 
     async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Returns the registered key that signed a call, or ``None``; raises if the database is unreadable."""
+        """Returns the registered key that signed a call, or ``None``. Raises an error if the database is unreadable."""
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
             signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]
@@ -106,7 +106,7 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection from a machine: a *stranger* until the first call signed by a registered node."""
+    """Connection from another machine, called a *stranger* until the first call signed by a registered node."""
 
     peer: tuple[Any, ...]  # address and port
     network: bytes  # an IPv4 address, or the first 64 bits of an IPv6 address: a network may have 2^64 addresses
@@ -118,9 +118,9 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket with a limit for strangers: connections without a validly signed call so far.
+    """Listening socket with a limit on the number of strangers (connections without a validly signed call so far).
 
-    ``strangers`` lists these connections of all listeners in the process by network address, the oldest first.
+    ``strangers`` maps network addresses to the strangers of all listeners in the process, oldest first.
     """
 
     strangers: ClassVar[dict[tuple[Any, ...], Connection]] = {}
@@ -134,7 +134,7 @@ class Listener(socket.socket):
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection; at the limit, closes the oldest stranger of this network or the busiest network."""
+        """Accepts a connection. At the limit, closes the oldest stranger from the same or the busiest network."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
         if self._burst >= _BURST:  # lets other tasks run: every connection needs memory for TLS
@@ -253,7 +253,7 @@ class Gateway:
 
 
 class _TooLargeError(Exception):
-    """Raised for a request body above the size limit, or with an early end."""
+    """Raised for a request body that is too large or incomplete."""
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:
@@ -278,7 +278,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
-    """Runs a gateway until the process ends; ``database`` is the SuperLink's SQLite file with node keys."""
+    """Runs a gateway until the process ends. ``database`` is the SuperLink's SQLite file with the node keys."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(

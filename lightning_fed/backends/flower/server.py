@@ -34,11 +34,12 @@ def server_app(
     """Server side as a Flower app.
 
     The app waits for the clients and then trains like ``Trainer.fit``: after every round, Lightning validates, logs and
-    saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. A new run
-    needs another folder.
+    saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. To start a
+    new run, use another folder.
 
     The network only carries messages: the global model and additional tensors in one direction, updates in the other.
-    Messages are validated and never unpickled. A round excludes a client without a valid answer within the time limit.
+    Messages are validated and never unpickled. A client without a valid answer within the time limit is excluded from
+    the round.
 
     Args:
         federation: The federation. The client side needs the same arguments.
@@ -48,8 +49,8 @@ def server_app(
         trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: The client names, or the number of clients. Training starts when all clients are connected. Clients
             that connect later are ignored, and a resumed run waits for the original clients. A mapping assigns each
-            client a SuperNode's public key (text of the ``.key.pub`` file) or number (from ``flwr supernode
-            register``); then no other node can answer for the client or receive its messages.
+            client a SuperNode's public key (text of the ``.key.pub`` file) or number (from
+            ``flwr supernode register``); no other node can then answer for the client or receive the client's messages.
         folder: Folder for checkpoints, including ``last.ckpt``.
         callbacks: Additional callbacks.
         time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.

@@ -40,8 +40,8 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
 
     The SuperLink listens on the loopback address at ``port``, accepts only registered nodes, and stores state in
     ``server`` in Flower's folder. A shared secret between SuperLink and SuperExec prevents other users of the machine
-    from running an app. :func:`write_certificates` creates the folder ``keys``; the gateway listens on ``host``, by
-    default the name in ``address``.
+    from running an app. :func:`write_certificates` creates the folder ``keys``. The gateway listens on ``host``, by
+    default the host in ``address``.
     """
     name, gateway_port = split_address(address)
     ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
@@ -159,9 +159,10 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts one process per command, each once the previous process accepts connections at its ``listening`` address.
+    """Starts one process per command, each after the previous process accepts connections at its ``listening`` address.
 
-    Then logs ``ready``. After one exit or a signal, ends all processes; an exit raises ``SystemExit`` with the status.
+    Then logs ``ready``. If a process exits or a signal arrives, ends all processes. An exit raises ``SystemExit`` with
+    the process's status.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

@@ -67,10 +67,11 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport(Transport):
-    """Sends packets over Flower's grid. Asks each node for the names of its clients, again after a reconnection.
+    """Sends packets over Flower's grid. After each connection, asks the node for the names of its clients.
 
     ``bound`` maps a client to the permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other
-    nodes receive no message. With ``None``, the first connected node to name a client serves the client.
+    nodes receive no messages for the client. If ``bound`` is ``None``, the first node that names a client serves the
+    client.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class FlowerTransport(Transport):
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Makes the client's node name its clients again, because the node restarted with other data."""
+        """Asks the client's node for its clients again, because the node restarted with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]

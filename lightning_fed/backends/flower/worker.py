@@ -1,4 +1,4 @@
-"""Worker: long-lived client process that builds model and data once, for the SuperNode's short-lived processes."""
+"""Worker: a client process that builds model and data once, and serves the SuperNode's short-lived processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
-    """Answers messages to the client app from a Unix socket at path ``socket``, one at a time.
+    """Answers messages for the client app, received at the Unix socket with path ``socket``, one at a time.
 
-    Raises ``PermissionError`` if other users can access the socket's folder. Replaces a socket without a running
+    Raises ``PermissionError`` if other users can access the socket's folder. Replaces the socket left by an ended
     worker. Messages are never unpickled.
     """
     if not isinstance(app, LightningClientApp):

@@ -29,7 +29,7 @@ class FederationController(Controller):  # type: ignore[misc]
     """Server side as an NVFLARE controller. Each message is a task for one site.
 
     The controller trains like ``Trainer.fit``: after every round, Lightning validates, logs and saves the global model
-    in ``folder``. A resubmitted job resumes from the last complete round; a new run needs another folder.
+    in ``folder``. A resubmitted job resumes from the last complete round. To start a new run, use another folder.
 
     Args:
         federation: The federation. The client side needs the same arguments.

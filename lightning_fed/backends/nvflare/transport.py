@@ -1,4 +1,4 @@
-"""Transport of packets as NVFLARE tasks: one task per packet and answer."""
+"""Transport for packets as NVFLARE tasks. Each task contains a packet, and returns the answer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def from_shareable(content: Shareable) -> Packet:
 class FlareTransport(Transport):
     """Sends packets as tasks from a controller.
 
-    NVFLARE's certificates identify the site of an answer, and ``sites`` maps clients to site names. A reconnected site
-    resumes the task or delivers the finished answer.
+    NVFLARE's certificates identify the site that sends an answer. ``sites`` maps clients to site names. After a
+    reconnection, a site continues the task or delivers the finished answer.
     """
 
     def __init__(

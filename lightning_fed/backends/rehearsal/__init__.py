@@ -1,1 +1,1 @@
-"""Rehearsal of a deployment in virtual time: real server and clients, with the faults of a deployment."""
+"""Rehearsal: runs a deployment's real server and clients in simulated time, with simulated faults."""

@@ -1,4 +1,4 @@
-"""Transport in memory, with virtual time, and the expected result of every message."""
+"""Simulated network in virtual time, with a record of the correct result for every message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TICK = 3.0  # seconds between a change of a connection and the server's reactio
 
 @dataclass
 class Message:
-    """A message to a client, and the answer's way back.
+    """A message to a client, and the delivery of its answer.
 
     Times are in seconds, ``None`` before the event: ``arrived_at`` (the first answer, ``reply``, is available),
     ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` is the
@@ -47,15 +47,15 @@ class Message:
         return isinstance(self.reply, Packet) and is_answer(self.reply)
 
     def is_late(self, now: float, valid: float) -> bool:
-        """True if an answer is available that the server no longer waits for."""
+        """True if an answer is available, but the server no longer waits for the answer."""
         is_open = self.closed_at is None or self.is_fetched
         return not is_open and now - self.closed_at <= valid and bool(self.answers) and isinstance(self.reply, Packet)
 
 
 class Site:
-    """A client's machine: receives messages one at a time, and sends the answers.
+    """A client's machine: handles messages one at a time, and sends the answers.
 
-    ``inspect`` receives every answer that leaves the site, and whether the order was a repetition.
+    ``inspect`` is called with every answer sent by the site, and with true for a repeated order.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Site:
         self._plan_kill()
 
     def send(self, message: Message) -> None:
-        """Takes a message from the server, with the faults of the way to the site."""
+        """Accepts a message from the server, and simulates the faults on the route to the site."""
         profile, random = self.machine.profile, self.machine.random
         assert message.packet is not None
         if random.random() < profile.loss:
@@ -179,7 +179,7 @@ class Site:
 
 
 class RehearsalTransport(Transport):
-    """Delivers messages in virtual time, and compares every result with the network's own record of the message."""
+    """Delivers messages in virtual time, and compares every result with the network's record."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class RehearsalTransport(Transport):
         self._num_sent = self._num_received = 0
 
     def answer_seconds(self) -> list[float]:
-        """Seconds from sending to the answer, for visits with an answer."""
+        """Seconds from message to answer, for all answered visits."""
         return [
             message.arrived_at - message.sent_at
             for message in self.messages.values()
@@ -260,7 +260,7 @@ class RehearsalTransport(Transport):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Asks as every transport, and checks each result and the counts."""
+        """Same as :meth:`Transport.ask`, with checks on each result and on the byte counts."""
         start = turn = self._world.now
         self._server.set_fuse(self._limit.seconds)
         before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())
@@ -302,7 +302,7 @@ class RehearsalTransport(Transport):
     def _judge(
         self, place: str, message: Message | None, answer: Answer, times: tuple[float, float], can_repeat: bool
     ) -> None:
-        """Compares the result of a message with the network's record. ``times``: start of the turn, and deadline."""
+        """Compares a message's result with the network's record. ``times``: start of waiting, and deadline."""
         now, (turn, end), check = self._world.now, times, self._check
         if message is not None and message.given_up_at is not None:  # the client's turn may come later
             now = message.given_up_at

@@ -18,27 +18,27 @@ DAY = 24 * 3600.0  # seconds
 
 @dataclass(frozen=True)
 class Profile:
-    """Speed, network and faults of one machine. Rates of faults are probabilities per message or events per day.
+    """Speed, network and faults for one machine. Rates of faults are probabilities per message or events per day.
 
     Args:
         seconds_per_step: Seconds for a training step.
-        batches: Batches in one pass over the local data; also the number of examples for the client's weight.
+        batches: Batches in one pass over the local data; also the example count for the client's weight.
         bandwidth: Megabits per second, in each direction.
-        latency: Seconds for the first byte of a message.
-        availability: Fraction of time with a connection.
-        outage: Mean seconds without a connection.
+        latency: Seconds for a message's first byte.
+        availability: Time share with a connection.
+        outage: Mean outage duration in seconds.
         restarts: Restarts per day; half of the restarts lose all bytes that were not synchronised with the disk.
-        downtime: Mean seconds from the end of a process to the next start.
-        memory: Gigabytes for the process.
-        disk: Gigabytes for the process's folder.
+        downtime: Mean seconds between the end and the next start.
+        memory: Memory for the process in gigabytes.
+        disk: Disk space for the process's folder in gigabytes.
         clock_skew: Seconds by which the clock is ahead.
-        clock_jumps: Jumps of the clock per day, by up to one hour in both directions.
-        loss: Probability of a lost message.
-        delay: Probability of a message that is late by up to ``outage`` seconds, and arrives after later messages.
-        duplicate: Probability of a message that arrives twice.
-        cut: Probability of an answer with missing bytes at the end.
-        bad: Probability of an unreadable or invalid answer.
-        disk_faults: Failed file operations per day of work: disk full, or a kill within the operation.
+        clock_jumps: Clock jumps per day, by up to one hour in both directions.
+        loss: Probability that a message is lost.
+        delay: Probability that a message is delayed by up to ``outage`` seconds, possibly after later messages.
+        duplicate: Probability that a message arrives twice.
+        cut: Probability that the end is missing in an answer.
+        bad: Probability for an unreadable or invalid answer.
+        disk_faults: Failed file operations per working day, because the disk is full or the process is killed.
         policy: Site policy; an empty text means no policy.
 
     Example:
@@ -82,7 +82,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sites:
-    """Machines of a deployment.
+    """A deployment's machines.
 
     Args:
         server: Profile of the server's machine: ``restarts``, ``downtime``, ``disk`` and ``disk_faults`` count.

@@ -1,4 +1,4 @@
-"""One rehearsal of a deployment: the real server and clients in virtual time, and checks of all invariants."""
+"""Rehearsal of a deployment: runs the real server and clients in virtual time, and checks all invariants."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Plan:
 
     Args:
         sites: The machines.
-        federation: Makes the federation; every process calls the function once.
+        federation: Builds the federation; called once per process.
         rounds: Number of rounds.
-        deadline: Time limit of a round; by default the limit in ``sites``.
-        model: Makes the model.
-        data: Makes a client's data; ``None`` for the profile's number of batches.
-        model_bytes: Bytes of the real model; ``None`` for the bytes of ``model``.
+        deadline: Time limit for a round; by default the limit in ``sites``.
+        model: Builds the model.
+        data: Builds a client's data; ``None`` for artificial data with the profile's number of batches.
+        model_bytes: The real model's size in bytes; ``None`` for the size of ``model``.
         trains: Whether the clients train; otherwise :func:`train_stand_in` computes the updates.
         trainer: Arguments for the Trainers.
     """
@@ -73,9 +73,9 @@ class Plan:
 
 @dataclass
 class RoundResult:
-    """Result of a round: clients with a valid update, reason by excluded client, and the global model.
+    """A round's result: clients with a valid update, excluded clients with reasons, and the global model.
 
-    ``is_new`` is true if the round gave a new model.
+    ``is_new`` is true if the round changed the global model.
     """
 
     received: Sequence[Client]
@@ -86,7 +86,7 @@ class RoundResult:
 
 @dataclass
 class Outcome:
-    """Result of one rehearsal.
+    """Result from one rehearsal.
 
     ``megabytes`` are sent and received, for the real model. ``failure`` is the reason for an end before the last round.
     ``excluded`` counts rounds by client and reason. ``log`` has events as (seconds, machine, text), and
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def rehearse(plan: Plan, seed: int) -> Outcome:
-    """Runs a deployment in virtual time. Equal plans and seeds have equal outcomes and logs."""
+    """Runs a deployment in virtual time. Equal plans and seeds give equal outcomes and logs."""
     outcome = Outcome(seed)
     with tempfile.TemporaryDirectory() as name:
         _Run(plan, outcome, Path(name).resolve()).run()
@@ -114,7 +114,7 @@ def rehearse(plan: Plan, seed: int) -> Outcome:
 
 
 class _Ledger(FederatedCallback):
-    """Records the results of rounds on the server."""
+    """Records round results on the server."""
 
     keeps_privacy = True
 
@@ -229,7 +229,7 @@ class _Run:
         self.left[site.machine.name].append((self.world.time(), message, reply))
 
     def _check_models(self) -> None:
-        """Compares every global model with the model from one process, with the same clients in the round."""
+        """Compares every global model with a model trained in one process by the same clients."""
         plan, clients = self.plan, list(self.sites)
         federation = plan.federation()
         if plan.trains or federation.server.chain.reveals == "model":

@@ -1,4 +1,4 @@
-"""Client without training: the real messages, checks and files, with a computed update in place of a fit."""
+"""Client without training: real messages, checks and files, with an update computed without a fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COUNT = "memory:visits"
 
 
 class StandIn(L.LightningModule):
-    """A model with eight numbers, in place of a recipe's model."""
+    """A model with eight parameters, which replaces a recipe's model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class StandIn(L.LightningModule):
 
 
 def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> tuple[State, State]:
-    """Returns the state after a visit, and the client's tensors to store: a count of accepted visits.
+    """Returns the state after a visit, and the client's tensors to store (the number of accepted visits).
 
-    One in four visits stores no tensors. Both results are functions of the arguments, so a lost, doubled or changed
-    update changes every later global model.
+    One in four visits stores no tensors. Both results only depend on the arguments, so a lost, repeated or changed
+    update changes all later global models.
     """
     generator = torch.Generator().manual_seed(visit.seed)
     count = stored.get(_COUNT, torch.zeros((), dtype=torch.int64)) + 1
@@ -108,7 +108,7 @@ class RehearsedRunner(ClientRunner):
 
 
 class _StandInFit(SimpleNamespace):
-    """The parts of a fit that :meth:`RemoteServerSide.start` reads."""
+    """Attributes of a fit read by :meth:`RemoteServerSide.start`."""
 
     def __init__(self, module: L.LightningModule, federation: Federation, store: FolderStore) -> None:
         trainer = SimpleNamespace(
@@ -129,5 +129,5 @@ class _StandInFit(SimpleNamespace):
 
 
 def build_stand_in_data(client: Client, batches: int) -> Mapping[Client, DataLoader[Any]]:
-    """Data with the profile's number of batches, of one example each."""
+    """Artificial data with the profile's number of batches; each batch contains one example."""
     return {client: DataLoader(TensorDataset(torch.zeros(batches, 1)))}

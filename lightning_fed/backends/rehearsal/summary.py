@@ -1,4 +1,4 @@
-"""Summary of many rehearsals: probabilities, quantiles, advice, and the worst seeds."""
+"""Summary over many rehearsals: probabilities, quantiles, advice, and the worst seeds."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def find_quantile(values: Sequence[float], share: float) -> float:
 
 
 def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Orders rehearsals, the worst first: violated invariants, missing rounds, excluded clients, hours."""
+    """Sorts rehearsals, worst first, by violated invariants, missing rounds, excluded clients, and hours."""
     return sorted(
         outcomes, key=lambda one: (-len(one.violations), one.rounds, -sum(one.excluded.values()), -one.hours, one.seed)
     )
 
 
 def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Suggests a deadline from the answers and the rounds of all rehearsals.
+    """Suggests arguments for :class:`Deadline` from the answers and rounds in all rehearsals.
 
-    ``seconds`` is the 99 % quantile of the answer times with a fifth in addition, ``min_clients`` is the number of
-    valid updates in all but 5 % of the rounds, and ``rest`` is the time from the median answer to the 95 % quantile.
+    ``seconds`` is 1.2 times the 99 % quantile of the answer times. ``min_clients`` is the number of valid updates
+    reached in 95 % of rounds. ``rest`` is the time between the median answer and the 95 % quantile.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:
@@ -84,7 +84,7 @@ def write_summary(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def write_log(outcome: Outcome, last: int | None = None) -> str:
-    """Writes the events of a rehearsal, one a line: hours, minutes and seconds, machine, and text."""
+    """Writes a rehearsal's events, one per line: time (hours, minutes, seconds), machine, and text."""
     events = outcome.log if last is None else outcome.log[-last:]
     return "\n".join(
         f"{int(time // 3600)}:{int(time % 3600 // 60):02d}:{time % 60:06.3f} {machine or '-'}: {text}"

@@ -30,7 +30,7 @@ _OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # of `o
 
 
 class Killed(BaseException):
-    """Raised in a simulated machine whose process ends. No ``except Exception`` can handle the end of a process."""
+    """Raised in a machine's process to end the process. ``except Exception`` does not catch this class."""
 
 
 class Machine:
@@ -57,7 +57,7 @@ class Machine:
             world.at(self._draw(DAY / profile.clock_jumps), self._jump)
 
     def keep(self, path: Path) -> None:
-        """Marks a file as durable."""
+        """Marks a file as synchronised with the disk."""
         if path.exists():
             self.synced[path.stat().st_ino] = path.stat().st_size
 
@@ -65,7 +65,7 @@ class Machine:
         return self.is_up and all(not start <= time < end for start, end in self._plan_outages(time))
 
     def lost_since(self, start: int, now: float) -> float | None:
-        """Returns the time since which the connection of the process with number ``start`` is lost."""
+        """Returns the time of the lost connection for process number ``start``, or ``None``."""
         outage = next((begin for begin, end in self._outages if begin <= now < end), None)
         ended = self._ended_at.get(start)
         if ended is None or ended > now:
@@ -73,13 +73,13 @@ class Machine:
         return min([ended, *(begin for begin, end in self._outages if begin <= ended < end)])
 
     def online_since(self, now: float) -> float | None:
-        """Returns the time since which the machine is online; ``None`` for a machine without a connection."""
+        """Returns the start of the current online period, or ``None`` while offline."""
         if not self.is_online(now):
             return None
         return max([self._began_at[self.starts], *(end for _, end in self._outages if end <= now)])
 
     def transfer(self, time: float, num_bytes: float) -> float:
-        """Returns the time at which a message sent at ``time`` arrives. An outage interrupts the message."""
+        """Returns the arrival time for a message sent at ``time``. An outage interrupts the message."""
         left = self.profile.latency + 8e-6 * num_bytes / self.profile.bandwidth
         while True:
             start, end = next(outage for outage in self._plan_outages(time + left) if outage[1] > time)
@@ -88,7 +88,7 @@ class Machine:
             left, time = left - max(0.0, start - time), end
 
     def work(self, seconds: float) -> None:
-        """Spends virtual time in the machine's process; raises :class:`Killed` if the process ends before."""
+        """Spends virtual time in the machine's process. Raises :class:`Killed` if the process ends in this time."""
         end = self._world.now + self._world.offset + seconds
         if end >= self.next_kill:
             self._world.offset = self.next_kill - self._world.now
@@ -103,7 +103,7 @@ class Machine:
         raise Killed(self.name)
 
     def kill(self, restart: Callable[[], None] | None = None) -> float:
-        """Ends the process, and returns the time of the next start."""
+        """Ends the process, and returns the next start time."""
         self.is_up, self.is_dead, self.fuse = False, False, None
         is_power_lost = self.random.random() < 0.5
         if is_power_lost:
@@ -126,7 +126,7 @@ class Machine:
         return start
 
     def touch(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Runs a file operation of the machine's process, or a fault in place of the operation."""
+        """Runs a file operation in the machine's process, or simulates a fault."""
         if self.is_dead:
             raise Killed(self.name)
         is_reading = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -166,7 +166,7 @@ class Machine:
         self.end("")
 
     def set_fuse(self, seconds: float) -> None:
-        """Draws the next fault of a file operation, for a process that works for some seconds."""
+        """Draws the time until the next failed file operation, for a process with some seconds to work."""
         if self.fuse is None and self.random.random() < self.profile.disk_faults * seconds / DAY:
             self.fuse, self.is_fuse_deadly = self.random.randrange(40), self.random.random() < 0.5
 
@@ -175,7 +175,7 @@ class Machine:
         return used * self._world.scale > self.profile.disk * 1e9
 
     def _lose_bytes(self) -> None:
-        """Undoes the recent renames in folders that were not synchronised, and cuts files that were not."""
+        """Undoes recent renames in unsynchronised folders, and truncates unsynchronised files."""
         for time, target, earlier in reversed(self._renames):
             if self._world.now - time < _WRITE_BACK and target.exists():
                 self.has_lost_files = True
@@ -196,7 +196,7 @@ class Machine:
         return self._world.now + self.random.expovariate(1 / mean)
 
     def _plan_outages(self, time: float) -> list[tuple[float, float]]:
-        """Returns all outages, after drawing the outages that start until ``time``."""
+        """Draws outages up to ``time``, and returns all outages."""
         share, mean = self.profile.availability, self.profile.outage
         while share < 1 and self._outages[-1][0] <= time:
             start = self._outages[-1][1] + self.random.expovariate((1 - share) / (mean * share))
@@ -230,7 +230,7 @@ class World:
         self._names = random.Random(f"{seed}/names")
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Plans an event. Events at the same time run in the order of planning."""
+        """Plans an event. Simultaneous events run in planning order."""
         self._count += 1
         heapq.heappush(self._events, (time, self._count, action))
 
@@ -248,7 +248,7 @@ class World:
 
     @contextmanager
     def run_on(self, machine: Machine) -> Iterator[None]:
-        """Context in which a machine's process runs."""
+        """Context that runs code in a machine's process."""
         before = self.machine, self.offset
         self.machine, self.offset = machine, 0.0
         try:
@@ -269,7 +269,7 @@ class World:
         return int(self.time() * 1e9)
 
     def sleep(self, seconds: float) -> None:
-        """Runs the events of the next seconds; raises :class:`Killed` if the server's process ends."""
+        """Advances time, and runs all events until then. Raises :class:`Killed` if the server's process ends."""
         machine, end = self.machine, self.now + seconds
         if machine is not None and machine.next_kill <= end:
             self.advance(machine.next_kill)
@@ -281,7 +281,7 @@ class World:
 
     @contextmanager
     def replace_time(self, folder: Path) -> Iterator[None]:
-        """Context with the virtual clock in backends, faults of file operations, and log lines as events."""
+        """Context in which backends use the virtual clock, file operations may fail, and log lines become events."""
         self.folder = f"{folder}/"
         with ExitStack() as stack:
             for module in (transport, gate, signatures):

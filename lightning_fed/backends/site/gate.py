@@ -46,8 +46,8 @@ class SiteGate:
     """Checks orders (server messages) and answers against the site's policy, and appends both to the record file.
 
     The gate reads the policy before every visit, and again before sending the answer. If the policy is unreadable or
-    the record is damaged, the answer is a constant text. If no policy is required, the gate is active as soon as the
-    policy file, a record, or a file with a similar name exists.
+    the record is damaged, a constant text replaces the answer. If no policy is required, the gate is active as soon as
+    the policy file, a record, or a file with a similar name exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -118,7 +118,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Checks and records an order (or a ``reply``); returns the packet to send, ``None`` to begin the visit."""
+        """Checks and records an order (or a ``reply``). Returns the packet to send, or ``None`` to begin the visit."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)
@@ -147,7 +147,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Maps rule names to matching patterns, and lists the answer's entry names; refuses a forbidden answer."""
+        """Returns matching patterns by rule name, and the answer's entry names. Refuses a forbidden answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

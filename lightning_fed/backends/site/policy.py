@@ -1,4 +1,4 @@
-"""Site policy: a TOML file with rules for outgoing data. Data that no rule allows stays on the site."""
+"""Site policy: a TOML file with rules for outgoing data. Data not allowed by a rule stays on the site."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ _LARGEST = 2**20  # bytes; limit for the policy file
 
 
 class PolicyError(Exception):
-    """Raised for an unreadable site policy. The site then answers no message from the server."""
+    """Raised for an unreadable site policy. The site then does not answer the server's messages."""
 
 
 class Refusal(ClientFault):
-    """Raised to refuse a server's message: the violated policy rule, and a reason for the site's log."""
+    """Raised to refuse a server's message, with the violated policy rule, and a reason for the site's log."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Client program's settings, checked by a site policy: method name, update steps (innermost first), callbacks."""
+    """Client program's settings for a site policy: method name, update steps (innermost first), callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -79,8 +79,9 @@ class Half:
 class Order:
     """Server's message to a site; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
 
-    ``text`` has no signature. ``client`` is ``None`` in the query for client names, and ``sum_size`` for an unknown
-    number of clients. ``stage`` belongs to a secure sum. ``head`` is the last record line known to the server.
+    ``text`` has no signature. ``client`` is ``None`` in the query for client names. ``sum_size`` is the number of
+    clients in a secure sum, ``None`` if unknown, and ``stage`` is the step of the secure sum. ``head`` is the last line
+    of the site's record known to the server.
     """
 
     answer: str
@@ -133,11 +134,11 @@ class RequiredStep:
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """Site's rules for servers and outgoing data. Lists contain patterns (:mod:`fnmatch`); empty lists allow nothing.
+    """Rules for servers and outgoing data. Lists contain patterns (:mod:`fnmatch`); an empty list allows nothing.
 
     Args:
         digest: Hash of the policy file.
-        servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also unsigned.
+        servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also without a signature.
         runs: Allowed run names.
         methods: Allowed method names, case-insensitive.
         answers: Allowed answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and
@@ -150,8 +151,9 @@ class SitePolicy:
         bytes_per_day: Maximum bytes in all answers in any 24 hours.
         clients_per_sum: Minimum clients in a secure sum; if set, a secure sum is mandatory.
         steps: Update steps that the chain must contain.
-        faults: Text for refusals and faults: always the same (``"constant"``), or the reason (``"text"``).
-        record: Record file; relative to the policy's folder.
+        faults: Text sent to the server for refusals and faults: a constant (``"constant"``), or the reason
+            (``"text"``).
+        record: Path of the record file, relative to the policy's folder.
 
     Example:
         >>> policy = SitePolicy("0a", servers=("*",), runs=("*",), methods=("fed*",), answers=("update",),
@@ -181,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message before training. Maps rule names to matching patterns; raises ``Refusal``."""
+        """Checks a server's message before training. Returns matching patterns by rule name, or raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -210,11 +212,11 @@ class SitePolicy:
         return allowed
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Checks an update's entry names before training; raises ``Refusal`` for a forbidden entry."""
+        """Checks an update's entry names before training. Raises ``Refusal`` for a forbidden entry."""
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an answer before sending; returns matching patterns by rule name, and the answer's entry names."""
+        """Checks an answer before sending. Returns matching patterns by rule name, and the answer's entry names."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
@@ -341,7 +343,7 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
 
 
 def _simple_name(name: str) -> str:
-    """Value or metric in a tensor's name: ``val_loss`` in ``value|p|val_loss``, ``acc`` in ``state|acc|tp``."""
+    """Value or metric named in a tensor's name: ``val_loss`` in ``value|p|val_loss``, ``acc`` in ``state|acc|tp``."""
     kind, _, rest = name.partition("|")
     if kind in ("state", "updates"):
         key = rest.partition("|")[0]
@@ -350,7 +352,7 @@ def _simple_name(name: str) -> str:
 
 
 def change_update(reply: Packet, **header: Any) -> Packet:
-    """Replaces fields in the JSON header of an update; returns other kinds of answers unchanged."""
+    """Replaces fields in the JSON header of an update. Other kinds of answers are returned unchanged."""
     packet = json.loads(reply.text)
     if packet["kind"] == "update":
         packet["header"] |= header

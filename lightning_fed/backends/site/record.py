@@ -2,9 +2,9 @@
 
 A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The
 chain reveals changed, removed, added, moved and truncated lines. A second file contains the head: number and digest of
-the last line. The server receives the head with each update and returns the head with the next order. A missing record,
-or a record in conflict with the head, is an error. The first line of a rotated record has the number and digest of the
-archived record's last line, and numbering continues.
+the record's last line. The server receives the head with each update and returns the head with the next order. A
+missing record, or a record that contradicts the head, is an error. When a record is archived, the first line of the new
+record contains number and digest of the archived record's last line, and numbering continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Line:
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
     """Reads and verifies the lines that follow the line with this number and digest (``head``).
 
-    A crash can leave a truncated line in the file. The next line stores the digest of the truncated line as ``"torn"``.
+    A crash can leave a truncated line in the file. The next line then contains the truncated line's digest as
+    ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})
@@ -89,7 +90,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 
 def read_record(path: Path) -> Iterator[Line]:
-    """Reads and verifies a complete record under a shared lock; raises ``RecordError`` for a changed line."""
+    """Reads and verifies a complete record under a shared lock. Raises ``RecordError`` for a changed line."""
     with path.open("rb") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -120,7 +121,8 @@ ROTATION = "rotation"
 class Record:
     """An append-only record, shared by one or more processes.
 
-    ``recent`` contains the lines from the 24 hours before ``last``. A missing file is created unless a head exists.
+    ``recent`` contains the lines from the 24 hours before ``last``. A missing file is created, unless a file with the
+    head exists.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -133,7 +135,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens and locks the record, and verifies all lines since the last call; refuses a changed record."""
+        """Opens and locks the record, and verifies all lines since the last call. Refuses a changed record."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but {str(self._head)!r} contains the head of line {head[0]}")
@@ -167,7 +169,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True for the number and digest of a line in this record, or for a number in an archived record."""
+        """True if this record has a line with number and digest, or if the number belongs to an archived record."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

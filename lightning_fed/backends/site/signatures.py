@@ -43,16 +43,16 @@ def read_public_key(line: str) -> Ed25519PublicKey:
 
 
 def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
-    """Signs a server's message: type (``kind``), JSON text and tensors as bytes; valid for some ``seconds``.
+    """Signs a server's message: type (``kind``), JSON text and tensor bytes. The signature expires after ``seconds``.
 
-    The result is the text, and a second line with expiry time (nanoseconds since 1970) and signature.
+    Returns the text, followed by a line with expiry time (nanoseconds since 1970) and signature.
     """
     expiry = str(time.time_ns() + int(min(seconds, LIFETIME) * 1e9))
     return f"{text}\n{expiry}:{key.sign(_signed(kind, expiry, text, data)).hex()}"
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Splits a message into the text and the line with expiry time and signature; this line is empty if unsigned."""
+    r"""Splits a message into text, and the line with expiry time and signature (empty for an unsigned message)."""
     text, _, signature = text.partition("\n")
     return text, signature
 

@@ -1,4 +1,4 @@
-"""The site's log under a policy: a file, because a network backend may copy a process's log to the server."""
+"""Log file of a site with a policy. A network backend may copy a process's ordinary log to the server."""
 
 from __future__ import annotations
 

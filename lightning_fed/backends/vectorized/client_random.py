@@ -1,4 +1,4 @@
-"""Random numbers under ``torch.func.vmap`` that equal separate draws for each example."""
+"""Random numbers under ``torch.func.vmap``, equal to the numbers drawn in a separate run for each example."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WRITERS: set[Any] = {
 
 
 class PerClientRandom(TorchFunctionMode):
-    """Draws dropout masks and random tensors separately for each example inside ``torch.func.vmap``.
+    """Draws dropout masks and random tensors inside ``torch.func.vmap`` separately for each example.
 
     ``vmap(..., randomness="different")`` draws for all examples at once, so the numbers differ from separate runs.
-    ``vmap`` handles other random functions, and raises an error with the default ``randomness="error"``.
+    ``vmap`` handles all other random functions, with an error for the default ``randomness="error"``.
     """
 
     def __init__(self, switch_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:

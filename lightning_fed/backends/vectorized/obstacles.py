@@ -29,7 +29,7 @@ _MODULE_HOOKS = (
 
 
 class Obstacle(Exception):
-    """Raised if visits cannot be vectorised, with the reason."""
+    """Raised, with the reason, if visits cannot be vectorised."""
 
 
 def check_vectorizable(fit: FederatedFit) -> None:

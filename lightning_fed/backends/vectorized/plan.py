@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measurement for models up to a size: fastest number of simultaneous clients, and gain over one by one."""
+    """Measurement for models up to a size: fastest number of simultaneous clients, and speedup."""
 
     most_parameters: int
     has_convolutions: bool
@@ -104,9 +104,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class Fastest(VisitsAtOnce):
-    """``visits="fastest"``: as many simultaneous clients as were fastest in measurements for model, cohort and device.
+    """``visits="fastest"``: uses the number of simultaneous clients measured as fastest for model, cohort and device.
 
-    The measurements come from the package, not from the fit: equal devices, and resumed fits, train alike.
+    The measurements are constants in the package. Fits on equal devices, and resumed fits, therefore use the same
+    number.
     """
 
     clients = 64
@@ -139,7 +140,7 @@ def _describe(size: int, gain: float) -> str:
 
 
 def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:
-    """Returns the number of simultaneous clients (1: one by one), and the measured gain over visits one by one.
+    """Returns the number of simultaneous clients (1 for sequential visits), and the measured speedup.
 
     Example:
         >>> choose_clients(nn.Linear(784, 10), 30, "cpu"), choose_clients(nn.Linear(784, 10), 2, "cpu")

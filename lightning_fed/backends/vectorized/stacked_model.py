@@ -28,9 +28,9 @@ from lightning_fed.numerics.precision import at_least_float32
 class StackedModel:
     """Stacked parameters and buffers of several clients, with a joint training step.
 
-    The module holds one client's values at a time, and :meth:`add_client` copies these values into the stack. Between
-    :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects hold the stack, so an elementwise optimizer steps
-    all clients. Afterwards :meth:`load_row` copies a client's values back into the module.
+    The module contains one client's values at a time, and :meth:`add_client` copies these values into the stack.
+    Between :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects contain the stack, so an elementwise
+    optimizer trains all clients. Afterwards :meth:`load_row` copies a client's values back into the module.
     """
 
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
@@ -77,10 +77,10 @@ class StackedModel:
         }
 
     def check_step(self) -> None:
-        """Checks that the losses of all clients used the same parameters, in a step with batches of several shapes.
+        """Checks that all clients' losses used the same parameters, if batches have different shapes.
 
-        Raises ``RuntimeError`` otherwise: in sequential training, the optimizer skips a parameter without a gradient,
-        but in a stack the client's row has gradient zero, so momentum and weight decay change the row.
+        Raises ``RuntimeError`` otherwise. In sequential training, the optimizer skips a parameter without a gradient.
+        In a stack this client's row would have gradient zero, and momentum and weight decay would change the row.
         """
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}
@@ -94,7 +94,7 @@ class StackedModel:
 
     @torch.no_grad()
     def save_row(self, row: int) -> None:
-        """Saves the values of the client with index ``row`` after its last batch, while other clients continue."""
+        """Saves the values of the client with index ``row`` after the last batch, while other clients continue."""
         self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:
@@ -197,7 +197,7 @@ class StackedModel:
 
 
 def joint_loss(losses: Sequence[Tensor]) -> Tensor:
-    """Mean of the clients' losses with the gradient of the sum, so each client gets an unscaled gradient.
+    """Mean of the clients' losses, with the gradient of the sum, so that each client's gradient is unscaled.
 
     Example:
         >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)

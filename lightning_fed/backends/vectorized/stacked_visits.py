@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Runs the visits in a group batch by batch under ``torch.func.vmap``. A visit without a group trains alone."""
+    """Runs the visits in a group batch by batch under ``torch.func.vmap``. A visit outside all groups trains alone."""
 
     _loader: GroupLoader
     may_end_early = False  # simultaneous visits end without an update

@@ -1,4 +1,4 @@
-"""Trial before vectorised visits: compares two clients trained simultaneously with the clients trained one by one."""
+"""Trial before vectorised visits: trains two clients simultaneously and one by one, and compares the results."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _LOW_TOLERANCE = 0.1  # tolerance for low precision
 
 
 def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
-    """Trains two clients on a batch, simultaneously and one by one; raises ``Obstacle`` if results differ.
+    """Trains two clients on a batch, simultaneously and one by one. Raises ``Obstacle`` if the results differ.
 
-    Returns whether the step draws random numbers. The trial restores the module's values, metrics and attributes; the
-    caller restores the random generators.
+    Returns true if ``training_step`` draws random numbers. The trial restores the module's values, metrics and
+    attributes; the caller restores the random generators.
     """
     (optimizer,) = trainer.optimizers
     modes = [(layer, layer.training) for layer in module.modules()]

@@ -16,7 +16,7 @@ class OrderBounds:
     Args:
         max_epochs: Maximum number of passes over the client's data in a visit.
         max_batches: Maximum number of batches in a visit.
-        min_batches: Minimum batches in a visit. An update from a single batch reveals most about the examples.
+        min_batches: Minimum batches in a visit. An update from a single batch reveals the most about the examples.
         max_lr: Maximum learning rate of optimizers and schedulers.
         min_clients: Minimum number of clients in a secure sum with this client. A sum over fewer clients reveals more.
 

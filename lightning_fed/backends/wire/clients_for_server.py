@@ -162,7 +162,7 @@ class RemoteClientSide(RemoteSide):
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: _RemoteVisit, request: _Reply | None) -> Flow:
-        """Runs the server side of a visit: yields the request, training and answer as in :meth:`ClientVisit.run`."""
+        """Runs the server side of a visit. Yields at request, training and answer, as :meth:`ClientVisit.run` does."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
             if not isinstance(request, Request):
@@ -366,7 +366,7 @@ def _is_lacking(reply: Packet | str) -> bool:
 
 
 def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
-    """Adds the ``count`` entries missing in an update from the broadcast ``sent``; refuses another number."""
+    """Adds the ``count`` missing entries of an update from the broadcast ``sent``. Refuses another number."""
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())
@@ -387,7 +387,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Optimizer steps that a client reports for a visit: total, by scheduler (if any), and the loss scale's state."""
+    """Steps that a client reports for a visit: optimizer steps, steps by scheduler, and the loss scale's state."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -395,7 +395,7 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Reads step counts and loss scale from an answer; refuses implausible values."""
+    """Reads step counts and loss scale from an answer. Refuses implausible values."""
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
@@ -431,7 +431,7 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 
 @dataclass
 class _RemoteVisit:
-    """Visit on another machine: index in the round, hash of the client's request, server's message, reported steps."""
+    """Visit on another machine: index in the round, hash of the client's request, server message, reported steps."""
 
     visit: Visit
     position: int
@@ -441,7 +441,7 @@ class _RemoteVisit:
 
 
 class _Unreadable(Fault):
-    """Fault of a client with an unreadable reply."""
+    """Reason for excluding a client that sent an unreadable reply."""
 
 
 def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise: str) -> None:

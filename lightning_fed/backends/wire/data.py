@@ -17,9 +17,9 @@ from lightning_fed.partitions.partitioned import FORWARDED
 
 
 class HalfData(EvaluationData):
-    """Validation data and batch hooks of a datamodule, in the server program or the client program of a federation.
+    """Datamodule with only validation data and batch hooks, for a federation's server or client program.
 
-    On a server without data, ``data=ClientsBatch()`` stands for the clients' validation and test data.
+    On a server without data, ``data=ClientsBatch()`` represents the clients' validation and test data.
     """
 
     def __init__(self, data: Any = None) -> None:
@@ -37,7 +37,7 @@ class HalfData(EvaluationData):
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Sets up ``data``; returns the clients, and the validation data. A ``partition`` splits a plain datamodule."""
+    """Sets up ``data``, and returns clients and validation data. A ``partition`` splits a plain datamodule."""
     partition = federation.partition
     if isinstance(data, Mapping):
         data = FederatedDataModule(data)

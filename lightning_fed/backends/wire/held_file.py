@@ -1,4 +1,4 @@
-"""File on a client's node with model entries from earlier messages."""
+"""File with model entries from earlier messages, on a client's node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class HeldFile:
     """File with model entries sent only once by the server, shared by all clients on a node.
 
-    A new process may handle each message, and reads the entries from this file.
+    The file is needed because a new process may handle each message.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class HeldFile:
             return {}
 
     def store(self, state: State) -> None:
-        """Adds or replaces entries. If writing fails, the file stays unchanged."""
+        """Adds or replaces entries. If writing fails, the file does not change."""
         # Copies, because safetensors refuses tensors that share memory.
         whole = self.read() | copy_state(state)
         try:

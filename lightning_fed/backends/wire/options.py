@@ -1,4 +1,4 @@
-"""Check of the user's Trainer arguments: some arguments are reserved for the federation."""
+"""Checks the user's Trainer arguments for names reserved for the federation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_options(trainer: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
-    """Returns the user's arguments for ``L.Trainer``; refuses ``reserved`` names, set by the federation."""
+    """Returns the user's arguments for ``L.Trainer``. Refuses ``reserved`` names, set by the federation."""
     if not (trainer is None or isinstance(trainer, Mapping)):
         raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")
     options = dict(trainer or {})

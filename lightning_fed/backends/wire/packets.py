@@ -1,6 +1,6 @@
 """Messages as text and bytes: a JSON header, followed by the raw memory of all tensors. Messages are never pickled.
 
-All tensors form one byte string, for networks that send chunks or objects.
+All tensors form one byte string, which a network can send in chunks or as one object.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PacketError(ValueError):
 
 @dataclass(frozen=True)
 class Packet:
-    """A message for transport: JSON header and concatenated tensor memory. The size of ``data`` is logged."""
+    """A message: JSON header, and the concatenated bytes of all tensors (``data``, whose size is logged)."""
 
     text: str
     data: bytes = b""
@@ -78,16 +78,17 @@ class TrainRequest:
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
-        kept: Index of the round with the client's last good update and stored state; -1 without such a round.
-        needed: Earliest round from which the server may resume. Of older states, the client only needs the newest.
+        kept: Index of the round with the client's last valid update and stored state; -1 before such a round.
+        needed: Earliest round from which the server may resume. From earlier rounds, the client only needs the newest
+            state.
         seed: Seed of the federation, for the construction of the model.
-        frozen: Digest of entries that are never sent; server and client must have equal values.
-        hyperparameters: Optimizer options for the round, and start of per-step schedulers and loss scale.
-        asked: Digest of the client's request; empty without a request.
-        held: Digest of the entries missing in the message, because the client stores them; empty without such entries.
+        frozen: Hash of the entries that are never sent. Server and client must have equal values.
+        hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
+        asked: Hash of the client's request; empty without a request.
+        held: Hash of the entries that the client stores and the message omits; empty without such entries.
         keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the last line in the site's record that the server knows; ``None`` before an answer.
+        head: Number and digest of the site record's last line known to the server; ``None`` before the first answer.
         question: Query from a callback, outside of a round; ``None`` in a round.
     """
 
@@ -110,9 +111,10 @@ class TrainRequest:
 class Answer:
     """Report of a client, sent with the update.
 
-    ``after`` has the step count of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``). ``keeps``
-    is true if the client stored state for the next visit. ``unsent`` counts unchanged entries missing in the update.
-    ``head`` is the number and digest of the last line in the site's record; ``None`` without a site policy.
+    ``after`` contains the step count of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``).
+    ``keeps`` is true if the client stored state for the next visit. ``unsent`` is the number of unchanged entries
+    omitted from the update. ``head`` is the number and digest of the last line in the site's record; ``None`` without a
+    site policy.
     """
 
     steps: int = 0
@@ -124,7 +126,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer; after an exception only its class, because the text may contain private details."""
+    """Reason for a missing answer. For an exception only the class, because the text may contain private details."""
 
     client: Client
     reason: str
@@ -134,7 +136,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Creates a packet from a header (plain containers) and ``tensors``: for each group, tensors by name."""
+    """Creates a packet from a header (plain containers) and ``tensors``, dictionaries by group and name."""
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
     for group, state in tensors.items():
@@ -201,7 +203,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True unless a packet is a fault or an unreadable short packet.
+    """True unless a packet is a fault, or is short and unreadable.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -226,7 +228,7 @@ def is_client(key: object) -> bool:
 
 
 def find_bad_place(run: object, client: object, round: object) -> str | None:
-    """Describes an invalid run, client or round in a message; ``None`` if all are valid.
+    """Describes an invalid run name, client or round number in a message; ``None`` if all are valid.
 
     Example:
         >>> find_bad_place("0a", "ann", 3), find_bad_place("../0a", "ann", 3)
@@ -240,7 +242,7 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
 
 
 def is_head(head: object) -> bool:
-    """True for the number and digest of a record's line, or for ``None``.
+    """True if a value is a record line's number and digest, or ``None``.
 
     Example:
         >>> is_head([3, 64 * "a"]), is_head(None), is_head([0, ""])
@@ -341,7 +343,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes a reply too large for the model, without reading the reply; ``None`` for an acceptable size."""
+    """Describes a reply that is too large for the model, without reading the reply; ``None`` for an acceptable size."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
@@ -353,7 +355,7 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
 
 
 def write_request(request: Request) -> Packet:
-    """Creates a packet from a client's request. Rows shared by several entries are sent once."""
+    """Creates a packet from a client's request. Row indices shared by several entries are sent once."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
@@ -371,7 +373,7 @@ def write_fault(fault: Fault) -> Packet:
 
 
 def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads a client's answer: a request, an update, or a fault; raises ``PacketError`` for another client."""
+    """Reads a client's answer: a request, update or fault. Raises ``PacketError`` for an answer from another client."""
     header, tensors = read_packet(packet, "request", "update", "fault", client=client)
     try:
         if header["kind"] == "fault":

@@ -14,8 +14,8 @@ from lightning_fed.messages import Client, State, plain_keys
 class RemoteClientStore(ClientStore):
     """For each client, the round of the last valid update. The client's next visit resumes from this round.
 
-    A visit without a used update (answer lost, late or invalid, or server killed) has no effect: the next train
-    request names the previous state.
+    A visit has no effect if the server does not use the update (answer lost, late or invalid, or server killed). The
+    next train request then names the previous state.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class RemoteClientStore(ClientStore):
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values()), **heads}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the rounds from a checkpoint; refuses a checkpoint from a fit in one process."""
+        """Restores the rounds from a checkpoint. Refuses a checkpoint from a fit in one process."""
         if "folder" in state or state.get("states"):
             raise ValueError(
                 "Expected a checkpoint of a fit with remote clients, but got client states from a single-process fit."
@@ -70,5 +70,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """Earliest round from which a restarted server may resume: the round of the last checkpoint but one."""
+        """Earliest round from which a restarted server may resume: the round of the second-to-last checkpoint."""
         return self._checkpoints[0]

@@ -35,7 +35,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
-    """Returns the client names of a resumed run from its folder, if ``clients`` is only a number; else ``clients``."""
+    """Returns ``clients``, or if ``clients`` is a number and the run resumes, the names stored in the folder."""
     path = folder / "clients.json"
     if not (folder / "last.ckpt").exists() or not path.exists():
         return clients

@@ -1,4 +1,4 @@
-"""Client side of a secure sum: the secrets of a round, stored between messages, and the masked update."""
+"""Client side of a secure sum: stores the secrets of a round between messages, and masks the update."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ NOT_SUMMED = "the server has a secure sum, but its federation has none"
 class ClientSum:
     """Client side of the secure sums in a run: keys, secret shares, and the masked update.
 
-    A round has four steps, each at most once: publish keys, share secrets, open other clients' shares, mask the update
-    and release shares. A file stores the values for the next step, because a new process may handle each message. A
-    step deletes the file of the step before, and the last step leaves no file. Therefore the client never masks two
-    vectors with the same masks, and releases only one of two shares for every other client.
+    A round has four steps, each executed at most once: publish keys, share secrets, open other clients' shares, mask
+    the update and release shares. A file stores the values for the next step, because a new process may handle each
+    message. Each step deletes the previous step's file, and the last step stores no file. Therefore the client never
+    uses the same masks for two vectors, and releases only one share (of two) for every other client.
 
     A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. After releasing
-    shares, the client only repeats the release for the same clients: the difference of two sums would reveal an update.
+    shares, the client only repeats the release for the same clients, because the difference between two sums would
+    reveal an update.
 
     ``share`` is the fraction of clients required to unmask a sum, more than one half.
     """
@@ -77,7 +78,7 @@ class ClientSum:
             return write_fault(Fault(self._client, str(fault)))
 
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
-        """Adds masks to an update in place; ``peers`` are all clients in the sum. Raises ``ClientFault`` on failure."""
+        """Adds masks to an update in place. ``peers`` are all clients in the sum. Raises ``ClientFault`` on failure."""
         numbers = dict(sorted(maskable(update, sent).items()))
         known = self._take(round, "opened")
         keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
@@ -189,9 +190,10 @@ class ClientSum:
 
 
 def maskable(update: ClientUpdate, sent: State) -> State:
-    """Selects the tensors in an update that a mask must cover, by name. ``sent`` is the model received by the client.
+    """Returns the tensors in an update that must be masked, by name. ``sent`` is the model received by the client.
 
-    Raises ``ClientFault`` for metrics and for changed entries of other dtypes, which a mask would not cover.
+    Raises ``ClientFault`` for metrics, and for changed entries with other dtypes, because masks do not cover these
+    values.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

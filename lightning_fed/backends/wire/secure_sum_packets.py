@@ -37,12 +37,12 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 
 @dataclass(frozen=True)
 class SumRequest:
-    """Request to a client, for one step of a secure sum.
+    """Server's request to a client for one step of a secure sum.
 
     The stages are: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares sealed by
     ``peers`` (``"open"``); release shares for ``peers``, to unmask the survivors' sum (``"unmask"``, with ``survivors``
-    for every peer). ``least`` is the number of shares necessary to restore a secret. ``rows`` has published keys
-    (``"shares"``), or shares sealed for the client, with zeros for the client (``"open"``), per peer.
+    for every peer). ``least`` is the number of shares needed to restore a secret. ``rows`` contains for each peer the
+    published keys (``"shares"``), or the share sealed for the client (``"open"``; zeros for the client itself).
     """
 
     stage: Stage
@@ -70,7 +70,7 @@ def write_sum_request(request: SumRequest) -> Packet:
 
 
 def read_sum_request(packet: Packet) -> SumRequest:
-    """Reads a packet from :func:`write_sum_request`; raises ``PacketError`` for an invalid request."""
+    """Reads a packet from :func:`write_sum_request`. Raises ``PacketError`` for an invalid request."""
     header, tensors = read_packet(packet, "sum")
     if set(header) != {"stage", "run", "round", "client", "least", "peers", "survivors"}:
         raise PacketError("its request has missing or unknown fields")
@@ -94,13 +94,13 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Creates a packet with a client's answer to a secure-sum request; ``rows`` has one byte string per peer."""
+    """Creates a packet with a client's answer to a secure-sum request. ``rows`` contains one byte string per peer."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Reads a client's rows or fault; raises ``PacketError`` if the answer is too large or from another client."""
+    """Reads a client's rows or fault. Raises ``PacketError`` if the answer is too large or from another client."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(f"its answer is too large: {len(packet.text)} characters and {len(packet.data)} bytes")
@@ -113,7 +113,7 @@ def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | F
 
 
 def context_of(run: str, round: int) -> bytes:
-    """Encodes run and round as bytes, so that keys and masks are valid only in one round."""
+    """Encodes run and round as bytes, to make keys and masks valid in only one round."""
     return json.dumps([run, round]).encode()
 
 

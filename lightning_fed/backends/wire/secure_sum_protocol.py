@@ -9,8 +9,8 @@ Vectors contain integers modulo 2^32. Client u masks vector x_u by
 
 with a private seed b_u and a pairwise seed s_uv = s_vu. Pairwise masks cancel in the sum: one client adds the mask, the
 other client subtracts the mask. Every client shares two secrets among all clients: b_u, and the secret from which all
-s_uv derive. Any ``least`` clients can restore either secret. For a client in the sum these clients restore b_u; for a
-lost client, the other secret. Restoring both secrets of a client would reveal x_u, and is refused.
+s_uv derive. Any ``least`` clients can restore either secret. If client u is in the sum, b_u is restored; if u is lost,
+the other secret. Restoring both secrets of a client would reveal x_u, and is refused.
 
 The primitives come from ``cryptography`` (X25519, HKDF with SHA-256, ChaCha20-Poly1305, AES-256 in counter mode) and
 ``pycryptodome`` (Shamir's secret sharing). Flower's mask generator is unsuitable, because its seed has only 32 bits and
@@ -56,9 +56,10 @@ SEALED = NONCE + 2 * SECRET + 16
 
 
 class SumError(ValueError):
-    """Raised if a secure sum fails. The reason never quotes received data.
+    """Raised, with a reason, if a secure sum fails. The reason never contains received data.
 
-    ``dealer`` is the client whose shares seem faulty, unless many other clients report falsely.
+    ``dealer`` is the client whose shares seem faulty. If many other clients send false reports, this client may be
+    honest.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -80,7 +81,7 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """The row that the client publishes, ``PUBLIC`` bytes: two public keys and the hash of the seed."""
+        """Row published by the client, ``PUBLIC`` bytes: two public keys and the hash of the seed."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 
@@ -100,7 +101,7 @@ def make_secrets() -> Secrets:
 
 
 def check_public(public: bytes) -> None:
-    """Refuses a published row with a key of wrong length, or a key unsuitable for a key exchange (``SumError``)."""
+    """Raises ``SumError`` if a published row contains a key unsuitable for a key exchange."""
     if len(public) != PUBLIC:
         raise SumError(f"its keys have {len(public)} bytes instead of {PUBLIC}")
     probe = os.urandom(KEY)
@@ -109,7 +110,7 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks the clients' published rows (``peers``), before the client ``client`` with row ``own`` shares secrets.
+    """Checks the clients' published rows (``peers``), before ``client`` with row ``own`` shares secrets.
 
     Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is at most half of the clients,
     because two halves could then restore different secrets.
@@ -147,7 +148,7 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Decrypts a client's pair of shares; raises ``SumError`` if sender, receiver or context does not match."""
+    """Decrypts a client's pair of shares. Raises ``SumError`` if sender, receiver or context does not match."""
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
@@ -159,7 +160,7 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
-    """Masks a client's vector in place; ``others`` are the published rows of other clients with opened shares."""
+    """Masks a client's vector in place. ``others`` are published rows of other clients with opened shares."""
     vector += _numbers(_derive(secrets.seed, b"own", context), len(vector))
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
 
@@ -175,9 +176,9 @@ def find_masks(
 ) -> tuple[Vector, list[Client]]:
     """Computes the masks contained in a sum of masked vectors.
 
-    Returns the sum of all masks, to be subtracted, and the clients with wrong but unneeded shares. ``shares``
-    are by client and peer: for a survivor, the share of its seed; for a lost client, the share of its pairing secret.
-    ``positions`` count from 0 among the clients that shared secrets. Raises ``SumError`` if too few clients remain or
+    Returns the sum of all masks, to be subtracted, and the clients with wrong but unneeded shares. ``shares`` maps
+    client and peer to a share: for a peer in the sum, of the peer's seed, and for a lost peer, of the pairing secret.
+    ``positions`` are indices among the clients that shared secrets. Raises ``SumError`` if too few clients remain or
     restored secrets do not match the published rows.
     """
     if len(shares) < least:
@@ -200,7 +201,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores the secret of ``dealer`` from shares, even if some are wrong; also returns clients with wrong shares."""
+    """Restores the secret of ``dealer``, even if some shares are wrong, and finds the clients with wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:

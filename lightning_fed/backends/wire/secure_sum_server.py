@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 class ServerSum:
     """Server side of the secure sum of one round.
 
-    ``distrusted`` are clients whose shares were unusable in earlier sums; this class updates the set. ``peers``
-    contains the published rows by client, for clients that shared secrets, in the order used by all clients.
+    ``distrusted`` is the set of clients whose shares were unusable in a sum; this class adds clients to the set.
+    ``peers`` maps clients that shared secrets to published rows, in the order used by all clients.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ServerSum:
         self._sealed = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
 
     def _open(self) -> dict[Client, dict[Client, bytes]]:
-        """Forwards the encrypted shares; returns, by receiver and sender, one byte for success of the decryption."""
+        """Forwards the encrypted shares. Returns, by receiver and sender, a byte for success of the decryption."""
         peers = tuple(self._sealed)
 
         def fields(client: Client) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """True if too few clients can open a client's shares; this client is then excluded from all sums of the run."""
+        """True if too few clients can open a client's shares. This client is then excluded from all sums of the run."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
@@ -166,7 +166,7 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Sends a request to each client, and yields valid answers; ``counts``: excludes clients without an answer."""
+        """Sends a request to each client; yields valid answers. With ``counts``, excludes clients without one."""
         report = self._server.report
         requests = {
             client: SumRequest(stage, self._run, report.round, client, self._sum.least, **fields(client))

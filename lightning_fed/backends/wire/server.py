@@ -34,7 +34,7 @@ _OURS = ("callbacks", "max_steps", "max_time", "fast_dev_run", "reload_dataloade
 
 
 class ServerRunner:
-    """Server side with checked arguments, ready to run.
+    """Server side of a federation: checks the arguments, and trains or evaluates with remote clients.
 
     Takes the arguments of :func:`~lightning_fed.backends.flower.server_app`. A mapping as ``clients`` assigns each
     client to a node in the network.
@@ -67,7 +67,7 @@ class ServerRunner:
         self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
 
     def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
-        """Waits for the clients, then trains; the stage ``"validate"`` or ``"test"`` evaluates on the clients."""
+        """Waits for the clients, then trains, or with ``stage`` ``"validate"`` or ``"test"`` evaluates."""
         with lock_folder(self._folder):
             clients = transport.await_clients(read_clients(self._clients, self._folder), self._patience)
             write_clients(clients, self._folder)

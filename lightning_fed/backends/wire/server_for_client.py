@@ -1,4 +1,4 @@
-"""Client side of a federation with a remote server: one visit or one query in a Trainer's fit."""
+"""Client side of a federation with a remote server: a Trainer's fit executes one visit or one query."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if server program and client program differ. The text has no private data, and is sent to the server."""
+    """Raised if server program and client program differ. The text is sent, and contains no private data."""
 
 
 def find_public_reason(error: Exception) -> str:
@@ -65,7 +65,7 @@ def find_public_reason(error: Exception) -> str:
 class RemoteServer(ServerInterface):
     """Connection of a client to the server, for one broadcast and one update.
 
-    ``fault`` is the reason for a missing update, and ``asked`` the hash of the request that the client sent before.
+    ``fault`` is the reason for a missing update, and ``asked`` the hash of the client's earlier request.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -111,7 +111,7 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Stores the reason for a missing update; for an ``error`` only the class, because the text may name files."""
+        """Stores the reason for a missing update; for an ``error`` only the class, because texts may name files."""
         self.fault = reason
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
             self.fault = reason.replace(describe(error), type(error).__name__)
@@ -125,10 +125,11 @@ class RemoteServer(ServerInterface):
 
 
 class RemoteServerSide(RemoteSide):
-    """The server of a federation, as seen by a client during one visit or one query.
+    """Represents the server of a federation on a client, during one visit or one query.
 
-    ``judge_entries`` raises before training if the site forbids an entry. ``held`` provides entries from earlier
-    messages. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs the state.
+    ``judge_entries`` raises an error before training if the site's policy forbids an entry. ``held`` provides entries
+    from earlier messages. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs
+    this state.
     """
 
     has_server = False
@@ -160,7 +161,7 @@ class RemoteServerSide(RemoteSide):
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Sets optimizers, schedulers and client store as at the round's start; ``ClientFault`` for lost state."""
+        """Sets optimizers, schedulers and client store for a round. ``ClientFault`` if client state is lost."""
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
             keep_schedulers(trainer, [])

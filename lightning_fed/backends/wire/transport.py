@@ -1,4 +1,4 @@
-"""Transport interface. A network only has to deliver packets and answers."""
+"""Transport interface for a network to deliver packets and answers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Deadline:
 
     Args:
         seconds: Seconds for all answers.
-        min_clients: Number of answers after which the other clients have ``rest`` seconds; ``None`` disables this rule.
-        rest: Seconds for the remaining clients.
-        reconnect: Seconds for a client to reconnect.
+        min_clients: Number of answers that limits the wait for all other clients to ``rest`` seconds; ``None`` for no
+            limit.
+        rest: Seconds for the remaining clients after ``min_clients`` answers.
+        reconnect: Seconds for a disconnected client to reconnect.
 
     Example:
         >>> Deadline(3600, min_clients=3, rest=60)
@@ -79,19 +80,19 @@ class Transport(ABC):
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Sends a packet and returns the name of the message; ``None`` for a disconnected client."""
+        """Sends a packet, and returns the message's name, or ``None`` for a disconnected client."""
 
     @abstractmethod
     def pull(self, name: str) -> Answer | None:
-        """Returns the answer to a message; ``None`` before the answer arrives."""
+        """Returns the answer to a message, or ``None`` if the answer has not arrived."""
 
     @abstractmethod
     def connection(self, client: Client) -> int | str | None:
-        """Returns the name of the client's connection; ``None`` for a disconnected client."""
+        """Returns the name of the client's connection, or ``None`` for a disconnected client."""
 
     @abstractmethod
     def forget(self, client: Client) -> None:
-        """Removes the assignment of a client to a node that does not serve the client."""
+        """Forgets the node assigned to a client, because this node does not serve the client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:
         if self._key is None:
@@ -108,9 +109,9 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client. An answer waits in
-        the network for its turn: only one answer is in memory, and sums have the same order in every run. With
-        ``min_clients``, answers are fetched immediately and stored in temporary files.
+        ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client. An answer that
+        arrives early stays in the network: only one answer is in memory, and sums have the same order in every run.
+        With ``min_clients``, answers are fetched immediately and stored in temporary files.
         """
         self.discover()
         self._count_late()
@@ -159,7 +160,7 @@ class Transport(ABC):
     def _miss(
         self, message: _Message, kind: str, round: int, again: Callable[[Client], Packet] | None
     ) -> Answer | None:
-        """Checks the connection of a client without an answer; returns a reason to stop waiting, or ``None``."""
+        """Checks the connection of a client without an answer. Returns a reason to stop waiting, or ``None``."""
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
             return None
@@ -201,7 +202,7 @@ class Transport(ABC):
 
 @dataclass
 class _Message:
-    """Unanswered message: the connection used for sending, and times of the last check and of a lost connection."""
+    """Unanswered message: connection used for sending, time of the last check, and time of the connection's loss."""
 
     client: Client
     name: str
@@ -215,7 +216,7 @@ def _constant(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Moves an answer to a temporary file; returns a function that reads the file. On a full disk, keeps the answer.
+    """Moves an answer to a temporary file (unless the disk is full), and returns a function that reads the answer.
 
     The file is deleted after reading, or with the last reference to the function.
     """
