@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 
 VISIT_HOOKS = (
@@ -178,7 +178,7 @@ class AskableCallback(FederatedCallback, ABC):
 
 def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
     """Returns the Trainer's federated callbacks, in order."""
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, FederatedCallback)]
+    return find_callbacks(trainer, FederatedCallback)
 
 
 def notify_model_loaded(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:

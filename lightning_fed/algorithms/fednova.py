@@ -19,7 +19,7 @@ from lightning_fed.algorithms.proximal_term import ProximalTerm
 from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -93,7 +93,7 @@ class FedNova(ChannelRule):
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         federation = find_federation(trainer)
         keeps, schedule = federation.options.optimizer_state == "keep", federation.schedule
-        terms = (callback for callback in callbacks_of(trainer) if isinstance(callback, ProximalTerm))
+        terms = find_callbacks(trainer, ProximalTerm)
         self._strength = sum(term.mu for term in terms)
         for optimizer in trainer.optimizers:
             if not isinstance(optimizer, SGD):

@@ -49,7 +49,7 @@ from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import add_callbacks, put_first
 from lightning_fed.lazy_names import find_feature, load_feature
-from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, is_fitting, is_validating
+from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, find_callbacks, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.batch_norm import batch_norm_layers
@@ -387,7 +387,7 @@ class Federation(TrainerCallback):
         self._is_fit, self.has_lost_entries = stage == "fit", False
         protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)
-        step_callbacks = [callback for step in self.server.chain.steps for callback in step.callbacks()]
+        step_callbacks = self.server.chain.callbacks()
         shared = strategy.callbacks() if strategy is not None else ()
         add_callbacks(trainer, self, [*self.method.callbacks, *step_callbacks, *shared])
         option = self.options.batch_norm
@@ -630,7 +630,7 @@ def find_federation(trainer: L.Trainer) -> Federation:
 
 def federation_of(trainer: L.Trainer) -> Federation | None:
     """Returns the Trainer's federation; ``None`` if the Trainer has none."""
-    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
+    return next(iter(find_callbacks(trainer, Federation)), None)
 
 
 def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:

@@ -197,12 +197,9 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
     calls: dict[str, Call] = {}
     outputs: dict[str, list[Any]] = {}
     outermost: dict[str, None] = {}
-    modes = [(layer, layer.training) for layer in module.modules()]
     with seeded_generators(0), without_compiled_code():
         batch = read_batch()
-        with isolated_pass(module, gradients=True):
-            for layer, mode in modes:
-                layer.training = mode
+        with isolated_pass(module, gradients=True, is_training=True):
             batch = move_data_to_device(prepare_batch(trainer, module, batch), module.device)
             losses, containers = ClassLosses(batch), map_leaves(lambda leaf: leaf, batch)  # the step may change both
             with _watched(module, calls, outputs, outermost, losses), losses.following():

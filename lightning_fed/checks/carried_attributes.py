@@ -90,7 +90,7 @@ class CarriedAttributes:
     """
 
     def __init__(
-        self, module: L.LightningModule, trainer: L.Trainer | None = None, is_shared: bool = True, is_reset: bool = True
+        self, module: L.LightningModule, trainer: L.Trainer, is_shared: bool = True, is_reset: bool = True
     ) -> None:
         self._module, self._trainer, self._is_shared, self._is_reset = module, trainer, is_shared, is_reset
         self._optimizers: list[Optimizer] = []  # in attributes
@@ -190,7 +190,7 @@ class CarriedAttributes:
             )
 
     def _find_optimizers(self) -> Iterator[Optimizer]:
-        known = [] if self._trainer is None else self._trainer.optimizers
+        known = self._trainer.optimizers
         for owner in self._owners().values():
             for value in vars(owner).values():
                 inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -300,7 +300,6 @@ class CarriedAttributes:
         return result
 
     def _training_state(self) -> list[str]:
-        assert self._trainer is not None
         tensors = [tensor.detach() for tensor in self._module.parameters()]
         gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
@@ -311,8 +310,9 @@ class CarriedAttributes:
         ]
 
     def _callbacks(self) -> list[L.Callback]:
-        callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
-        return [each for each in callbacks if type(each).__module__.partition(".")[0] not in LIBRARIES]
+        return [
+            each for each in callbacks_of(self._trainer) if type(each).__module__.partition(".")[0] not in LIBRARIES
+        ]
 
     def _owners(self) -> dict[str, Any]:
         layers = {f"{path}." if path else "": layer for path, layer in _layers(self._module)}
@@ -321,16 +321,11 @@ class CarriedAttributes:
             for prefix, layer in layers.items()
             if layer is self._module or not type(layer).__module__.startswith("lightning_fed.")
         }
-        values: list[Any] = [*self._callbacks()]
-        if self._trainer is not None:
-            values += self._trainer.optimizers
-            # The Trainer steps other schedulers after the visits.
-            is_manual = not self._module.automatic_optimization
-            values += [
-                config.scheduler
-                for config in self._trainer.lr_scheduler_configs
-                if is_manual or config.interval == "step"
-            ]
+        # The Trainer steps other schedulers after the visits.
+        is_manual = not self._module.automatic_optimization
+        configs = self._trainer.lr_scheduler_configs
+        schedulers = [config.scheduler for config in configs if is_manual or config.interval == "step"]
+        values: list[Any] = [*self._callbacks(), *self._trainer.optimizers, *schedulers]
         for value in values:
             name = type(value).__name__
             places = (f"{name}{number}." for number in itertools.count(2))
@@ -340,10 +335,8 @@ class CarriedAttributes:
     def _fingerprints(self) -> dict[str, Any]:
         saved = itertools.chain(self._module.parameters(), self._module.buffers())
         memory = {storage_address(tensor) for tensor in saved}
-        configs = [] if self._trainer is None else self._trainer.lr_scheduler_configs
-        optimizers = [] if self._trainer is None else self._trainer.optimizers
-        schedulers = (config.scheduler for config in configs)
-        skipped = frozenset(map(id, (self._module, self._trainer, *optimizers, *schedulers)))
+        schedulers = (config.scheduler for config in self._trainer.lr_scheduler_configs)
+        skipped = frozenset(map(id, (self._module, self._trainer, *self._trainer.optimizers, *schedulers)))
         found = {}
         for prefix, owner in self._owners().items():
             excluded = next((names for kind, names in _EXCLUDED.items() if isinstance(owner, kind)), None)

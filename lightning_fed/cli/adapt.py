@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from argparse import SUPPRESS
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_fed.batch_norm.measurement import adapt
-from lightning_fed.cli.merge import READ_PAST, take_hyperparameters
+from lightning_fed.cli.merge import add_recipe_arguments, take_hyperparameters
 from lightning_fed.errors import OptionError
 from lightning_fed.matching.checkpoints import load_matched, read_checkpoint, state_of, with_state
 from lightning_fed.model.batch_norm import batch_norm_layers
@@ -66,8 +64,4 @@ def _parser() -> LightningArgumentParser:
     parser.add_argument("-c", "--recipe", action="config", help="a recipe with the model and the data")
     parser.add_argument("--num_batches", type=int | None, help="number of batches; null for all")
     parser.add_argument("--seed_everything", type=int, default=0, help="seed for random numbers in the data")
-    parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
-    parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
-    for name in READ_PAST:
-        parser.add_argument(f"--{name}", type=Any, help=SUPPRESS)
-    return parser
+    return add_recipe_arguments(parser)

@@ -81,6 +81,11 @@ def _parser() -> LightningArgumentParser:
     )
     parser.add_argument("--seed_everything", type=bool | int, default=0, help="seed for random numbers in the data")
     parser.add_class_arguments(MatchedAverage, skip={"inputs"}, instantiate=False)
+    return add_recipe_arguments(parser)
+
+
+def add_recipe_arguments(parser: LightningArgumentParser) -> LightningArgumentParser:
+    """Adds arguments for a recipe's model and data to a parser, and returns the parser."""
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
     for name in READ_PAST:

@@ -40,6 +40,7 @@ def isolated_pass(
     is_reloaded: bool = False,
     is_alone: bool = True,
     is_muted: bool = True,
+    is_training: bool = False,
 ) -> Iterator[None]:
     """Context in evaluation mode that hides logged values and metric updates from the Trainer.
 
@@ -55,6 +56,7 @@ def isolated_pass(
         is_reloaded: Whether the caller reloads parameters and buffers afterwards, so that copies are not needed.
         is_alone: Whether metrics are computed only in this process, because other processes may run other code.
         is_muted: Whether to mute the loggers, because the Trainer's pass already writes pictures to the loggers.
+        is_training: Whether each layer retains the training mode.
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -75,7 +77,9 @@ def isolated_pass(
                 stack.enter_context(unsynchronized(metrics))
             if is_muted:
                 stack.enter_context(_muted(module))
-            stack.enter_context(evaluating(module))
+            modes = stack.enter_context(evaluating(module))
+            for layer, mode in modes if is_training else ():
+                layer.training = mode
             stack.enter_context(torch.set_grad_enabled(gradients))
             yield
     finally:
@@ -283,13 +287,13 @@ def _never() -> bool:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context for evaluation mode without gradients; afterwards restores the training mode of each layer."""
+def evaluating(model: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
+    """Context for evaluation mode without gradients; yields the layers' training modes, which return at the end."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            yield modes
     finally:
         for layer, mode in modes:
             layer.training = mode

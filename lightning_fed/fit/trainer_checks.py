@@ -22,7 +22,7 @@ from torch.optim import LBFGS
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lazy_names import load_feature
-from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
+from lightning_fed.lightning.internals import callbacks_of, datamodule_of, find_callbacks, is_overridden
 
 _REFUSED: dict[type[L.Callback], str] = dict.fromkeys(
     (BatchSizeFinder, LearningRateFinder),
@@ -90,7 +90,7 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
-    schedules = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulationScheduler)]
+    schedules = find_callbacks(trainer, GradientAccumulationScheduler)
     windows = [trainer.accumulate_grad_batches, *(size for rule in schedules for size in rule.scheduling.values())]
     for window in windows:
         for planned in visits:

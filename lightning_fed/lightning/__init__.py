@@ -9,6 +9,7 @@ from lightning_fed.lightning.internals import callbacks_of as callbacks_of
 from lightning_fed.lightning.internals import callbacks_with_log as callbacks_with_log
 from lightning_fed.lightning.internals import datamodule_of as datamodule_of
 from lightning_fed.lightning.internals import exchange_stage as exchange_stage
+from lightning_fed.lightning.internals import find_callbacks as find_callbacks
 from lightning_fed.lightning.internals import gradient_scale as gradient_scale
 from lightning_fed.lightning.internals import has_gradient_hooks as has_gradient_hooks
 from lightning_fed.lightning.internals import ignored_warning as ignored_warning

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -27,6 +27,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+CallbackType = TypeVar("CallbackType", bound=L.Callback)
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _numbers = itertools.count()  # used to mark ignored warnings
@@ -92,6 +94,11 @@ def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
     """Returns the Trainer's own list of callbacks, in which callers may add or move callbacks."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def find_callbacks(trainer: L.Trainer, kind: type[CallbackType]) -> list[CallbackType]:
+    """Returns the Trainer's callbacks of a class, in order."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
 
 
 def datamodule_of(trainer: L.Trainer) -> Any:

@@ -14,7 +14,7 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_compiled, is_overridden
+from lightning_fed.lightning.internals import datamodule_of, find_callbacks, is_compiled, is_overridden
 from lightning_fed.model.entries import tensor_slots, tensors_by_path
 from lightning_fed.privacy.gradients import find_unsupported
 
@@ -47,7 +47,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
             trainer.accumulate_grad_batches != 1
         ),
         "no `GradientAccumulationScheduler`: use a larger batch size": (
-            any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
+            bool(find_callbacks(trainer, GradientAccumulationScheduler))
         ),
         f"no `gradient_clip_val`, but got {trainer.gradient_clip_val}: `max_grad_norm` clips gradients per example": (
             bool(trainer.gradient_clip_val)

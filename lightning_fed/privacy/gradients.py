@@ -279,7 +279,6 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
         step = step.original
     batch_index = [0] * (len(inspect.signature(step).parameters) > 1)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    modes = [(layer, layer.training) for layer in module.modules()]
 
     def differentiate(rows: slice, seed: int) -> list[Tensor]:
         with seeded_generators(seed), trainer.precision_plugin.forward_context():
@@ -287,9 +286,9 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
         leaves = [*parameters, gradients.anchor]
         return list(torch.autograd.grad(loss_in(output), leaves, materialize_grads=True))[:-1]
 
-    with isolated_pass(module, gradients=True):
-        for layer, mode in modes:
-            layer.training = mode and not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
+    with isolated_pass(module, gradients=True, is_training=True):
+        for layer in module.modules():
+            layer.training &= not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
         gradients.clear()
         differentiate(slice(0, count), 0)
         recorded, gradients.is_recording = gradients.values, False

@@ -35,6 +35,7 @@ from lightning_fed.lightning.internals import (
     end_with_batch,
     exchange_reload_interval,
     exchange_validation_time,
+    find_callbacks,
     forget_length,
     handed_data,
     is_overridden,
@@ -124,7 +125,7 @@ class RoundLoop:
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
         methods = [self._train_dataloader, self._save_checkpoint]
-        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+        savers = find_callbacks(trainer, Checkpoint)
         methods += [self._delay(callback) for callback in savers]
         for owner in (datamodule_of(trainer), module):
             for hook in TRANSFER_HOOKS:

@@ -84,6 +84,10 @@ class Chain:
         """Maps each step's name to a text with the step's options, innermost step first."""
         return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
+    def callbacks(self) -> list[Any]:
+        """Lightning callbacks that the steps require."""
+        return [callback for step in self.steps for callback in step.callbacks()]
+
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
         """Client information visible to the server after all steps; see :attr:`StepCapabilities.reveals`."""

@@ -975,7 +975,7 @@ def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
 
 def changed_by(module, change):
     """Attributes with changes, after a check for none before."""
-    attributes = CarriedAttributes(module)
+    attributes = CarriedAttributes(module, L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"))
     attributes.start_round()
     attributes.start_visit()
     assert not attributes.changed()

@@ -32,7 +32,7 @@ from lightning_fed.callbacks.pictures import (
 )
 from lightning_fed.console import round_number
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import callbacks_of, find_callbacks
 from lightning_fed.messages import Client, ClientUpdate, State
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
 
 
 def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
-    return next(callback for callback in callbacks_of(trainer) if isinstance(callback, ClassPrototypes))
+    return find_callbacks(trainer, ClassPrototypes)[0]
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:

@@ -23,7 +23,7 @@ from lightning_fed.errors import ClientFault, OptionError, describe
 from lightning_fed.features.batches import BatchKey, find_target
 from lightning_fed.features.isolated_pass import until_fault
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
 from lightning_fed.model.entries import layer_entries
 
@@ -98,7 +98,7 @@ class SampledSoftmax(FederatedCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             find_federation(trainer)
-            if sum(isinstance(callback, SampledSoftmax) for callback in callbacks_of(trainer)) > 1:
+            if len(find_callbacks(trainer, SampledSoftmax)) > 1:
                 raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has several.")
             self._client_classes, self._head_name, self._held = {}, None, None
 

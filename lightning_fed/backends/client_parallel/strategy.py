@@ -18,7 +18,7 @@ from lightning_fed.backends.client_parallel.distributed_log import DistributedLo
 from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation, check_processes
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import ClientSharing, RoundSynchronisation
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
 
@@ -80,7 +80,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     def synchronise(self, fit: FederatedFit) -> RoundSynchronisation:
         check_processes(fit.trainer, fit.store)
-        (log,) = (callback for callback in callbacks_of(fit.trainer) if isinstance(callback, DistributedLog))
+        (log,) = find_callbacks(fit.trainer, DistributedLog)
         return ProcessSynchronisation(fit, self.process_group, log, self.balance)
 
     @property

@@ -83,7 +83,7 @@ class DistributedRunner(ClientRunner):
     ) -> None:
         count = _count_processes(trainer)
         super().__init__(federation, model, data, {**_without_strategy(trainer), "devices": 1}, **options)
-        steps = [callback for step in federation.server.chain.steps for callback in step.callbacks()]
+        steps = federation.server.chain.callbacks()
         for callback in (*federation.method.callbacks, *steps, *self._callbacks):
             _check_callback(callback)
         self._processes = Processes(count, as_bytes((federation, model, data, trainer, options)), answer_visit)

@@ -44,11 +44,11 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
     attributes; the caller restores the random generators.
     """
     (optimizer,) = trainer.optimizers
-    modes = [(layer, layer.training) for layer in module.modules()]
     check = _TwoClients(module, names)
-    with _restored(_helpers_of(module).values()), isolated_pass(module, intercepted(check.record_call), gradients=True):
-        for layer, mode in modes:
-            layer.training = mode
+    with (
+        _restored(_helpers_of(module).values()),
+        isolated_pass(module, intercepted(check.record_call), True, is_training=True),
+    ):
         try:
             with trainer.precision_plugin.forward_context():
                 batch = prepare_batch(trainer, module, batch)

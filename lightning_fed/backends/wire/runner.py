@@ -100,7 +100,7 @@ class ClientRunner:
         self._module: L.LightningModule
         self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
         chain = federation.server.chain
-        of_steps = [callback for step in chain.steps for callback in step.callbacks()]
+        of_steps = chain.callbacks()
         self._summed = next((step for step in chain.steps if isinstance(step, SecureSum)), None)
         self._gate = SiteGate(
             self._store / POLICY_FILE if policy is None else Path(policy),

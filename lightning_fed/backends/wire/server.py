@@ -121,7 +121,7 @@ def run_server(
 
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
     has_statistics = half.reports_statistics and batch_norm_layers(module)
-    of_steps = [callback for step in half.server.chain.steps for callback in step.callbacks()]
+    of_steps = half.server.chain.callbacks()
     for callback in (*callbacks, *half.method.callbacks, *of_steps):
         reason = getattr(callback, "needs_local_clients", "")
         if not reason and has_statistics and not getattr(callback, "can_recalibrate_remotely", True):

@@ -15,7 +15,7 @@ from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS, Cli
 from lightning_fed.callbacks.evaluation.tables import GLOBAL, Table, row_name
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
 
@@ -60,7 +60,7 @@ class SiteMatrix(FederatedCallback):
             reason = "personal entries never leave the clients, so the server receives no complete client model"
         elif chain.reveals != "update" or chain.is_coded:
             reason = "privacy or compression hides the models of single clients from the server"
-        elif not any(isinstance(callback, ClientEvaluation) for callback in callbacks_of(trainer)):
+        elif not find_callbacks(trainer, ClientEvaluation):
             reason = "a `ClientEvaluation` callback is required"
         if reason:
             raise MisconfigurationException(f"`SiteMatrix` cannot be computed: {reason}.")
@@ -84,7 +84,7 @@ class SiteMatrix(FederatedCallback):
         federation = find_federation(trainer)
         if not federation.has_server:
             return
-        evaluation = next(callback for callback in callbacks_of(trainer) if isinstance(callback, ClientEvaluation))
+        evaluation = find_callbacks(trainer, ClientEvaluation)[0]
         received = federation.server.report.received
         models = {row_name(client): model for client, model in self._models.items() if client in received}
         entries, values, sites = live_entries(pl_module), dict[tuple[str, str], float](), dict[str, None]()
