@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.client.client_store import ClientStore
-from lightning_fed.client.local_optimizers import OPTIMIZER
+from lightning_fed.client.packed_optimizers import OPTIMIZER
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State, digest, without_prefix
 from lightning_fed.model.entries import (

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fed.client.packed_optimizers import HYPERPARAMETERS, pack_optimizers, unpack_optimizers
 from lightning_fed.messages import State
 from lightning_fed.numerics.trees import copy_tree
-
-OPTIMIZER = "optimizer:"
-"""Prefix for names in packed optimizer state."""
-
-_HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # set by schedulers and users
-_GROUP = "group"
 
 
 class LocalOptimizers:
@@ -121,7 +115,7 @@ class LocalOptimizers:
         ]
         return [
             [
-                {**group, **{name: now[name] for name in _HYPERPARAMETERS if name in now}}
+                {**group, **{name: now[name] for name in HYPERPARAMETERS if name in now}}
                 for group, now in zip(visit_groups, source, strict=True)
             ]
             for visit_groups, source in zip(groups, sources, strict=True)
@@ -148,7 +142,10 @@ class LocalOptimizers:
         return [
             {
                 "state": copy_tree(buffers),
-                "param_groups": [{**group, **values} for group, values in zip(_groups(optimizer), groups, strict=True)],
+                "param_groups": [
+                    {**group, **values}
+                    for group, values in zip(optimizer.state_dict().get("param_groups", []), groups, strict=True)
+                ],
             }
             for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True)
         ]
@@ -162,7 +159,7 @@ class LocalOptimizers:
             "scaler": copy_tree(self.scaler.state_dict()) if self.scaler is not None else {},
         }
         if buffers:
-            state["buffers"] = [copy_tree(_buffers(optimizer)) for optimizer in self.optimizers]
+            state["buffers"] = [copy_tree(optimizer.state_dict().get("state", {})) for optimizer in self.optimizers]
         return state
 
     def _sliced(
@@ -202,64 +199,6 @@ def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
     if isinstance(parts, list | tuple) and parts and isinstance(parts[0], Mapping):
         return _count_steps(parts[0])
     return None
-
-
-def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """Packs optimizer buffers (tensors or numbers), and counters in parameter groups, into a flat dictionary."""
-    packed: State = {}
-    for number, optimizer in enumerate(optimizers):
-        counted = {f"{_GROUP}{place}": numbers for place, numbers in enumerate(_counted(optimizer))}
-        for parameter, buffers in [*_buffers(optimizer).items(), *counted.items()]:
-            for name, value in buffers.items():
-                key = f"{OPTIMIZER}{number}:{parameter}:{name}"
-                if isinstance(value, Tensor):
-                    packed[f"{key}:tensor"] = value
-                elif isinstance(value, int | float):
-                    packed[f"{key}:number"] = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
-                elif value is not None:
-                    raise TypeError(
-                        f"Expected the state of {type(optimizer).__name__} to hold tensors and numbers, but {name!r} "
-                        f"is a {type(value).__name__}: use optimizer_state='reset'."
-                    )
-    return packed
-
-
-def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Restores optimizer buffers and counters from :func:`pack_optimizers`, but no hyper-parameters."""
-    states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
-    for key, value in packed.items():
-        number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")
-        index: Any = int(parameter) if parameter.lstrip("-").isdigit() else parameter
-        buffer = value.clone() if kind == "tensor" else value.item()
-        states[int(number)].setdefault(index, {})[name] = buffer
-    for optimizer, state in zip(optimizers, states, strict=True):
-        groups = [{**group, **state.pop(f"{_GROUP}{place}", {})} for place, group in enumerate(_groups(optimizer))]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _buffers(optimizer: Optimizer) -> dict[Any, Any]:
-    # Empty for Lightning's placeholder in a module without optimizers.
-    buffers: dict[Any, Any] = optimizer.state_dict().get("state", {})
-    return buffers
-
-
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = optimizer.state_dict().get("param_groups", [])
-    return groups
-
-
-def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
-    # Numbers that differ from the optimizer's defaults, without hyper-parameters.
-    return [
-        {
-            name: value
-            for name, value in group.items()
-            if name not in _HYPERPARAMETERS
-            and isinstance(value, int | float | Tensor)
-            and (isinstance(value, Tensor) or value != optimizer.defaults.get(name))
-        }
-        for group in _groups(optimizer)
-    ]
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

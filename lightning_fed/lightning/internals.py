@@ -414,6 +414,11 @@ def lightning_attributes() -> frozenset[str]:
     return frozenset(vars(L.LightningModule())) - _MODULE_ATTRIBUTES
 
 
+def implements(owner: Any, hook: str, base: type) -> bool:
+    """True if a module or callback overrides a hook of Lightning's class ``base``, in the class or the object."""
+    return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
+
+
 def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
     """Returns callbacks with a ``log`` attribute, which Lightning sets to the module's ``log`` before ``setup``."""
     return [callback for callback in callbacks_of(trainer) if "log" in vars(callback)]

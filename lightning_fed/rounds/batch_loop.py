@@ -15,23 +15,18 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult  # noqa: TID251 - see above
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
     TRANSFER_HOOKS,
     OverriddenMethod,
     callbacks_of,
     datamodule_of,
+    implements,
     is_overridden,
 )
-
-KNOWN_VERSIONS = ("2.5.", "2.6.")
-"""Versions of Lightning with the same loop."""
 
 _MODULE_HOOKS = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -225,11 +220,6 @@ class BatchLoop:
         return result.closure_loss, result.asdict()
 
 
-def implements(owner: Any, hook: str, base: type) -> bool:
-    """True if a module or callback overrides a hook of Lightning's class ``base``, in the class or the object."""
-    return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
-
-
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
     """Speeds up repeated calls of the module's ``log`` in training batches, until the returned object restores ``log``.
 
@@ -252,24 +242,3 @@ def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
 
     method = OverriddenMethod(results, "log", log)
     return method
-
-
-def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
-    """Returns the reason that prevents fused visits; ``None`` if fused visits are possible."""
-    strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
-    interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
-    obstacles = {
-        f"Lightning {L.__version__} has an unknown loop": not L.__version__.startswith(KNOWN_VERSIONS),
-        f"{type(profiler).__name__} measures calls in Lightning's loop": (
-            not isinstance(profiler, PassThroughProfiler)
-        ),
-        f"{type(strategy).__name__} may change how a step is performed": (
-            type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
-        )
-        or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
-        "`val_check_interval` may validate after any batch": (interval != 1.0 or isinstance(interval, int)),
-        f"`{type(module).__name__}.on_train_batch_start` may end the epoch": (
-            implements(module, "on_train_batch_start", L.LightningModule)
-        ),
-    }
-    return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)

@@ -21,7 +21,13 @@ from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, fed
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.fit.trainer_checks import check_processes, check_round, check_trainer, find_loader_owner
+from lightning_fed.fit.trainer_checks import (
+    check_processes,
+    check_round,
+    check_trainer,
+    find_loader_owner,
+    find_obstacle,
+)
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
@@ -46,7 +52,7 @@ from lightning_fed.lightning.internals import (
 from lightning_fed.messages import Client
 from lightning_fed.model.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.model.entries import check_entries
-from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle, shorten_log
+from lightning_fed.rounds.batch_loop import BatchLoop, shorten_log
 from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages

@@ -15,8 +15,8 @@ from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch
-from lightning_fed.rounds.batch_loop import BatchLoop, implements
+from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch, implements
+from lightning_fed.rounds.batch_loop import BatchLoop
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.rounds.visit_flow import ClientVisit
 

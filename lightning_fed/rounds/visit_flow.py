@@ -16,7 +16,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.local_model import LocalModel, memory_of
-from lightning_fed.client.local_optimizers import OPTIMIZER, LocalOptimizers
+from lightning_fed.client.local_optimizers import LocalOptimizers
+from lightning_fed.client.packed_optimizers import OPTIMIZER
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault, describe, without_frames
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks

@@ -9,7 +9,8 @@ from torch import nn
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.client_store import FolderStore, MemoryStore
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.client.local_optimizers import LocalOptimizers, pack_optimizers, unpack_optimizers
+from lightning_fed.client.local_optimizers import LocalOptimizers
+from lightning_fed.client.packed_optimizers import pack_optimizers, unpack_optimizers
 from lightning_fed.messages import Broadcast
 from lightning_fed.model.entries import entry_policies
 from tests import models
