@@ -200,9 +200,13 @@ def test_unequal_fits_are_refused_before_training(tmp_path):
 def test_a_site_without_earlier_scores_is_excluded(tmp_path, caplog):
     fit(tmp_path)
     (tmp_path / "sites" / "south.json").unlink()
+    path = tmp_path / "sites" / "tiny.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"settings": ["test_loss", "test", "patient"]}))
     fit(tmp_path, "local")
     assert "Client 'south' does not answer: it has no scores from an earlier fit" in caplog.text
-    assert list(json.loads((tmp_path / "study.json").read_text())["answers"]) == ["north", "tiny"]
+    assert "Client 'tiny' does not answer: its scores from earlier fits have another metric" in caplog.text
+    assert list(json.loads((tmp_path / "study.json").read_text())["answers"]) == ["north"]
 
 
 def test_an_interrupted_fit_is_not_compared(tmp_path):
