@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 from lightning_fed.backends.rehearsal.profiles import DAY, Profile
-from lightning_fed.backends.site import gate, signatures
-from lightning_fed.backends.wire import remote_client_store, transport
 from lightning_fed.console import LOGGER
 
 EPOCH = 1_800_000_000.0
 """Unix time at the start of every rehearsal."""
 
-_WRITE_BACK = 30.0  # seconds after which a system has written changes of folders to the disk
+_WRITE_BACK = 30.0  # seconds until a system writes changed folders to the disk
+
+_CLOCKS = ("wire.transport.time", "site.gate.time", "site.signatures.time", "wire.remote_client_store.uuid")
 
 _OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # of `os`, each a possible point of failure
 
@@ -215,7 +215,7 @@ class Machine:
 class World:
     """Virtual clock and queue of events; replaces the module ``time`` in backends.
 
-    ``offset`` is the time by which the current machine's process is ahead of ``now``, after :meth:`Machine.work`.
+    ``offset`` is the lead of the current machine's process over ``now``, after :meth:`Machine.work`.
     ``scale`` is the number of bytes of the real model per byte here. ``log`` has events as (seconds, machine, text).
     """
 
@@ -284,9 +284,8 @@ class World:
         """Context in which backends use the virtual clock, file operations may fail, and log lines become events."""
         self.folder = f"{folder}/"
         with ExitStack() as stack:
-            for module in (transport, gate, signatures):
-                stack.enter_context(patch.object(module, "time", self))
-            stack.enter_context(patch.object(remote_client_store, "uuid", self))
+            for name in _CLOCKS:
+                stack.enter_context(patch(f"lightning_fed.backends.{name}", self))
             for name in _OPERATIONS:
                 stack.enter_context(patch.object(os, name, self._wrap(name, getattr(os, name))))
             for name, value in (("handlers", [_Handler(self)]), ("propagate", False)):
