@@ -70,10 +70,12 @@ def arrived(rule, tmp_path, round, x, arrivals):
     (tmp_path / "order").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     rule = rule(replay=str(tmp_path / "order"))
     for version in range(round + 1):
-        rule.draw_cohort(round, Schedule(), None)
+        visits = rule.draw_cohort(round, Schedule(), None).visits
         start = x if version == round else [10.0 * version, 5.0]
         rule.start(RoundInfo(version), {"w": torch.tensor(start)})
-    for name, (version, change) in arrivals.items():
+    for visit, (name, (version, change)) in zip(visits, arrivals.items(), strict=True):
+        assert (visit.client, visit.round) == (name, round)
+        assert visit.seed == Schedule().visit_of(version, name).seed  # known at the client's start
         broadcast = rule.broadcast(Request(name))
         assert broadcast.round == version
         rule.receive(ClientUpdate(name, 9, {"w": change(broadcast.state["w"])}))
