@@ -85,10 +85,10 @@ class Sites:
     """A deployment's machines.
 
     Args:
-        server: Profile of the server's machine: ``restarts``, ``downtime``, ``disk`` and ``disk_faults`` count.
-        sites: Profile by client.
+        server: Profile for the server. Only ``restarts``, ``downtime``, ``disk`` and ``disk_faults`` are used.
+        sites: Maps clients to profiles.
         deadline: Time limit of a round.
-        patience: Seconds for which a starting server waits for the clients.
+        patience: Seconds to wait for the clients when the server starts.
     """
 
     server: Profile
