@@ -1,6 +1,7 @@
 """Measurement of BatchNorm's running statistics on clients, and pooling on the server.
 
-Averaged running statistics match no model, because each client measures with different weights over few batches.
+Averaged running statistics do not match any model, because each client measures with different weights over few
+batches.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Different image appearance changes the first layer. Different labels change late
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit the module or the visits."""
+    """Warns once per fit if ``batch_norm`` has no effect, or is unsuitable for the module or the visits."""
     if "batch_norm" in fit.warned:
         return
     option, rounds = fit.batch_norm, fit.trainer.max_epochs
@@ -108,18 +109,18 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 
     Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
     statistics, as in training. The server counts the bytes of the broadcast and of the report. With
-    ``batch_norm="auto"`` the first reports decide between pooled and own statistics (:func:`decide_statistics`). A
-    report also sets the client's own statistics. The clients in a cluster measure the cluster's model.
+    ``batch_norm="auto"`` the first reports determine pooled or own statistics (:func:`decide_statistics`). A report
+    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model.
 
-    Layers in evaluation mode (as in a frozen backbone) are unchanged. Without any report, the averaged statistics
-    remain. A robust rule also excludes outlying reports (:meth:`Aggregator.tolerated
-    <lightning_fed.rule.RuleCapabilities.tolerated>`).
+    Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the averaged statistics
+    remain. A robust rule also excludes outlying reports
+    (:meth:`Aggregator.tolerated <lightning_fed.rule.RuleCapabilities.tolerated>`).
 
     Returns:
         ``fed/batch_norm_shift``, the largest shift of a layer
-        (:func:`~lightning_fed.batch_norm.pooling.shift_between`), or an empty dict with fewer than two reports; and
-        ``None``, or a description of invalid pooled statistics: the round then does not count, and neither a decision
-        nor statistics are stored.
+        (:func:`~lightning_fed.batch_norm.pooling.shift_between`), or an empty dict for fewer than two reports, and
+        ``None``, or a description of invalid pooled statistics. Invalid statistics make the round fail, and neither a
+        decision nor statistics are stored.
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)
@@ -164,7 +165,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> tuple[dict[str, float], str | None]:
-    """Pools clients' reports on BatchNorm ``layers`` into the global or clusters' models; see :func:`measure_round`."""
+    """Pools clients' reports on BatchNorm ``layers`` into the global model or the clusters' models."""
     server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
@@ -243,11 +244,12 @@ def _find_first_shift(
 
 
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
-    """Decides, once in a fit, between own and pooled BatchNorm statistics, from the clients' ``shifts`` by layer.
+    """Decides once per fit between own and pooled BatchNorm statistics, from the clients' ``shifts`` by layer.
 
-    The first round with reports decides, or the second if less than half of the first round's cohort reported. At least
-    two clients, and ``min_clients``, must report. If rounds have only one report, the latest reports are collected
-    until two clients have reported; the shift then includes the change of the weights between rounds.
+    The reports from the first round are used, or from the second round if less than half of the first round's cohort
+    reported. At least two clients, and at least ``min_clients`` clients, must report. If rounds have only one report,
+    the latest reports are collected until two clients have reported; the shift then includes the change of the weights
+    between rounds.
     """
     cohort = fit.cohort
     is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
@@ -290,11 +292,11 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation; returns new BatchNorm statistics, which the caller stores, or ``None``.
+    """Loads a client's model for evaluation. Returns new BatchNorm statistics for the caller to store, or ``None``.
 
-    ``measure_round`` is the round of the global model in ``state``: a client with statistics from another round
-    measures again; ``None`` for no measurement. The result is empty, with one warning in the log, if the client has no
-    statistics because the training data are in another process.
+    ``measure_round`` is the round of the global model in ``state``. A client whose statistics are from another round
+    measures again. With ``None`` no client measures. The result is empty, with one warning in the log, if the client
+    has no statistics because the training data are in another process.
     """
     measured: State | None = None
     served: State | None = None  # `None` means the stored statistics
@@ -334,7 +336,7 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
         The copy, in evaluation mode.
 
     Raises:
-        ValueError: If the module has no BatchNorm layers, there is no batch, or a batch has a single example.
+        ValueError: If the module has no BatchNorm layers, there is no batch, or a batch contains a single example.
 
     References:
         Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
@@ -436,7 +438,7 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Measures inputs of BatchNorm ``layers`` in one pass over a client's data; returns a report: tensors by name.
+    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's data, and returns tensors by name.
 
     The layers normalise with batch statistics. The caller reloads the module. See :meth:`InputStatistics.as_extras`.
     """
@@ -459,9 +461,9 @@ def measure_statistics(
     load: Callable[[Visit], None],
     clock: VisitClock | None = None,
 ) -> list[tuple[Client, State]]:
-    """Measures BatchNorm inputs in one pass over each client's data, within ``clock``; returns the clients' reports.
+    """Measures BatchNorm inputs in one pass over each client's data, with the time limit ``clock``. Returns reports.
 
-    Clients that cannot measure are excluded, with a log line. Afterwards the module holds the last client's model.
+    Clients that cannot measure are excluded, with a log line. Afterwards the module contains the last client's model.
     """
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:

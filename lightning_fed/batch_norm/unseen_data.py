@@ -1,4 +1,4 @@
-"""BatchNorm of the global model in evaluation, with running statistics only on the clients."""
+"""BatchNorm statistics for evaluating the global model, if running statistics exist only on the clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises BatchNorm inputs with statistics from ``report``, or with batch statistics while ``report`` is empty.
+    """Normalises BatchNorm inputs with the statistics in ``report``, or with batch statistics if ``report`` is empty.
 
     ``report`` contains mean and variance by layer, from :meth:`InputStatistics.as_extras`.
     """
@@ -42,11 +42,11 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(RevertingCallback, FederatedCallback):
-    """Runs BatchNorm on data without a client, with batch statistics or statistics measured on these data.
+    """Normalises data that belong to no client with batch statistics, or with statistics measured on these data.
 
-    The callback is active from the start of a validation, test or prediction until the next round, while the module is
-    the global model or the model of a client without statistics. Untrained layers (as in a frozen encoder) still use
-    running statistics.
+    The callback is active from the start of a validation, test or prediction until the next round, while the module
+    contains the global model, or the model of a client without statistics. Untrained layers (as in a frozen encoder)
+    still use running statistics.
     """
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
@@ -89,7 +89,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """With ``unseen="data"``: measures BatchNorm statistics on unlabelled data without a client."""
+        """If ``unseen="data"``, measures BatchNorm statistics on unlabelled data that belong to no client."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
             return

@@ -1,4 +1,4 @@
-"""Pictures of a client's confusion matrix."""
+"""Draws confusion matrices of single clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_LABELS = 50
 class Confusion(NamedTuple):
     """Confusion matrix over a client's classes; ``classes`` are sorted class indices, shape ``(k,)``.
 
-    Counts, shape ``(k, k)``, int64, have true classes as rows and the classes with the largest logit as columns.
+    ``counts``, shape ``(k, k)``, int64: a row is a true class, a column the class with the largest logit.
     """
 
     classes: Tensor
@@ -48,7 +48,7 @@ class Confusion(NamedTuple):
 
 
 class OwnClassConfusion(PeriodicPictures):
-    """Draws the global model's confusion among a client's classes, as pictures in TensorBoard.
+    """Draws, for each client, the global model's confusion matrix over the client's classes, in TensorBoard.
 
     A client with few of many classes can learn to separate these classes from all other classes, but still confuse
     these classes with each other; the FedSS paper shows this collapse for ``"negonly"``. After a round, the global
@@ -56,9 +56,9 @@ class OwnClassConfusion(PeriodicPictures):
     :math:`P_k`. The viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the
     axes are labelled.
 
-    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Personal entries have the
-    client's values. The data are read twice, separately from training, with fixed random numbers. Weights, random
-    states and logs do not change. A client is skipped, with a log line, if loading its data fails.
+    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Personal entries are the
+    client's. The data are read twice, separately from training, with fixed random numbers. Weights, random states and
+    logs do not change. If a client's data cannot be loaded, the client is skipped, with a log line.
 
     Pictures appear after the first round, and then every ``every_n_epochs`` rounds. The state is ``last_epoch``, the
     round with the last pictures (an int, or None).
@@ -66,7 +66,7 @@ class OwnClassConfusion(PeriodicPictures):
     Args:
         clients: The clients, or a number for the first clients in the population.
         every_n_epochs: Rounds between two pictures.
-        class_names: Class names, starting with class 0; further classes are shown by index.
+        class_names: Class names, starting with class 0. Classes without a name are labelled by index.
         target: Position of the labels in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial step. Negative and ignored labels are skipped.
         inputs: Inputs in a batch: an index, a key, or a function; by default the first element, or ``batch["image"]``.

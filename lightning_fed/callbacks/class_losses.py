@@ -1,4 +1,4 @@
-"""Records the operations between a layer's class scores, the labels in a batch, and the loss."""
+"""Traces operations from a layer's class scores and the labels in a batch to the loss."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Record for a tensor of class scores: a layer's outputs, or a result computed only from these outputs.
+    """Record for a tensor with class scores: a layer's outputs, or a result computed only from these outputs.
 
-    ``inputs`` are the indices of batch tensors used for the outputs. ``voids`` are the labels of masked positions.
+    ``inputs`` are the indices of the batch tensors from which the outputs were computed. ``voids`` are the labels of
+    masked positions.
     """
 
     layer: str
@@ -52,7 +53,7 @@ class _Scores:
 class _Labels:
     """Record for a tensor computed from labels: class indices, one-hot vectors, or ``labels == number``.
 
-    ``fills`` are pairs (replaced label, new label), with ``None`` for several replaced labels.
+    ``fills`` are pairs (replaced label, new label). The first is ``None`` if several labels are replaced.
     """
 
     leaves: frozenset[int]
@@ -68,9 +69,9 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Sources for a tensor in a traced step: indices of batch tensors and class losses, and possibly layer outputs.
+    """Sources for a tensor in a traced step: indices of batch tensors and class losses, and perhaps layer outputs.
 
-    ``product`` is the index of the class loss equal to the sum over the tensor.
+    If the sum over the tensor is a class loss, ``product`` is the index of this loss.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -158,7 +159,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses used for ``loss``, except class losses used as input to a layer."""
+        """Returns the class losses from which ``loss`` was computed, except losses used as input to a layer."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

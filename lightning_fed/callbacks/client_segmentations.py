@@ -1,4 +1,4 @@
-"""Segmentation by client: scores per class over the rounds, and each client's worst and median image."""
+"""Segmentation results by client: scores per class over the rounds, and each client's worst and median image."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class ClientSegmentations(L.Callback):
     - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes), next to
       true mask, prediction and prediction entropy.
 
-    The module is called with images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``, or ``(N, 1,
-    H, W)`` for a binary task; binary scores are for class 1 only. Masks are class indices ``(N, H, W)`` or ``(N, 1, H,
-    W)``, or one mask with 0 and 1 per class, ``(N, num_classes, H, W)``, for scores without pictures. Weights, metrics
-    and random states do not change. The state has one entry per row in ``scores.csv``.
+    The module is called with images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``, or
+    ``(N, 1, H, W)`` for a binary task; binary scores are for class 1 only. Masks are class indices ``(N, H, W)`` or
+    ``(N, 1, H, W)``, or one mask with 0 and 1 per class, ``(N, num_classes, H, W)``, for scores without pictures.
+    Weights, metrics and random states do not change. The callback's state has one entry per row in ``scores.csv``.
 
     Args:
         every_n_epochs: Rounds between two evaluations.
@@ -71,13 +71,13 @@ class ClientSegmentations(L.Callback):
         class_names: Class names; further classes are shown by index. For a binary task, the name of class 1, or both
             names. By default ``class_names`` or ``classes`` of the module or the datamodule.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette.
-        mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
-        std: Standard deviation by which the data pipeline divides.
+        mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
+        std: Standard deviation used as divisor by the data pipeline.
         ignore_index: Class index of pixels without a label, or ``None``. ``"auto"``: in a fit, the label ignored by the
             loss, else 255 unless 255 is a class.
         inputs: Position of the images in a batch: an index, key or function; ``None`` for common positions.
         target: Masks in a batch: an index, key or function; ``None`` for the labels in the loss, found by one traced
-            training step. In ``trainer.validate`` before any fit, ``None`` means no scores and a log line.
+            training step. With ``None``, ``trainer.validate`` before any fit gives no scores, with a log line.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
@@ -320,7 +320,7 @@ class ClientSegmentations(L.Callback):
 def scores_for(
     logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
-    """Creates a metric for IoU and Dice by class, on the device of ``logits``, for logits of one or several classes."""
+    """Creates a metric for IoU and Dice by class, on the device of ``logits``, which have one or several classes."""
     count = logits.shape[1]
     several: Literal["multiclass", "multilabel"] = "multilabel" if mask.ndim == 4 else "multiclass"
     return SegmentationScores(

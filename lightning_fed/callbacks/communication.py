@@ -25,8 +25,8 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 class Traffic(NamedTuple):
     """Traffic of one client in one round for one model part, in elements of parameters and buffers.
 
-    In early rounds, the client ``"(all)"`` is the sum over all clients. Besides model parts, ``"(extras)"`` is a
-    method's extras and ``"(request)"`` a client's request for rows.
+    For early rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` stands for a
+    method's extra tensors, and ``"(request)"`` for a client's request for rows.
     """
 
     round: int
@@ -42,7 +42,7 @@ class PartTraffic(NamedTuple):
     """Traffic per visit for a model part, or for ``"(all)"`` parts: mean over clients and rounds.
 
     ``full_numel`` is the part's number of elements, which federated averaging would send in each direction. ``share``
-    is the number of bytes in both directions, relative to federated averaging.
+    is the number of bytes in both directions, divided by the bytes of federated averaging.
     """
 
     part: str
@@ -55,23 +55,26 @@ class PartTraffic(NamedTuple):
 
 
 class CommunicationReport(FederatedCallback):
-    r"""Counts the traffic by model part, and compares the traffic with federated averaging of the whole model.
+    r"""Measures the traffic by model part, and compares the traffic with federated averaging of the whole model.
 
-    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS with :math:`\varphi` as the
-    model without the head and :math:`d` numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each
-    direction. Federated averaging would send all entries each time, including personal, frozen and untrained entries.
-    Messages outside a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and ``comm/up_bytes``.
+    The callback counts the tensors in broadcasts, answers and requests for rows. For FedSS, the traffic is
+    :math:`|\varphi| + d |S_k|` in each direction, with the model without last layer :math:`\varphi` and :math:`d`
+    values per class. Federated averaging would send all entries each time, including personal, frozen and untrained
+    entries. Messages outside a visit (BatchNorm recalibration) appear only in ``comm/down_bytes`` and
+    ``comm/up_bytes``.
 
-    ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes relative to federated averaging.
-    :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` give single rounds.
+    ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes, divided by the bytes of federated
+    averaging. :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` contain
+    single rounds.
 
     The state is ``rows``, with the fields of :class:`Traffic` per round, client and part, and ``visits``, with counts
     for early rounds.
 
     Args:
-        parts: Prefixes of entry names, one per part (``["model.head"]``; the longest match counts), with ``"(rest)"``
-            for other entries. By default the parts are the modules at the first level with different names.
-        client_rounds: Number of recent rounds with separate values per client; earlier rounds store only sums.
+        parts: Prefixes of entry names, one per part (``["model.head"]``; an entry belongs to the longest matching
+            prefix). All other entries form the part ``"(rest)"``. By default the parts are the modules at the first
+            level with different names.
+        client_rounds: Number of recent rounds with separate values per client. For earlier rounds only sums are stored.
 
     Raises:
         ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry matches a prefix.
@@ -178,7 +181,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic by part (model parts, requests, extras), then in total; empty before the first visit."""
+        """Mean traffic by part (model parts, requests, extras), followed by the total; empty before the first visit."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])

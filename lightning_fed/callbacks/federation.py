@@ -75,63 +75,65 @@ user's to set."""
 class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
-    Inside an epoch the round's clients train one after another on the same module, each from the server's message, and
-    the server aggregates at the end. ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and
-    epoch-interval schedulers count rounds.
+    Inside an epoch the round's clients train one after another in the same module, each starting from the server's
+    message. At the end the server aggregates. For ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint``
+    and schedulers with epoch interval, an epoch is a round.
 
     Args:
         method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
-            :class:`~lightning_fed.Method`, or the server's rule; copied. Arguments set by the method cannot be set
-            again.
-        partition: Split of the training data into clients; ``None`` with a
+            :class:`~lightning_fed.Method`, or the server's rule. The object is copied. Arguments that the method sets
+            cannot be passed.
+        partition: Split of the training data into clients; ``None`` for a
             :class:`~lightning_fed.data.FederatedDataModule`.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
-        personal: Entries that each client keeps for itself: name patterns (``"head.*"``) and module types.
+        personal: Entries that stay on each client and are never averaged: name patterns (``"head.*"``) and module
+            types.
         frozen: Entries that are neither trained nor transmitted: patterns and types as for ``personal``. Parameters
-            without gradient need not be named.
+            without gradient are always frozen.
         batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the first round's clients measure the
-            statistics with the new global model, and decide once between pooled statistics for similar clients and own
-            statistics for different clients (see :data:`~lightning_fed.batch_norm.measurement.LARGE_SHIFT`).
-            ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always own. ``"average"``:
-            averaged like all entries. ``"personal"``: kept by each client with the layers' weights (FedBN).
-            :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``: the initial statistics, also
-            in training.
-        optimizer_state: Optimizer state in a visit: fresh (``"reset"``), or the client's (``"keep"``).
+            statistics with the new global model, and the federation decides once: pooled statistics for similar
+            clients, own statistics for different clients (see
+            :data:`~lightning_fed.batch_norm.measurement.LARGE_SHIFT`). ``"recalibrate"``: always pooled statistics.
+            :class:`~lightning_fed.LocalStatistics`: always own statistics. ``"average"``: averaged like all entries.
+            ``"personal"``: whole BatchNorm layers stay on the clients (FedBN). :class:`~lightning_fed.FixedStatistics`:
+            fixed after some rounds. ``"frozen"``: the initial statistics, also in training.
+        optimizer_state: Initial optimizer state in a visit: new (``"reset"``), or from the client's last visit
+            (``"keep"``).
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
         faults: Limits to failures of clients (:class:`~lightning_fed.Faults`).
         store: Storage for clients' state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        visits: Loop for the visits' batches, with equal results: one loop without unused hooks (``"fused"``),
-            Lightning's loop (``"lightning"``), fused if possible (``"auto"``), several clients at once
-            (:class:`~lightning_fed.Vectorized`), or a fixed choice by model, cohort and device (``"fastest"``).
-        steps: Update steps between a client's training and the new global model, the innermost first, after the
-            method's steps (:mod:`lightning_fed.steps`); copied.
-        seed: Seed for the partition and the schedule; ``None`` takes the seed of ``lightning.seed_everything`` or 0.
+        visits: Loop for the visits' batches; all loops have equal results. ``"fused"``: a loop that skips unused hooks.
+            ``"lightning"``: Lightning's loop. ``"auto"``: fused if possible. :class:`~lightning_fed.Vectorized`:
+            several clients at once. ``"fastest"``: chosen by model, cohort and device.
+        steps: Update steps between a client's training and the new global model (:mod:`lightning_fed.steps`), innermost
+            first, added after the method's steps. The objects are copied.
+        seed: Seed for the partition and the schedule; ``None`` for the seed of ``lightning.seed_everything``, or 0.
 
     Attributes:
         arguments: The constructor's arguments, by name.
         options: Options for a fit: the arguments combined with the method's settings.
-        method: The federation's copy of the method. A Trainer gets callbacks from the method unless a callback has the
-            same class.
-        has_lost_entries: Whether the clients' personal entries for the evaluated checkpoint are lost.
-        server: The server. Results are in ``server.rule`` and ``steps``, not in the objects given.
+        method: The federation's copy of the method. The method's callbacks are added to the Trainer, except classes
+            already present.
+        has_lost_entries: True if the clients' personal entries that belong to the evaluated checkpoint are lost.
+        server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
 
     Raises:
         ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
         TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
             a partition.
-        MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round; in ``fit``, if
-            ``visits="fused"`` and something prevents fused visits.
+        MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round. In ``fit``, if
+            ``visits="fused"`` but fused visits are not possible.
 
     Note:
-        Attributes outside ``state_dict`` carry over from one visit to the next, in the module, callbacks, optimizers
-        and schedulers; the log names changed attributes that can affect later visits. Every visit starts with the
-        round's initial values for buffers with ``persistent=False``.
+        Attributes of module, callbacks, optimizers and schedulers that are not in ``state_dict`` keep their values from
+        visit to visit. Changed attributes that can affect later visits are logged. Buffers with ``persistent=False``
+        start every visit with the round's initial values.
 
-        Checkpoints hold the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
-        BatchNorm the decision, the reports before a decision, and the statistics behind each monitored value.
+        Checkpoints contain the rounds, seed, method, clients, steps, client store, untrained entries by client, and for
+        BatchNorm the decision, the reports before a decision, and the kind of statistics used for each monitored value.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -198,7 +200,7 @@ class Federation(TrainerCallback):
         self._loop = RoundLoop(self._fit)
 
     def replace(self, **changes: Any) -> Federation:
-        """Creates a new federation with the same arguments, except for the changes."""
+        """Creates a new federation with the same arguments, except for the given arguments."""
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
@@ -222,7 +224,7 @@ class Federation(TrainerCallback):
 
     @property
     def batch_norm_decision(self) -> str:
-        """Decision of ``batch_norm="auto"``: ``"own"`` or ``"pooled"`` statistics; empty without a decision."""
+        """Decision of ``batch_norm="auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision."""
         return self._fit.decision
 
     def preset_decision(self, decision: str) -> None:
@@ -231,7 +233,7 @@ class Federation(TrainerCallback):
         self._reset(self._fit.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """True if clients need separate BatchNorm statistics: ``"auto"`` with secure sum, central privacy or FedSS."""
+        """True if clients need separate BatchNorm statistics (``"auto"`` with secure sum, central privacy or FedSS)."""
         callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
         sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
         return self._fit.needs_own_statistics(module, sliced)
@@ -268,13 +270,13 @@ class Federation(TrainerCallback):
 
     @property
     def visit(self) -> PlannedVisit:
-        """Description of the current visit (client, round, seed, length); raises an error outside a visit."""
+        """Description of the current visit (client, round, seed, length). Raises an error outside a visit."""
         assert self.current_visit is not None
         return self.current_visit
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """Current visits, several if clients train simultaneously; empty while a client trains a second model."""
+        """Current visits (several if clients train simultaneously); empty while a client trains a second model."""
         if self._loop.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
         return self._loop.open_round.driver.group
@@ -291,7 +293,7 @@ class Federation(TrainerCallback):
 
     @property
     def client_memory(self) -> State:
-        """Stored tensors of the current client, for callbacks; changes count if the server accepts the update."""
+        """Stored tensors of the current client. Changes are kept only if the server accepts the client's update."""
         if self.open_visit is None:
             raise RuntimeError("No client is training: the memory of a client is only available during its visit.")
         return self.open_visit.memory
@@ -303,12 +305,12 @@ class Federation(TrainerCallback):
 
     @property
     def population(self) -> Population:
-        """All clients; raises ``RuntimeError`` before the fit has loaded its data."""
+        """All clients. Raises ``RuntimeError`` before the fit has loaded the data."""
         return self._fit.population
 
     @property
     def policies(self) -> dict[str, Policy]:
-        """Policy by entry name (such as ``"shared"`` or ``"personal"``); empty before a fit or evaluation starts."""
+        """Maps entry names to policies such as ``"shared"`` or ``"personal"``; empty before a fit or evaluation."""
         return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
@@ -350,16 +352,16 @@ class Federation(TrainerCallback):
         with the same class answers.
 
         Args:
-            module: The module with the global model, or with another model to send; unchanged afterwards.
+            module: The module with the global model, or another model to send. The module is not changed.
             callback: The callback.
             clients: The clients.
             question: The question: primitives and plain containers.
-            own: Whether each client answers with the client's own model instead of the global model.
+            own: Whether each client uses the client's own model instead of the global model.
         """
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module holds the model for validation: with weight averaging, the averaged model."""
+        """Context in which the module contains the model for validation (with weight averaging, the averaged model)."""
         return self._loop.averages_in_place()
 
     @property
@@ -368,18 +370,18 @@ class Federation(TrainerCallback):
         return self._fit.is_remote
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
-        """Returns an object to load any client's model into the module; valid while the module is the global model."""
+        """Returns an object that loads any client's model into the module. The module must contain the global model."""
         if self._trainer is not None:
             self._fit.decide_policies(self._trainer, pl_module)  # `on_fit_start` runs before the decision
         return local_model(self._fit, pl_module)
 
     def own_models(self, pl_module: L.LightningModule) -> AbstractContextManager[Callable[[Client], None]]:
-        """Context with a function that loads a client's model; restores the global model afterwards."""
+        """Context that yields a function to load a client's model, and finally restores the global model."""
         return own_models(self._fit, pl_module)
 
     @property
     def state_key(self) -> str:
-        """Key of the callback state in checkpoints, independent of options, so other options can load a checkpoint."""
+        """Key of the callback state in checkpoints, without options, so options may change when a fit resumes."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -506,7 +508,7 @@ class Federation(TrainerCallback):
         self.round_log.show(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the last complete global model in the module, and names the interrupted visit."""
+        """Restores the last complete global model in the module, and adds the interrupted visit to the exception."""
         try:
             if self.current_visit is not None:
                 exception.add_note(describe_visit(exception, self.current_visit))
@@ -527,7 +529,7 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes an incomplete round's batch counts, because a resumed fit repeats the round (except a plain fit)."""
+        """Removes batch counts of an incomplete round, because a resumed fit (unless plain) repeats the round."""
         self._fit.progress.patch(checkpoint, self._fit.is_plain)
 
     def state_dict(self) -> dict[str, Any]:
@@ -551,7 +553,7 @@ class Federation(TrainerCallback):
         check_file(trainer.ckpt_path)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes after the checkpoint's last complete round; refuses another method and other update steps."""
+        """Resumes after the checkpoint's last complete round. Refuses another method or other update steps."""
         if self._is_fit:
             check_option("method", state_dict.get("method", ""), self.method.name)
             check_steps(state_dict.get("steps"), self._describe_steps())
@@ -574,11 +576,11 @@ class Federation(TrainerCallback):
         self.server.held.load_state_dict(state_dict.get("held", {}))
 
     def find_population(self) -> Population:
-        """Returns all clients; in a fit, loads the data if the clients are unknown."""
+        """Returns all clients. In a fit, loads the data if the clients are unknown."""
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Number of steps of a per-step scheduler in ``rounds`` rounds; ``window``: batches per optimizer step."""
+        """Steps of a per-step scheduler in ``rounds`` rounds. ``window`` is the number of batches per step."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 
@@ -621,7 +623,7 @@ def _copy_method(method: Method) -> Method:
 
 
 def find_federation(trainer: L.Trainer) -> Federation:
-    """Returns the Trainer's federation; raises ``MisconfigurationException`` if the Trainer has none."""
+    """Returns the Trainer's federation. Raises ``MisconfigurationException`` if the Trainer has no federation."""
     federation = federation_of(trainer)
     if federation is None:
         raise MisconfigurationException("Expected a Trainer with a `Federation` callback, but got none.")
@@ -629,7 +631,7 @@ def find_federation(trainer: L.Trainer) -> Federation:
 
 
 def federation_of(trainer: L.Trainer) -> Federation | None:
-    """Returns the Trainer's federation; ``None`` if the Trainer has none."""
+    """Returns the Trainer's federation, or ``None`` if the Trainer has no federation."""
     return next(iter(find_callbacks(trainer, Federation)), None)
 
 
@@ -646,7 +648,7 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
     Use the number as ``total_steps`` of ``OneCycleLR``, or as ``num_training_steps`` of a warm-up, in
     ``configure_optimizers``. In a federation, a round advances the scheduler by the (median) number of steps in one
     visit, while ``trainer.estimated_stepping_batches`` counts the steps of all clients. Without a federation the
-    function returns Lightning's number: ``inf`` if the fit has no limit.
+    function returns Lightning's number: ``inf`` for a fit without a limit.
 
     Raises:
         MisconfigurationException: If the clients' data are on other machines.

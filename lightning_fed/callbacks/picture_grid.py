@@ -34,13 +34,14 @@ def segmentation_grid(
     """Draws segmentations in one picture: each row shows an image's input, truth, prediction and maps.
 
     Args:
-        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` with any sizes. With one or two channels the
-            first is grey, with more the first three are colours. Integers range from 0 to 255.
+        images: Images, shape ``(N, C, H, W)``, or N images ``(C, H, W)`` with any sizes. One or two channels are drawn
+            as grey (the first channel), more channels as colours (the first three). Integers range from 0 to 255.
         truth: Class indices, shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels with ``ignore_index`` are grey.
         prediction: Class indices, same shape.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
-        mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
-        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
+        mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
+        std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
+            outside 0 to 1 are rescaled.
         ignore_index: Class index of pixels without a label, if any.
         padding: White border around each tile, in pixels.
         maps: M maps, one per additional column, each with shape ``(N, H, W)`` and values from 0 (dark blue) to 1
@@ -90,7 +91,7 @@ def segmentation_grid(
 
 
 def default_colors(num_classes: int) -> list[Color]:
-    """Builds a palette: black for class 0, 19 clearly different colours, then hues by the golden ratio."""
+    """Builds a palette: black for class 0, 19 clearly different colours, then hues spaced by the golden ratio."""
     more = (colorsys.hsv_to_rgb(0.618033988749895 * i % 1, 0.6, 0.8) for i in range(num_classes - len(_COLORS)))
     extra: list[Color] = [(round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more]
     return [*_COLORS[:num_classes], *extra]
@@ -135,7 +136,7 @@ def _to_rgb(image: Tensor, mean: float | Sequence[float] | None, std: float | Se
 
 
 def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
-    """Converts colours to tuples; refuses invalid colours and an empty list."""
+    """Converts colours to tuples. Refuses invalid colours and an empty list."""
     if class_colors is None:
         return None
     colors = [tuple(color) for color in class_colors]

@@ -1,4 +1,4 @@
-"""Helpers for callbacks that log pictures: loggers, and conversion of numbers and figures to pixels."""
+"""Helpers for callbacks that log pictures: find loggers, and convert numbers and figures to pixels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VIRIDIS: tuple[Color, ...] = (
 
 
 class PeriodicPictures(L.Callback):
-    """Callback with pictures every few epochs (rounds). Saved state: ``last_epoch``, the epoch of the last picture."""
+    """Callback that draws pictures every few epochs (rounds). State: ``last_epoch``, the epoch of the last picture."""
 
     def __init__(self, every_n_epochs: int) -> None:
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
@@ -60,7 +60,7 @@ class PeriodicPictures(L.Callback):
 
 
 def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
-    """Returns the Trainer's TensorBoard loggers, the only loggers with pictures."""
+    """Returns the Trainer's TensorBoard loggers. Other loggers receive no pictures."""
     loggers: list[Logger] = trainer.loggers
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
@@ -72,7 +72,7 @@ def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, step: int | None 
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
-    """Logs the Trainer's loggers without pictures from the callback with class name ``name``."""
+    """Logs the names of loggers without picture support, for the callback class ``name``."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
         rank_zero_info(f"{name} sends images only to TensorBoard, so these loggers receive none: {', '.join(skipped)}.")
@@ -98,7 +98,8 @@ def draw_matrix(
 ) -> Tensor:
     """Draws numbers in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
-    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number has ``cell`` pixels; ``size`` is in inches.
+    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number is a square of ``cell`` pixels; ``size`` is
+    in inches.
     """
     painted = paint_numbers(values / largest)
     if not has_matplotlib():

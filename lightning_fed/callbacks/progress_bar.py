@@ -52,12 +52,11 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """Lightning's progress bar with the round (``Round 3/50``), the current client and the loss.
 
     Args:
-        interval: Seconds between updates; a longer interval slows down the batch loop less.
+        interval: Seconds between updates; updates slow down the batch loop.
         options: Further arguments for ``TQDMProgressBar``.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[Federation(), FederatedProgressBar()], logger=False)
-
     """
 
     def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
@@ -90,5 +89,5 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
 
 
 def default_progress_bar() -> ProgressBar:
-    """Creates the default progress bar for rounds: with ``rich`` if installed, as in Lightning."""
+    """Creates the default progress bar for rounds, which uses ``rich`` if installed, as in Lightning."""
     return FederatedRichProgressBar() if find_spec("rich") else FederatedProgressBar()

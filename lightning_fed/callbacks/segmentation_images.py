@@ -47,8 +47,9 @@ class SegmentationImages(PeriodicPictures):
         every_n_epochs: Epochs (rounds) between two grids.
         num_images: Number of rows.
         class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
-        mean: Mean that the data pipeline subtracts (one number per channel, or one number for all).
-        std: Standard deviation used as divisor by the data pipeline. Without both, images outside 0 to 1 are stretched.
+        mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
+        std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
+            outside 0 to 1 are rescaled.
         ignore_index: Class index of pixels without a label, drawn in grey in the truth, or ``None``. ``"auto"``: in a
             fit, the label ignored by the loss, else 255 unless 255 is a class.
         maps: Additional columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
@@ -56,8 +57,8 @@ class SegmentationImages(PeriodicPictures):
         activation: Function that makes features non-negative, if the layer does not end with a ReLU.
         inputs: Images in a batch: an index, a key, or a function of the batch; by default as in :func:`find_inputs`.
         target: Position of the masks in a batch: an index, a key, or a function of the batch; by default the labels
-            used in the loss, found in a trial training step. In ``trainer.validate`` before a fit, the default gives no
-            picture and a log line.
+            used in the loss, found in a trial training step. With the default, ``trainer.validate`` before a fit draws
+            no picture, with a log line.
         images: Positions of images in the validation loader, instead of the first ``num_images``.
 
     Raises:
@@ -206,7 +207,7 @@ class SegmentationImages(PeriodicPictures):
 
 
 class _Predictions(NamedTuple):
-    """Predicted class indices, shape ``(H, W)``, and number of classes by image; maps by name and image."""
+    """Predictions: for each image class indices ``(H, W)`` and number of classes; maps by name and image."""
 
     predictions: list[Tensor]
     num_classes: list[int]
@@ -251,12 +252,12 @@ def _predict(
 
 
 def class_logits(module: L.LightningModule, images: Tensor) -> Tensor:
-    """Returns logits, shape ``(N, num_classes, H, W)``; adds logit 0 for class 0 in a binary task."""
+    """Returns logits, shape ``(N, num_classes, H, W)``. In a binary task, class 0 has logit 0."""
     return with_background(segmentation_logits(module, images))
 
 
 def with_background(logits: Tensor) -> Tensor:
-    """Adds logit 0 for class 0 to the logits of a binary task; other logits stay unchanged."""
+    """Adds logit 0 for class 0 to the logits of a binary task. Returns all other logits unchanged."""
     return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
 
 

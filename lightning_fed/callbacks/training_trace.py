@@ -49,7 +49,7 @@ class TrainingTrace(NamedTuple):
     """Record of a trial run of ``training_step``.
 
     ``calls`` maps each layer's path (``""``: the module) to the arguments of the first call. ``trained`` are the layers
-    whose outputs lie between trained parameters and the loss.
+    whose outputs depend on trained parameters and contribute to the loss.
     """
 
     calls: Mapping[str, Call]
@@ -64,7 +64,8 @@ class ClassTask:
     """Classes that a module learns: classifier layer, number of classes, ignored label and position of labels.
 
     ``target`` is a function from a batch to labels, or ``None`` if the step changes the labels. The function refuses
-    batches with another structure than the traced batch. ``is_multilabel`` means one label per class.
+    batches whose structure differs from the traced batch. ``is_multilabel`` is true if an example has a label for each
+    class.
     """
 
     layer: str
@@ -82,7 +83,7 @@ class LabelDescription(NamedTuple):
     class_names: tuple[str, ...]
 
     def is_known(self, callback: str) -> bool:
-        """True if labels can be read from a batch; otherwise logs the reason why ``callback`` draws nothing."""
+        """True if labels can be read from a batch. Otherwise logs the reason why ``callback`` draws nothing."""
         if self.target is None:
             rank_zero_info(f"{callback} draws no pictures without a fit: pass `{callback}` a `target`.")
         return self.target is not None
@@ -134,10 +135,11 @@ def find_class_task(
 def describe_labels(
     trainer: L.Trainer, module: L.LightningModule, callback: str, target: BatchKey, void: VoidLabel
 ) -> LabelDescription:
-    """Describes the labels for a callback's pictures, by a trial step unless ``target`` and ``void`` are given.
+    """Describes the labels for a callback's pictures. Runs a trial step unless ``target`` and ``void`` are given.
 
-    The class names come from ``class_names`` or ``classes`` of the module, its hyper-parameters or the datamodule, if
-    their number fits. If labels are neither given nor found, an error names ``callback``.
+    Class names are read from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule, if
+    the number of names equals the number of classes. If labels are neither given nor found, an error names
+    ``callback``.
     """
     try:
         task = find_class_task(trainer, module, f"pass `{callback}` a `target`", target is None, allows_multilabel=True)
@@ -163,8 +165,9 @@ def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
 def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace | None:
     """Runs ``training_step`` once on a batch of one client, and restores all state.
 
-    Trained parameters are those in the Trainer's optimizers, or before ``configure_optimizers`` all parameters with
-    gradients. The result is ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
+    Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
+    that require gradients. The result is ``None`` if the step fails outside a fit or has no loss, or with manual
+    optimization.
     """
     try:
         return _trace(trainer, module)
@@ -173,7 +176,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised if a trial training step does not reveal the module's classes, with the reason."""
+    """Raised, with a reason, if a trial training step does not reveal the module's classes."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
@@ -303,7 +306,7 @@ def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterat
     """Context in which ``forward`` of a module runs the computation of training, for tracing neurons in layers.
 
     ``forward`` calls the only trained network, or otherwise ``training_step`` with a batch, and returns the loss.
-    Yields the arguments for ``forward``, cut to two examples if all tensors have the same length.
+    Yields the arguments for ``forward``, shortened to two examples if all tensors have the same length.
     """
     advice = "write a `forward` from the inputs to the outputs used in the loss"
     try:
@@ -340,7 +343,7 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context that disables torchmetrics metrics, because an update reads values, unavailable in a graph export."""
+    """Context that disables torchmetrics metrics, because a graph export does not allow reading tensor values."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())

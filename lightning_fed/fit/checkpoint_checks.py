@@ -23,7 +23,7 @@ _LOAD_WEIGHTS = '`model.load_state_dict(torch.load(path, weights_only=True)["sta
 
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
-    """Verifies a checkpoint file with the checksums in the file, which ``torch.load`` ignores.
+    """Verifies the checksums in a checkpoint file, which ``torch.load`` ignores.
 
     Remote files and files without checksums are accepted. A damaged file raises ``ValueError``.
     """
@@ -57,7 +57,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Refuses a resumed fit if option ``name`` is ``now``, but ``then`` in the checkpoint (``""``: unknown)."""
+    """Refuses a resumed fit if option ``name`` changed from ``then`` in the checkpoint (``""``: unknown) to ``now``."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "
@@ -66,7 +66,7 @@ def check_option(name: str, then: str, now: str) -> None:
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if ``batch_norm`` is ``now`` in an evaluation, but ``then`` in the checkpoint (``""``: unknown)."""
+    """Warns if ``batch_norm`` changed from ``then`` in the checkpoint (``""``: unknown) to ``now`` in an evaluation."""
     if then and then != now:
         _log.warning(
             "The checkpoint's scores were measured with batch_norm=%s, but this evaluation uses %s: set "
@@ -78,7 +78,7 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses to resume with other update steps and privacy callbacks (order, options) than in the checkpoint.
+    """Refuses to resume if update steps or privacy callbacks (order, options) differ from the checkpoint.
 
     ``then`` (the checkpoint) and ``now`` (the fit) map a step's name to a text with the step's options. ``then`` is
     ``None`` for a checkpoint without this mapping.

@@ -34,11 +34,11 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """Determines the policy of each entry in the module's state; logs the personal entries.
+    """Determines the policy of each entry in the module's state, and logs the personal entries.
 
     With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
     statistics measured in visits are personal; statistics measured after the aggregation are shared if clients report
-    them to the server, else frozen. With ``"frozen"``, running statistics are frozen. A client holds only some rows of
+    them to the server, else frozen. With ``"frozen"``, running statistics are frozen. Clients receive only some rows of
     ``sliced`` entries.
 
     Raises:
@@ -110,7 +110,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Freezes the buffers ``unset`` (:func:`unset_buffers`); logs the names, and returns all entries' policies."""
+    """Freezes the buffers ``unset`` (:func:`unset_buffers`), logs the names, and returns all entries' policies."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns about buffers (found by :func:`unset_buffers`) set in a visit, because the values are never sent."""
+    """Warns about buffers (found by :func:`unset_buffers`) that a visit has set, because the values are never sent."""
     _log.warning(
         "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite "
         "values at the start (%s). The written values are lost: the global model keeps its initial values, or values "
@@ -135,7 +135,7 @@ def warn_of_filled(names: Collection[str]) -> None:
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Warns about buffers with ``persistent=False`` changed in a visit, because the changes are lost."""
+    """Warns about buffers with ``persistent=False`` that a visit has changed, because the changes are lost."""
     _log.warning(
         "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at "
         "the start of the fit, and the changes are lost: to average the buffers, register them with "
@@ -156,7 +156,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Refuses a rule or options without support for sliced entries (entries of which a client holds only some rows)."""
+    """Refuses a rule or options without support for sliced entries (clients receive only some rows)."""
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return
@@ -187,7 +187,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Disables ``requires_grad`` for frozen parameters; returns the changed parameters, for a later restore."""
+    """Disables ``requires_grad`` for frozen parameters, and returns these parameters so that the caller can restore."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

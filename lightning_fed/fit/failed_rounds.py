@@ -1,4 +1,4 @@
-"""Counter for failed rounds, which ends a fit after too many failures."""
+"""Counts failed rounds, and ends a fit after too many failures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_fed.server.server import RoundReport
 
 
 class FailedRounds:
-    """Counts consecutive rounds without a new model because of failed clients; ends the fit at ``limit``.
+    """Counts consecutive rounds without a new model due to failed clients, and ends the fit at ``limit`` rounds.
 
-    A round with too few clients because of dropouts is not counted. A round without a new model by design (FedMA)
-    counts as a success.
+    A round with too few clients because of dropouts is not counted. A round in which the method computes no new model
+    (FedMA) is a success.
 
     Attributes:
         in_a_row: Number of counted rounds since the last success.
@@ -44,11 +44,11 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round as failed or successful. ``errors``: exceptions of failed clients in this process.
+        """Records a round as failed or successful. ``errors`` are the exceptions of failed clients in this process.
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions
-                of one type: the first exception, or a ``RuntimeError`` in a process without such an exception.
+                of one type. Raises the first exception, or ``RuntimeError`` in a process without such an exception.
             RuntimeError: If ``limit`` consecutive rounds have failed.
         """
         if has_aggregate:

@@ -1,4 +1,4 @@
-"""State for all rounds in a federated fit, and the interface to clients or server on other machines."""
+"""State of a federated fit over all rounds, and the interface to clients or server on other machines."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _SAVED = (
 class RoundProgress:
     """Corrects Lightning's progress in checkpoints, so that an incomplete round restarts from the first batch.
 
-    A fit resumed from a checkpoint between a round's last batch and validation first validates; without validation, the
-    checkpoint counts as the end of the epoch.
+    If a checkpoint was saved after a round's last batch but before validation, a resumed fit starts with the
+    validation. If the fit has no validation, such a checkpoint marks the end of the epoch.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class RoundProgress:
         return 0 if self._first_step is None else trainer.global_step - self._first_step
 
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
-        """Marks the round as complete before the epoch's end. ``is_cut``: the fit ends inside the round."""
+        """Marks the round as complete before the epoch's end. ``is_cut`` is true if the fit ends inside the round."""
         self._first_step, self._is_cut = None, is_cut
 
         def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the round's end may stop the fit
@@ -108,7 +108,7 @@ class RemoteSide(ABC):
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the round's clients for this process; ``drawn()`` draws the whole cohort from the schedule."""
+        """Returns the round's clients for this process. ``drawn()`` draws the whole cohort from the schedule."""
         return drawn()
 
     @abstractmethod
@@ -139,10 +139,10 @@ class RemoteSide(ABC):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Sends a question to remote clients outside a round; yields each answer, or the reason for a missing answer.
+        """Sends a question to remote clients outside a round. Yields each answer, or the reason for a missing answer.
 
-        ``send`` prepares a visit's broadcast. ``question`` has primitives and plain containers. A client yields
-        nothing.
+        ``send`` prepares a visit's broadcast. ``question`` consists of primitives and plain containers. On a client's
+        machine nothing is yielded.
         """
         return iter(())
 
@@ -151,25 +151,26 @@ class FederatedFit:
     """One federated fit: options, components and state for all rounds.
 
     Attributes:
-        remote: Connection to clients or server on other machines; ``None`` if all are in this process.
+        remote: Connection to clients or server on other machines; ``None`` if server and clients are in this process.
         has_server: Whether the server is in this process.
         trainer: The Trainer; set by ``setup``.
         policies: Policy by entry name; empty before :meth:`decide_policies`.
         unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
             fit.
-        is_plain: Whether rounds change nothing in a plain fit: one client, an average, kept optimizer state; ``None``
-            before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`, or from the checkpoint.
-        generators: States of the generators in a plain fit's last visit, for checkpoints; ``None`` before.
+        is_plain: Whether the fit equals a fit without a federation (one client, an average, kept optimizer state);
+            ``None`` before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`, or from the
+            checkpoint.
+        generators: Generator states after a plain fit's last visit, for checkpoints; ``None`` before the first visit.
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
-        number: Number of earlier fits of this Trainer; each fit starts with new optimizers.
+        number: Number of earlier fits with this Trainer. Each fit starts with new optimizers.
         clock: Time limit for visits.
-        failed_rounds: Count of rounds without a new model due to failed clients.
+        failed_rounds: Counter for rounds without a new model due to failed clients.
         synchronisation: Synchronisation of several processes in a round.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         initial_statistics: BatchNorm statistics for first visits, if visits measure statistics for pooling.
-        batch_norm: The option ``batch_norm``; ``"auto"`` is replaced if only one treatment is possible.
+        batch_norm: The option ``batch_norm``. If only one treatment is possible, this treatment replaces ``"auto"``.
         decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
         num_measured: Number of rounds with reported statistics.
         reports: Newest BatchNorm report by client, from rounds with too few reports for the decision.
@@ -258,12 +259,12 @@ class FederatedFit:
 
     @property
     def unseen(self) -> str:
-        """BatchNorm statistics for data without a client (``LocalStatistics.unseen``); empty if shared."""
+        """BatchNorm statistics for data that belong to no client (``LocalStatistics.unseen``); empty if shared."""
         return "" if self.own_statistics is None else self.own_statistics.unseen
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model for clients' BatchNorm measurements; ``None`` if clients do not measure."""
+        """Round of the global model for the clients' BatchNorm measurements; ``None`` without measurements."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property
@@ -313,7 +314,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies for entries without a policy; returns ``True`` if the module had such entries."""
+        """Determines the policies for entries without a policy. Returns ``True`` if the module had such entries."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
@@ -328,7 +329,7 @@ class FederatedFit:
         return True
 
     def needs_own_statistics(self, module: L.LightningModule, sliced: Collection[str]) -> bool:
-        """True if ``"auto"`` must use separate BatchNorm statistics, because the server sees no client's statistics."""
+        """True if ``"auto"`` must use separate BatchNorm statistics, hidden from the server."""
         has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
@@ -342,7 +343,7 @@ class FederatedFit:
             self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
 
     def record_warning(self, subject: str) -> bool:
-        """Records a warning about ``subject``; returns ``True`` only for the first such warning in the fit."""
+        """Records a warning about ``subject``. Returns ``True`` only for the first such warning in the fit."""
         is_first = subject not in self.warned
         self.warned.add(subject)
         return is_first
@@ -385,7 +386,7 @@ class FederatedFit:
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
-        """Takes over the state of ``fit``, the Trainer's previous fit."""
+        """Copies the state of ``fit``, the Trainer's previous fit."""
         self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
         self.load_state_dict(fit.state_dict())
         self.number += 1
@@ -396,7 +397,7 @@ class FederatedFit:
         return cohort
 
     def served(self, cohort: Cohort) -> Cohort:
-        """Returns the visits of a cohort that train: all, or with ``partial_work="drop"`` all except stragglers."""
+        """Returns a cohort's visits that train: all, or with ``partial_work="drop"`` all except stragglers."""
         if self.options.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)

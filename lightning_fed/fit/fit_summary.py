@@ -111,7 +111,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Maps titles, such as the best checkpoint's with score and round, to the paths of a fit's logs and checkpoints."""
+    """Maps titles (for the best checkpoint with score and round) to the paths of a fit's logs and checkpoints."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:
@@ -141,7 +141,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Maps each monitored name to the BatchNorm statistics: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
+    """Maps monitored names to the BatchNorm statistics used: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
     of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
     return {
         name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global

@@ -1,4 +1,4 @@
-"""Options for a fit: the user's choices, constant during the fit."""
+"""Options of a fit, chosen by the user and constant during the fit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class LocalStatistics:
     clients with a ResNet-18. For so many clients set ``store`` to a folder.
 
     Args:
-        unseen: Statistics for data without a client: mean and variance of the ``"batch"``; of all ``"data"`` in a
-            loader, from a pass without labels before the evaluation (AdaBN, Li et al. 2016); or the pooled statistics
-            of the round's clients (``"pooled"``, at the cost of ``"recalibrate"``).
-        measured: When to measure: after the ``"aggregation"``, with the new weights, or during the ``"visit"``, while
-            the weights change (SiloBN). Statistics from a visit do not match any shared weights.
+        unseen: Statistics for data that belong to no client: mean and variance of the ``"batch"``, mean and variance of
+            all ``"data"`` in a loader, measured in a pass without labels before the evaluation (AdaBN, Li et al. 2016),
+            or the pooled statistics of the round's clients (``"pooled"``, with the cost of ``"recalibrate"``).
+        measured: Time of measurement: after the ``"aggregation"``, with the new weights, or during the ``"visit"``,
+            while the weights change (SiloBN). Statistics from a visit do not match any shared weights.
 
     Example:
         >>> from lightning_fed import Federation
@@ -69,9 +69,9 @@ class VisitsAtOnce(ABC):
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Plans simultaneous visits before the first round; returns ``None``, with a log line, if not possible.
+        """Plans simultaneous visits before the first round. Returns ``None``, with a log line, if not possible.
 
-        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`. ``fit.module`` holds the global model.
+        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`. ``fit.module`` contains the global model.
         """
 
 
@@ -81,9 +81,9 @@ class Faults:
 
     Args:
         min_clients: Minimum number of valid updates per round; with fewer updates the global model does not change.
-        max_failed_rounds: The fit ends with an error after this number of consecutive rounds without a new model
-            because of failed clients. A round in which all clients raise the same error ends the fit at once, and a fit
-            without any successful round ends with an error. ``None`` continues after any failure.
+        max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
+            ends with an error. A round in which all clients raise the same error ends the fit at once. A fit without
+            any successful round ends with an error. With ``None`` the fit continues after any failure.
         visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; ``None`` for
             no limit. Requires Unix, and a fit in the main thread.
 

@@ -34,12 +34,12 @@ class RoundLog:
     ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
     ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
-    Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
-    name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names up
-    to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log.
+    The mean over the clients' ``metrics`` is logged as ``clients/<name>``, so no client can change other values.
+    Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, and names with
+    up to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log.
 
     Callbacks can monitor the latest value of every name. The aggregator's names and ``client/<id>/...`` may change
-    between rounds: names from earlier rounds are removed.
+    between rounds; names from earlier rounds are removed.
 
     Attributes:
         totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
@@ -82,7 +82,7 @@ class RoundLog:
         measured: Mapping[str, float],
         is_private: bool = False,
     ) -> None:
-        """Logs a round, from the server's report and the shared entries ``before`` and ``after`` the round.
+        """Logs a round, given the server's report and the shared entries ``before`` and ``after`` the round.
 
         ``measured`` contains the aggregator's metrics by name; ``parameters`` names the trained entries. With
         ``is_private`` only ``measured`` is logged.

@@ -17,17 +17,17 @@ from lightning_fed.server.schedule import Cohort
 
 
 class RoundSynchronisation:
-    """Synchronisation of processes with shares of a round's clients. The base class, for one process, does nothing.
+    """Synchronises processes with shares of a round's clients. This base class, for one process, does nothing.
 
-    ``visit_costs``: durations of earlier visits, to balance the work; ``None`` for one process. ``driver``: class to
-    run the visits; ``None`` for :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
+    ``visit_costs`` are durations of earlier visits, used to balance the work, or ``None`` for one process. ``driver``
+    is the class that runs the visits, or ``None`` for :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
     visit_costs: VisitCosts | None = None
     driver: Any = None
 
     def start_round(self) -> None:
-        """Called before the first batch of a round; the processes then run independently until :meth:`join`."""
+        """Called before the first batch of a round. Afterwards the processes run independently until :meth:`join`."""
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after the last visit.
@@ -39,10 +39,10 @@ class RoundSynchronisation:
         """Refuses a global model that differs between processes by more than rounding errors."""
 
     def end_round(self) -> None:
-        """Called at the end of a round; all processes then run in step again."""
+        """Called at the end of a round. Afterwards all processes run synchronously again."""
 
     def abort(self) -> None:
-        """Called after an error in this process, which then no longer waits for other processes."""
+        """Called after an error in this process. Afterwards this process does not wait for other processes."""
 
     def release(self) -> None:
         """Re-enables the synchronisation of the module's metrics between processes, disabled during the round."""
@@ -54,7 +54,7 @@ class ClientSharing(ABC):
     @property
     @abstractmethod
     def process_group(self) -> ProcessGroup:
-        """The processes for the clients; before the Trainer launches processes, only this process."""
+        """The processes for training the clients. Before the Trainer launches processes, only this process."""
 
     @abstractmethod
     def callbacks(self) -> Sequence[L.Callback]:
@@ -62,7 +62,7 @@ class ClientSharing(ABC):
 
     @abstractmethod
     def synchronise(self, fit: Any) -> RoundSynchronisation:
-        """Creates the synchronisation for a ``FederatedFit``; refuses a fit without support for several processes."""
+        """Creates the synchronisation for a ``FederatedFit``. Refuses fits without support for several processes."""
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:

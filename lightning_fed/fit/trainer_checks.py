@@ -1,4 +1,4 @@
-"""Checks of Trainer settings in a federated fit; each error states a remedy."""
+"""Checks of Trainer settings in a federated fit. Each error states a remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REFUSED_INSIDE: dict[type[L.Callback], str] = {
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module with the hook ``train_dataloader``; refuses a Trainer without the hook."""
+    """Returns the datamodule or module with the hook ``train_dataloader``. Refuses a Trainer without such a hook."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
@@ -54,7 +54,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds callbacks (``needed``) directly after ``callback``, except classes already among the Trainer's callbacks."""
+    """Adds the callbacks ``needed`` directly after ``callback``, except classes that the Trainer already has."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):
@@ -64,7 +64,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
     """Moves ``callback`` to the front of the Trainer's callbacks, so that its hooks run first.
 
-    Safe during a loop over the callbacks. Refuses a second callback of class ``kind``.
+    Safe while Lightning iterates over the callbacks. Refuses a second callback of class ``kind``.
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
@@ -74,7 +74,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes without client sharing, except DDP inside one client (``is_alone``)."""
+    """Refuses several processes without shared clients, except DDP for one client (``is_alone``)."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "

@@ -24,7 +24,7 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
-    """Makes BatchNorm layers normalise with their running statistics, without updates, also in training."""
+    """Makes BatchNorm layers normalise with constant running statistics, also in training."""
     for layer in batch_norm_layers(module).values():
         layer.eval()
 

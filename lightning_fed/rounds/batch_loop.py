@@ -1,6 +1,6 @@
 """Faster replacement for Lightning's loop over training batches (fused visits).
 
-The file depends on private parts of Lightning's loop: order of calls in ``advance``, counters, fetcher and logger
+This file depends on private parts of Lightning's loop: order of calls in ``advance``, counters, fetcher and logger
 connector. ``tests/rounds/test_fused_visits.py`` compares both loops call by call.
 """
 
@@ -38,8 +38,9 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 class BatchLoop:
     """Trains a round's remaining batches inside the hook ``on_train_batch_end``, faster than Lightning's loop.
 
-    Order and arguments of all implemented hooks, counters, logged values and log steps are as in Lightning's loop.
-    Lightning's code runs manual optimization, gradient accumulation, loss scaling and a module's ``optimizer_step``.
+    Order and arguments of all implemented hooks, counters, logged values and log steps equal Lightning's loop.
+    Lightning's code executes manual optimization, gradient accumulation, loss scaling and a module's
+    ``optimizer_step``.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -82,7 +83,7 @@ class BatchLoop:
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
-        """Counts the current batch, and writes the logged values, after all other hooks of the batch."""
+        """Updates the batch counts, and writes the logged values, after all other hooks of the batch."""
         results = self._loop._results  # noqa: SLF001
         # Not in `on_batch_end`, because `trainer.callback_metrics` computes the same values on request.
         results.batch = None  # frees memory before the next batch
@@ -95,7 +96,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Trains on the loader's next batch, with all hooks; returns the step's outputs, the batch and its index."""
+        """Trains on the loader's next batch, with all hooks. Returns the step's outputs, the batch and its index."""
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         assert fetcher is not None
@@ -223,8 +224,8 @@ class BatchLoop:
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
     """Speeds up repeated calls of the module's ``log`` in training batches, until the returned object restores ``log``.
 
-    Lightning copies the options and moves the result to the value's device in every call. The faster ``log`` only
-    updates the result, if options and device equal the previous call. Logged values are equal bit for bit.
+    Lightning copies the options and moves the result to the value's device in every call. If options and device equal
+    the previous call, the faster ``log`` only updates the result. Logged values are equal bit for bit.
     """
     results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
 

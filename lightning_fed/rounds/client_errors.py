@@ -12,8 +12,8 @@ _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: u
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     """Returns the reason to exclude a client after an error in a training step; ``None`` if the fit must end.
 
-    A client may have invalid labels, images of another size, or batches too large for the device. An error on all
-    clients ends the fit (:class:`FailedRounds`). After some errors the process can no longer use the GPU.
+    A client may have invalid labels, images of another size, or batches too large for the device. If all clients fail,
+    :class:`FailedRounds` ends the fit. Errors after which the process cannot use the GPU also end the fit.
     """
     if any(text in str(error) for text in _LOST_DEVICE):
         return None

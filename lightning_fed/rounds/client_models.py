@@ -51,7 +51,7 @@ class Answers:
 
 
 def local_model(fit: FederatedFit, module: L.LightningModule) -> LocalModel:
-    """Creates the :class:`LocalModel` of a fit, for loading clients' models. ``module`` must hold the global model."""
+    """Creates a fit's :class:`LocalModel`, which loads clients' models. ``module`` must contain the global model."""
     return LocalModel(module, fit.policies, fit.store, fit.server.rule.resizes)
 
 
@@ -75,7 +75,7 @@ def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callabl
 def client_state(
     fit: FederatedFit, module: L.LightningModule | None, client: Client, is_in_round: bool
 ) -> dict[str, Any]:
-    """Implements :meth:`Federation.client_state`: returns a client's model state. ``module`` holds the global model."""
+    """Implements :meth:`Federation.client_state`, a client's model state. ``module`` must contain the global model."""
     # Validation without a fit does not load the clients.
     if module is not None and not fit.is_population_known and fit.policies:
         is_known = not local_model(fit, module).personal or fit.store.get(client) is not None
@@ -158,10 +158,10 @@ def ask(
 
 
 def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None:
-    """Measures and stores separate BatchNorm statistics of clients with data in this process.
+    """Measures and stores the separate BatchNorm statistics of the clients whose data are in this process.
 
-    Clients with statistics for the current weights are skipped. Before and afterwards, the module holds the global
-    model.
+    Clients with statistics for the current weights are skipped. The module must contain the global model, and finally
+    contains the global model again.
     """
     module, ranks = fit.module, process_group_of(fit.trainer)
     if fit.is_remote:

@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: provides the loader for each round, and closes the round.
+    """Runs the rounds inside a Trainer's fit: provides the loader for each round, and ends each round.
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
@@ -93,7 +93,7 @@ class RoundLoop:
     # The fit
 
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
-        """Replaces methods of the user's objects until :meth:`detach`; ``partition`` splits a plain datamodule's data.
+        """Replaces methods of the user's objects until :meth:`detach`. ``partition`` splits a plain datamodule's data.
 
         Refuses invalid Trainer settings, inaccessible data, and a ``partition`` of data already split into clients.
         """
@@ -142,9 +142,10 @@ class RoundLoop:
         self.is_attached = True
 
     def prepare(self) -> None:
-        """Determines :attr:`FederatedFit.is_plain`; with several clients refuses Trainer settings invalid in rounds.
+        """Determines :attr:`FederatedFit.is_plain`. With several clients, refuses Trainer settings invalid in rounds.
 
-        Refuses to resume a plain fit as a federated fit or vice versa: only a plain fit stores optimizers as Lightning.
+        Refuses to resume a plain fit as a federated fit or vice versa, because only checkpoints of a plain fit contain
+        optimizer states in Lightning's form.
         """
         fit, options, chain = self.fit, self.fit.options, self.fit.server.chain
         has_one = is_one_client(self._partition)
@@ -176,7 +177,7 @@ class RoundLoop:
         self.is_ready = True
 
     def start_fit(self) -> None:
-        """Prepares the module for rounds, once per fit; refuses ``visits="fused"`` if fused visits are not possible."""
+        """Prepares the module for rounds, once per fit. Refuses ``visits="fused"`` if fused visits are not possible."""
         fit = self.fit
         if self._is_started:
             return
@@ -269,7 +270,7 @@ class RoundLoop:
         self._averages, self.is_attached = None, False
 
     def find_population(self) -> Population:
-        """Returns all clients with data; first requests the training data if the clients are unknown."""
+        """Returns all clients with data. If the clients are unknown, first requests the training data."""
         if not self.fit.is_population_known and self.is_attached:
             self._look_at_data()
         return self.fit.population
@@ -304,7 +305,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module holds the average over rounds (with a ``WeightAveraging`` callback)."""
+        """Context in which the module contains the average over rounds (with a ``WeightAveraging`` callback)."""
         return nullcontext() if self._averages is None else self._averages.in_place()
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
@@ -323,7 +324,7 @@ class RoundLoop:
     # A round
 
     def _plan_round(self) -> RoundLoader:
-        """Replaces ``train_dataloader``: returns the loader of the next round, whose first batch opens the round."""
+        """Replaces ``train_dataloader``: returns the next round's loader. The first batch opens the round."""
         if self.is_ready:
             self.start_fit()
             if self._find_new_entries():
@@ -358,7 +359,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round when Lightning requests the loader's first batch; ignores iteration by other code."""
+        """Opens the round when Lightning requests the loader's first batch. Ignores iteration by other code."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
@@ -432,7 +433,7 @@ class RoundLoop:
         self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
 
     def cut_short(self) -> None:
-        """Abandons an open round with a warning when the fit ends early; a plain fit aggregates the round instead."""
+        """Abandons an open round with a warning if the fit ends early. A plain fit aggregates the round instead."""
         round = self.open_round
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)

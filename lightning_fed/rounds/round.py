@@ -2,8 +2,8 @@
 
 1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
 2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
-3. :meth:`Round.join`: the processes with shares of the visits join, and answers from remote clients arrive.
-   :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, logs; then :meth:`Round.end`.
+3. :meth:`Round.join`: merges the results of all processes, and waits for answers from remote clients.
+   :meth:`Round.close`: aggregates, loads the global model, measures BatchNorm, and logs. Then :meth:`Round.end`.
 
 At any time :meth:`Round.abandon`, and then :meth:`Round.end`, end the round and restore the initial global model.
 """
@@ -51,7 +51,7 @@ class Round:
     """One open round, from the start on the server until the aggregation.
 
     Attributes:
-        fit: The fit; ``fit.module`` holds the global model at the start of the round.
+        fit: The fit; ``fit.module`` contains the global model at the start of the round.
         loader: Loader with the batches of all visits.
         cohort: The round's clients.
         local: Loads clients' models into the module, one after another.
@@ -157,7 +157,7 @@ class Round:
         self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
 
     def close(self) -> bool:
-        """Aggregates the updates, loads the new global model, and logs the round; returns ``True`` for a new model."""
+        """Aggregates the updates, loads the new global model, and logs the round. Returns ``True`` for a new model."""
         self.driver.detach()
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
@@ -203,7 +203,7 @@ class Round:
         return state if state is start else new  # the initial state if the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads shared entries, and resets the optimizers; ``counting``: indices of visits with valid updates."""
+        """Loads shared entries, and resets the optimizers. ``counting``: indices of visits with valid updates."""
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 
@@ -217,7 +217,7 @@ class Round:
             self.fit.store.commit(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
-        """Pools BatchNorm statistics for the new global model; returns a description of a fault, or ``None``."""
+        """Pools BatchNorm statistics for the new global model. Returns a description of a fault, or ``None``."""
         measurement = find_measurement(self._module)
         if measurement is None:
             return None
@@ -261,7 +261,7 @@ class Round:
         self._commit(())
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces a client's model in a checkpoint saved during a visit by the global model of the round's start."""
+        """In a checkpoint saved during a visit, replaces the client's model by the round's initial global model."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

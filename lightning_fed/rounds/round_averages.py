@@ -91,7 +91,7 @@ class RoundAverages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the module holds the average over rounds, as in validation."""
+        """Context in which the module contains the average over rounds, as in validation."""
         for callback in self._callbacks:
             callback.on_validation_epoch_start(self._fit.trainer, self._fit.module)
         try:

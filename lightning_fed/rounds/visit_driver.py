@@ -49,7 +49,8 @@ class VisitDriver:
     def attach(self, close_round: Callable[[], bool], batch_loop: BatchLoop | None) -> None:
         """Overrides the module's batch hooks until :meth:`detach`.
 
-        ``close_round`` closes the round; returns ``True`` for a new global model. ``batch_loop`` trains fused visits.
+        ``close_round`` closes the round, and returns ``True`` for a new global model. ``batch_loop`` trains fused
+        visits.
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
         self._has_batch_end = implements(module, "on_train_batch_end", L.LightningModule)
@@ -115,7 +116,7 @@ class VisitDriver:
         return output
 
     def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Calls ``backward(*args, **kwargs)``, the module's backward pass; an error excludes the client."""
+        """Calls ``backward(*args, **kwargs)``, the module's backward pass. An error excludes the client."""
         if not self._module.automatic_optimization:  # inside the training step
             backward(*args, **kwargs)
             return
@@ -221,7 +222,7 @@ class VisitDriver:
         self.end(self._loader.group)
 
     def cut(self, planned: PlannedVisit) -> None:
-        """Ends the round early because the fit ends; aggregates the updates received so far."""
+        """Ends the round early because the fit ends. Aggregates the updates received so far."""
         loader = self._loader
         if loader.batches_left and not planned.is_over:
             self._end_early(planned, planned.num_batches - loader.batches_left)
@@ -236,7 +237,7 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Context with ``trainer.is_last_batch`` relative to the client's local epoch; yields the local batch index."""
+        """Context with ``trainer.is_last_batch`` for the client's local epoch. Yields the local batch index."""
         position = self._loader.epoch_position
         if position is None:
             yield batch_idx

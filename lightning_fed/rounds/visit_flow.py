@@ -51,14 +51,14 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 
 
 class ClientVisit:
-    """Client side of one visit. During the visit, the module holds the client's model.
+    """Client side of one visit. During the visit, the module contains the client's model.
 
     Attributes:
         planned: The visit.
         memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.
-        main_batches: Number of batches for the received model; ``None`` for all. With this number set, a callback
-            trains a second model on the remaining batches (:meth:`second_model`).
-        trains_second_model: Whether the module currently holds the second model.
+        main_batches: Number of batches for the received model, or ``None`` for all. A callback may train a second model
+            on the remaining batches (:meth:`second_model`).
+        trains_second_model: Whether the module currently contains the second model.
         step: The event of the next batch; ``None`` before the first and after the last batch.
     """
 
@@ -136,7 +136,7 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Runs the visit up to the next batch, including messages to the server; excludes the client after a fault.
+        """Runs the visit up to the next batch, including messages to the server. A fault excludes the client.
 
         ``has_loss`` is ``True`` if the last training step returned a loss; ``None`` before the first batch.
         """
@@ -162,7 +162,7 @@ class ClientVisit:
 
     @contextmanager
     def second_model(self, state: State) -> Iterator[Callable[[], State]]:
-        """Context with the model ``state`` in the module, and new optimizers; yields a function to copy all entries."""
+        """Context with the model ``state`` in the module and new optimizers. Yields a function to copy all entries."""
         entries, snapshot = self._local.client_entries(), self._optimizers.capture()
         self._local.load_client_entries(state)
         self._optimizers.start_visit()
@@ -240,7 +240,7 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Runs a visit (``flow``) to the next training step, with the server's replies; ``None`` at the visit's end.
+    """Runs a visit (``flow``) to the next training step. Returns ``None`` at the visit's end.
 
     ``reply`` is the reply to the last :class:`Step`; ``None`` before the first step.
     """
@@ -260,7 +260,7 @@ def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
 
 
 def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
-    """Server side of a visit, before the training: returns the broadcast for a request, and counts the bytes."""
+    """Server side of a visit before the training: returns the broadcast for a request, and counts the bytes."""
     server, trainer = fit.server, fit.trainer
     broadcast = server.prepare(request.client, request)
     for callback in server_callbacks(fit):
@@ -270,7 +270,7 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """Server side of a visit, after the training: aggregates a valid update; ``False`` for an invalid update."""
+    """Server side of a visit after the training: aggregates a valid update. Returns ``False`` for an invalid update."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False

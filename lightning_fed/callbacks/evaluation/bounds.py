@@ -30,7 +30,7 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible counts in a report. ``announced``: examples in the client's first report."""
+    """Raises `BadUpdate` for impossible counts in a report. ``announced`` is the example count in the first report."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -57,11 +57,11 @@ def find_outliers(
 ) -> dict[Client, str]:
     """Finds clients whose values are far from the values of other clients; returns the reason by client.
 
-    At least three clients are compared. A client is an outlier if a value is more than 100 spreads from the median (a
-    spread is the largest of the median distance, the median, and 1), if the client has the only negative loss (below
-    the median by 10 median distances, by the median, and by 1), or if a count per example exceeds 10 and 10 times the
-    median. The number of examples may be at most 10 times the number in training or the median, and at most 1,000 times
-    the median.
+    At least three clients are compared. A client is an outlier if a value differs from the median by more than 100
+    times the spread (the largest of the median distance to the median, the median, and 1). A client is also an outlier
+    if only this client has a negative loss, and the loss is below the median by more than 10 median distances, the
+    median, and 1; or if a count per example is above 10 and above 10 times the median. The number of examples may be at
+    most 10 times the number in training or 10 times the median, and at most 1,000 times the median.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)

@@ -62,10 +62,11 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     """Evaluates the model on the validation and test data of each client.
 
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks, and sends
-    sums, weights and metric states: values over all clients equal the values from one process on the pooled data, up to
-    rounding. ``FederatedTrainer`` adds this callback by default; on a plain Trainer add the callback to ``callbacks``.
-    The module's epoch hooks run once per client. An epoch-end hook that logs values runs again with the merged states,
-    and a third time to find values that depend on earlier epochs, if a hook changes the module.
+    sums, weights and metric states. Values over all clients therefore equal the values from one process on the pooled
+    data, up to rounding. ``FederatedTrainer`` adds this callback by default; on a plain Trainer add the callback to
+    ``callbacks``. The module's epoch hooks run once per client. An epoch-end hook that logs values runs again with the
+    merged states. If a hook changes the module, the epoch-end hook runs a third time, to find values that depend on
+    earlier epochs.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, global model: logged here if the server has no data, otherwise
@@ -78,13 +79,14 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     ============================== ==================================================================================
 
     Args:
-        every_n_rounds: Evaluates in every n-th round with validation; 0 disables the evaluation.
+        every_n_rounds: Interval between evaluations, in rounds with validation; 0 disables the evaluation.
         clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
-        min_clients: Minimum number of clients for a score; with fewer clients the log contains a warning.
-        min_examples: Minimum number of examples for a client to answer.
-        lists: Patterns for the module's metrics (attribute paths) whose list states may leave a client.
-        withheld: Patterns for metrics whose states never leave a client.
-        folder: Folder for the latest table: ``clients.csv``, with matplotlib ``clients.png``; ``None`` for no files.
+        min_clients: Minimum number of clients for a score; with fewer clients a warning is logged.
+        min_examples: Minimum number of examples; a client with fewer examples does not answer.
+        lists: Patterns for the module's metrics (attribute paths) whose list states may be sent.
+        withheld: Patterns for metrics whose states are never sent.
+        folder: Folder for the latest table: ``clients.csv``, and with matplotlib also ``clients.png``; ``None`` for no
+            files.
 
     Attributes:
         results: Results of the last evaluation by client; ``None`` before the first evaluation.
@@ -192,7 +194,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Evaluates the global model (with ``own``: each client's model), and returns the accepted clients' reports."""
+        """Evaluates the global model, or with ``own`` each client's model. Returns the reports of accepted clients."""
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
@@ -456,7 +458,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
 
 
 class ClientsBatch:
-    """Loader for a server without data: one empty batch, in place of the clients' validation or test data."""
+    """Loader for a server without data: one empty batch that represents the clients' validation or test data."""
 
     def __len__(self) -> int:
         return 1
@@ -474,7 +476,7 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """True if this process has clients' validation or test data; builds no loaders."""
+    """True if this process has clients' validation or test data. Does not build loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 

@@ -1,4 +1,4 @@
-"""Evaluation of a module on one client's data, and computation of values over all clients from their reports."""
+"""Evaluation of a module on one client's data, and computation of values over all clients from the reports."""
 
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Metrics, modes and logs are restored afterwards, and without ``keeps`` also parameters and buffers written by a
-    step. ``pool`` are the processes that share the data. ``limit`` replaces the Trainer's limit of batches per loader.
+    Afterwards metrics, training modes and logs are restored, and unless ``keeps`` is true also parameters and buffers
+    changed by a step. ``pool`` contains the processes that share the data. ``limit`` replaces the Trainer's limit on
+    batches per loader.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
@@ -190,7 +191,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs: the epoch-end hook runs with changed attributes."""
+    """Finds logged values that depend on earlier epochs, by running the epoch-end hook with changed attributes."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -258,9 +259,9 @@ def pooled_values(
 ) -> dict[str, float]:
     """Computes values over several clients' data from reports, equal to the logged values of one pass over all data.
 
-    Values that are undefined, or not determined by sums and states, are missing. Non-finite values are excluded if
-    another report has a finite value. In a mean, an example weighs at most 100 times as much as an example in the
-    median report.
+    Values that are undefined, or not determined by sums and states, are omitted. Non-finite values are excluded if
+    another report contains a finite value. In a mean, the weight of an example is at most 100 times the weight of an
+    example in the median report.
     """
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
@@ -302,8 +303,8 @@ def _run_end(
 ) -> dict[str, float]:
     """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
-    ``attributes`` are set on the module before the hooks, and updated afterwards. Values logged before an error are
-    used. A muted hook runs only if ``wanted`` contains names.
+    ``attributes`` are set on the module before the hooks, and updated afterwards. If a hook raises an error, the values
+    logged before are used. A muted hook runs only if ``wanted`` contains names.
     """
     if is_muted and not wanted:
         return {}
@@ -375,7 +376,7 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns each report's logged sum for ``name``; no example weighs more than 100 times the median example."""
+    """Returns each report's logged sum for ``name``, with example weights limited to 100 times the median weight."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]

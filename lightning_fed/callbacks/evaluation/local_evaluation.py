@@ -18,9 +18,9 @@ class LocalEvaluation(FederatedCallback):
     """Evaluates each client after local training, on the client's validation data.
 
     :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
-    the accuracy of locally trained models, which is far higher if clients have different classes. The callback logs
+    the accuracy of locally trained models, which is much higher if clients have different classes. The callback logs
     ``clients/local/<metric>``, the mean over the round's clients, for values from ``validation_step``. The validation
-    data are a mapping by client. With remote clients, add the callback on the server and the clients.
+    data are a mapping by client. If clients are remote, add the callback on the server and on the clients.
 
     Raises:
         ValueError: If ``every_n_rounds`` is below 1.
@@ -30,7 +30,7 @@ class LocalEvaluation(FederatedCallback):
         >>> local = LocalEvaluation(every_n_rounds=5)
 
     References:
-        Yao et al., ICIP 2019, presumably report this measure.
+        Yao et al., ICIP 2019, probably report this measure.
     """
 
     supports_vectorize = True

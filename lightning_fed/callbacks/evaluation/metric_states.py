@@ -1,4 +1,4 @@
-"""States of torchmetrics metrics: copying, merging over clients, and loading, with private torchmetrics names."""
+"""Copies, merges (over clients) and loads the states of torchmetrics metrics, using private torchmetrics names."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metrics by path: list states in ``lists`` may leave a client; states in ``withheld`` may not."""
+    """Patterns for metric paths: list states of metrics in ``lists`` may be sent, states in ``withheld`` may not."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
 
     def find_obstacle(self, name: str, metric: Metric) -> str | None:
-        """Returns the reason why a metric's state must stay on the client; ``None`` if the state may leave."""
+        """Returns the reason why a metric's state must stay on the client; ``None`` if the state may be sent."""
         if _matches(name, self.withheld):
             return REASONS[0]
         if holds_lists(metric) and not _matches(name, self.lists):
@@ -103,7 +103,7 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """True if the states of two parts of the data can be merged into the state of both parts.
+    """True if states from two parts of the data can be merged into the state for both parts.
 
     By the contract of ``dist_reduce_fx``, sums, minima, maxima and concatenations can be merged. Some torchmetrics
     classes merge other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order of batches.
@@ -137,12 +137,12 @@ def holds_states(metric: Metric) -> bool:
 
 
 def is_updated(metric: Metric) -> bool:
-    """True if a metric has processed a batch; true for wrappers, which do not count batches."""
+    """True if a metric has processed a batch. Always true for wrappers, which do not record batches."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects metrics updated by a step; excludes metrics without any batch, and metrics inside a wrapper."""
+    """Selects the metrics updated by a step, without metrics inside a wrapper."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -154,9 +154,10 @@ def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     """Computes a metric, with NaN for undefined numbers.
 
-    A number is undefined without any batch, or after 0 / 0: for example, the recall of a class without examples, the
-    specificity without negatives, the area under a curve without positives or negatives, retrieval without any relevant
-    document. torchmetrics returns 0 or 1 in these cases. An average over an undefined class is undefined.
+    A number is undefined before the first batch, or as a result of 0 / 0, for example the recall of a class without
+    examples, the specificity without negatives, the area under a curve without positives or negatives, or a retrieval
+    metric without relevant documents. torchmetrics returns 0 or 1 in these cases. An average over an undefined class is
+    undefined.
 
     The macro average in ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
     predictions.
@@ -189,7 +190,7 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Tensor subclass that marks a metric value computed before the last batch, and all results from this value."""
+    """Tensor subclass that marks a metric value computed before the last batch, and all derived results."""
 
 
 @contextmanager
@@ -303,7 +304,7 @@ def _undefined_curves(metric: Metric) -> Tensor:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """Maps paths to a module's metrics; metrics in a plain list or dictionary by class and position."""
+    """Maps paths to a module's metrics. A metric in a plain list or dictionary is named by class and position."""
     all_metrics = find_metrics(module)
     for metric in all_metrics:
         if isinstance(metric, MetricCollection):
@@ -345,9 +346,9 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Loads states into the metrics, and returns values by key, without metrics whose ``compute`` raises.
+        """Loads states into the metrics, and returns values by key. Metrics whose ``compute`` raises are omitted.
 
-        Afterwards each metric has the state of all loaders.
+        Afterwards each metric has the state over all loaders.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
@@ -372,7 +373,7 @@ def metric_of(key: str) -> str:
 
 
 def compute_number(name: str, metric: Metric) -> dict[str, float]:
-    """Returns ``{name: value}`` with the metric's value; empty if ``compute`` fails."""
+    """Returns ``{name: value}`` with the metric's value, or an empty dictionary if ``compute`` fails."""
     try:
         return {name: float(metric.compute())}
     except Exception as error:
@@ -414,7 +415,7 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a received state with a metric's state; raises `BadUpdate` for other names or shapes."""
+    """Compares a received state with a metric's state. Raises `BadUpdate` if names or shapes differ."""
     reductions = _reductions(metric)
     if state.updates < 0:
         raise BadUpdate(f"a metric reports {state.updates} batches")

@@ -1,4 +1,4 @@
-"""Message with a client's evaluation: sums and metric states instead of means."""
+"""Message with the results of a client's evaluation, as sums and metric states instead of means."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class EvaluationReport:
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
         metrics: For each logged name of a metric, the key in ``states``.
         values: Final values computed by the client: logged name to number.
-        partial: Names of values not determined by sums and states; these values have no result over all clients.
+        partial: Names of values that are not determined by sums and states, and have no result over all clients.
         shown: Names shown in the progress bar.
-        higher_is_better: For each name, whether higher is better, if a metric declares the direction.
-        stays: For each metric whose state must stay on the client, the reason.
+        higher_is_better: Maps names to true if higher values are better, for metrics that declare the direction.
+        stays: Maps metrics whose state must stay on the client to the reason.
         support: Examples per class: float64, shape (classes,); ``None`` if no metric counts examples.
     """
 
@@ -64,7 +64,7 @@ class EvaluationReport:
 
     @classmethod
     def of(cls, update: ClientUpdate) -> EvaluationReport:
-        """Reads the report from a message; raises `BadUpdate` for an invalid report."""
+        """Reads the report from a message. Raises `BadUpdate` for an invalid report."""
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
             raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, but the limit is {20 * _MOST_NAMES}")

@@ -1,4 +1,4 @@
-"""Evaluation results by client: values, summary over clients, and whether higher values are better."""
+"""Evaluation results by client: values, summary over clients, and direction (higher or lower is better)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Evaluation values by name and client, whether higher is better by name, and examples by client (and class)."""
+    """Evaluation values by name and client, directions by name, and numbers of examples by client (and class)."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class ClientResults:
 
     @classmethod
     def of(cls, reports: Mapping[Client, EvaluationReport]) -> ClientResults:
-        """Collects the values in the clients' reports. Missing values have no entry."""
+        """Collects the values in the clients' reports. Missing values are omitted."""
         results = cls(num_samples={client: report.num_samples for client, report in reports.items()})
         for client, report in reports.items():
             for name, value in report.values.items():
@@ -62,12 +62,12 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Returns the name that the module logs, from the name of a summary: ``val_acc`` for ``fed/val_acc/mean``."""
+    """Returns the name logged by the module for the name of a summary: ``val_acc`` for ``fed/val_acc/mean``."""
     match = _CLIENTS_VALUE.fullmatch(name)
     return name if match is None else match["name"]
 
 
 def is_score(name: str) -> bool:
-    """Guesses from a name whether higher is better: true for ``val_acc`` and ``macer``, false for ``valRMSE``."""
+    """Guesses from a name if higher values are better: true for ``val_acc`` and ``macer``, false for ``valRMSE``."""
     words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
     return not words & _LOWER_IS_BETTER and not any(part in name.lower() for part in _PARTS)

@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 class SiteMatrix(FederatedCallback):
     """Evaluates the client models of the last round and the global model on every client's data, after the fit.
 
-    A client's model is the state sent in the last round, before averaging. The log shows the matrix in Markdown;
-    ``<folder>/sites.csv`` and ``sites.png`` contain the same matrix. The cost is one evaluation on all clients per
-    model, and memory for the models of one round. Server and clients need :class:`ClientEvaluation`. Personal entries
-    are refused, and also privacy or compression that hides the models of single clients.
+    A client's model is the state sent in the last round, before averaging. The matrix is logged in Markdown, and
+    written to ``<folder>/sites.csv`` and ``sites.png``. The cost is one evaluation on all clients per model, and memory
+    for the models of one round. Server and clients need :class:`ClientEvaluation`. Personal entries are refused, and
+    also privacy and compression methods that hide the models of single clients.
 
     Args:
         metric: Name of the value in the matrix, as logged by the validation step.

@@ -20,7 +20,7 @@ from lightning_fed.messages import Client
 class Table:
     """Table of numbers by (row name, column name); ``corner`` is the heading above the row names.
 
-    A missing value (or NaN) gives an empty cell, not zero.
+    A missing value or NaN is shown as an empty cell.
 
     Example:
         >>> table = Table("client", ["a", "b"], ["val_iou"], {("a", "val_iou"): 0.5})
