@@ -1,7 +1,1 @@
-"""Several processes per client: remote clients can train visits with DDP."""
-
-from lightning_fed.backends.ddp.runner import build_runner as build_runner
-
-__all__ = [
-    "build_runner",
-]
+"""Several processes per client: DDP inside a visit, for clients on other machines."""

@@ -88,7 +88,7 @@ class Processes:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([self._serve.__module__])  # imports before the forks
         port = find_free_network_port()
         for rank in range(self._size):
             here, there = context.Pipe()
