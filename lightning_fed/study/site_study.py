@@ -57,7 +57,8 @@ class SiteStudy(AskableCallback):
         min_support: Smallest number of cases for an answer, set at the site; see :func:`answer_site`.
 
     Raises:
-        MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping``.
+        MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping`` on the server, or with
+            another metric, stage or number of rounds than in earlier fits.
 
     Example:
         >>> study = SiteStudy("fedavg", "test_acc", "runs/study")
@@ -82,16 +83,14 @@ class SiteStudy(AskableCallback):
         self.min_support = check_count("min_support", min_support, lowest=2)
         self.folder = Path(folder).expanduser()
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        check_rounds(trainer)
-
     # The server
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stores the model's name before training, so results cannot influence the primary comparison."""
         federation = find_federation(trainer)
         if not federation.has_server:
-            return
+            return  # at a site a visit may have several processes, and a question has one
+        check_rounds(trainer)
         schedule = federation.schedule
         plan = {"metric": self.metric, "stage": self.stage, "rounds": trainer.max_epochs}
         plan |= {"local_epochs": schedule.local_epochs, "local_steps": schedule.local_steps}
