@@ -15,7 +15,7 @@ from lightning_fed.errors import OptionError
 
 _PROGRAMS = (  # names of modules
     "demo", "compare", "study", "data", "methods", "privacy", "merge", "adapt", "flower", "nvflare", "audit", "recipes",
-    "doctor", "rehearse",
+    "doctor", "rehearse", "replay", "certify",
 )  # fmt: skip
 _RECIPE_COMMANDS = ("fit", "validate", "test", "predict")  # from LightningCLI
 
@@ -40,6 +40,8 @@ commands:
   flower new DIR -c RECIPE  write a Flower app, to train across machines
   nvflare new DIR -c RECIPE write an NVFLARE job, to train across machines
   rehearse RECIPE           rehearse a deployment in virtual time: --sites sites.toml --seeds 1000
+  replay RUN ROUND          repeat a kept round: --without SITE --rule NAME
+  certify RUN               write or verify a signed certificate of a run
   audit RECORD              show and verify a site's record of sent answers
   recipes [NAME]            list the ready recipes, or print one
   doctor                    print versions, devices, and missing extras; --flower: check a connection

@@ -24,7 +24,10 @@ EPOCH = 1_800_000_000.0
 
 _WRITE_BACK = 30.0  # seconds until a system writes changed folders to the disk
 
-_CLOCKS = ("wire.transport.time", "site.gate.time", "site.signatures.time", "wire.remote_client_store.uuid")
+_REPLACED = (  # modules that read a clock or draw names and keys
+    *("backends.wire.transport.time", "backends.site.gate.time", "backends.site.signatures.time"),
+    *("backends.wire.remote_client_store.uuid", "privacy.central.secrets"),
+)
 
 _OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # of `os`, each a possible point of failure
 
@@ -256,7 +259,7 @@ class World:
         finally:
             self.machine, self.offset = before
 
-    # Functions of the module `time`, and of `uuid`
+    # Functions of the modules `time`, `uuid` and `secrets`
 
     def monotonic(self) -> float:
         return self.now + self.offset
@@ -279,13 +282,16 @@ class World:
     def uuid4(self) -> SimpleNamespace:
         return SimpleNamespace(hex=f"{self._names.getrandbits(128):032x}")
 
+    def randbits(self, count: int) -> int:
+        return self._names.getrandbits(count)
+
     @contextmanager
     def replace_time(self, folder: Path) -> Iterator[None]:
         """Context in which backends use the virtual clock, file operations may fail, and log lines become events."""
         self.folder = f"{folder}/"
         with ExitStack() as stack:
-            for name in _CLOCKS:
-                stack.enter_context(patch(f"lightning_fed.backends.{name}", self))
+            for name in _REPLACED:
+                stack.enter_context(patch(f"lightning_fed.{name}", self))
             for name in _OPERATIONS:
                 stack.enter_context(patch.object(os, name, self._wrap(name, getattr(os, name))))
             for name, value in (("handlers", [_Handler(self)]), ("propagate", False)):
