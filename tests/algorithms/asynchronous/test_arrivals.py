@@ -87,6 +87,8 @@ def test_an_order_is_a_function_of_the_seed():
     virtual.versions(4)
     resumed = VirtualOrder(Durations(), 2)
     resumed.load_state_dict(json.loads(json.dumps(virtual.state_dict())))
+    slower = Clients(range(1_000_000), batches=3)  # reloaded data: the visits in flight keep their times
+    assert resumed.arrivals(4, schedule, slower) == virtual.arrivals(4, schedule, slower)
     assert [resumed.arrivals(round, schedule, clients) for round in range(4, 8)] == whole[4:]
 
 
