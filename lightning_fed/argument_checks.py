@@ -14,7 +14,7 @@ def check_option(name: str, value: object, allowed: Any) -> None:
     """Refuses ``value`` for the argument ``name``, unless contained in ``allowed``, a sequence or a ``Literal``."""
     known = get_args(allowed) or allowed
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
+        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)  # `nu` is close to `mu`
         hint = f" Did you mean {near[0]!r}?" if near else ""
         some = f"one of {list(known)}" if len(known) <= _MOST_LISTED or not near else f"one of {len(known)} names"
         raise ValueError(f"Expected `{name}` to be {some}, but got {value!r}.{hint}")

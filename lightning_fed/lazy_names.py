@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import logging
 import sys
 from collections.abc import Callable
@@ -51,7 +52,9 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
 
     def load(name: str) -> Any:
         if name not in sources:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            near = difflib.get_close_matches(name, sources, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module, is_module = sources[name]
         value = load_feature(f"{module}.{name}") if is_module else getattr(load_feature(module), name)
         setattr(sys.modules[package], name, value)

@@ -187,9 +187,8 @@ def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
     method = build_method(method_class(**{option: options[option] for option in options if option in defaults}))
     callback_options = {option: value for option, value in options.items() if option not in defaults}
     known = dict.fromkeys([*defaults, *(option for callback in method.callbacks for option in list_options(callback))])
-    unknown = [option for option in callback_options if option not in known]
-    if unknown:
-        raise ValueError(f"Expected options of {name!r} to be among {list(known)}, but got {unknown}.")
+    for option in callback_options:
+        check_option(f"option of {name}", option, list(known))
     if callback_options:
         method = copy.copy(method)
         method.callbacks = tuple(_with_options(callback, callback_options) for callback in method.callbacks)

@@ -12,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from lightning_fed.aliases import refuse_foreign
+from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import default_progress_bar
 from lightning_fed.data.federated import is_one_client
@@ -72,6 +73,11 @@ class FederatedTrainer(L.Trainer):
             kwargs["max_epochs"] = max_rounds
         if "strategy" not in kwargs and kwargs.get("devices", "auto") == "auto":
             kwargs["devices"] = 1  # Lightning would start a process for every device
+        for name in kwargs:
+            try:
+                check_option("argument of FederatedTrainer", name, list(inspect.signature(FederatedTrainer).parameters))
+            except ValueError as error:
+                raise TypeError(str(error)) from None
         self.federation = federation
         callbacks = kwargs.pop("callbacks", None) or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)

@@ -32,6 +32,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+import lightning_fed
 from lightning_fed import (
     Availability,
     Faults,
@@ -268,7 +269,7 @@ BAD_ARGUMENTS = [
         ValueError,
         "`visit_timeout` or `Vectorized`, not both",
     ),
-    ({"stragglers": 0.5}, TypeError, "unexpected keyword argument 'stragglers'"),
+    ({"stragglers": 0.5}, TypeError, "'stragglers'"),
     ({"optimizer_state": "share"}, ValueError, r"one of \['reset', 'keep'\], but got 'share'"),
     ({"clients_per_round": 2 + 0j}, ValueError, r"a count \(int\) or a fraction \(float\), but got \(2\+0j\)"),
     ({"local_epochs": 1.5}, ValueError, "`local_epochs` to be a whole number, but got 1.5"),
@@ -303,6 +304,22 @@ BAD_OBJECTS = [
 def test_bad_arguments_of_options(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
         kind(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("typo", "kind", "near"),
+    [
+        (lambda: FederatedTrainer(max_round=3), TypeError, "max_rounds"),
+        (lambda: FederatedTrainer(client_per_round=3), TypeError, "clients_per_round"),
+        (lambda: FederatedTrainer("fedprox:nu=1"), ValueError, "mu"),
+        (lambda: FederatedTrainer("fedprxo"), ValueError, "fedprox"),
+        (lambda: lightning_fed.FederatedTainer, AttributeError, "FederatedTrainer"),
+        (lambda: lightning_fed.data.Dirichelt, AttributeError, "Dirichlet"),
+    ],
+)
+def test_a_typo_gets_a_suggestion(typo, kind, near):
+    with pytest.raises(kind, match=f"(?i)did you mean '{near}'"):
+        typo()
 
 
 def test_rounds_are_said_once():

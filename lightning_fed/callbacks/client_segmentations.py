@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from PIL import Image
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
@@ -23,7 +22,7 @@ from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS
 from lightning_fed.callbacks.evaluation.data_pass import limited_batches
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
-from lightning_fed.callbacks.pictures import draw_matrix, label_grid, log_picture
+from lightning_fed.callbacks.pictures import GREY, draw_matrix, label_grid, log_picture, save_picture
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
 from lightning_fed.callbacks.training_trace import LabelDescription, describe_labels
 from lightning_fed.console import markdown_table, round_number
@@ -145,8 +144,8 @@ class ClientSegmentations(L.Callback):
         self._write(folder)
         if not self.rows:  # images without any class
             return
-        picture = heat_map(self.rows)
-        _save(picture, folder / "iou.png")
+        picture = heat_map(self.rows, self.class_order())
+        save_picture(picture, folder / "iou.png")
         log_picture(trainer, f"{self.tag}/client_iou", picture, round)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -159,7 +158,7 @@ class ClientSegmentations(L.Callback):
         """Formats the last scores in Markdown, a row per client: mean IoU, mean Dice, and the IoU per class."""
         last = [row for row in self.rows if row[0] == self.rows[-1][0]] if self.rows else []
         clients = list(dict.fromkeys(row[1] for row in last))
-        classes = list(dict.fromkeys(row[2] for row in sorted(last, key=self._place)))
+        classes = self.class_order()
         lines = [["client", "mIoU", "mDice", *classes]]
         for client in clients:
             client_rows = {row[2]: row[3:] for row in last if row[1] == client}
@@ -262,9 +261,10 @@ class ClientSegmentations(L.Callback):
         )
         shown = sorted({label for mask in (*truths, *predictions) for label in mask.unique().tolist()})
         legend = {names[index]: colors[index] for index in shown if index != void}
-        title = f"{client}, round {round_number(self._round(trainer))}"
+        legend |= {"no label": GREY} if void in shown else {}
+        title = f"client {client}, round {round_number(self._round(trainer))}"
         picture = label_grid(grid, title, ("image", "truth", "prediction", "entropy"), [*chosen.values()], legend)
-        _save(picture, picture_path(folder, client))
+        save_picture(picture, picture_path(folder, client))
         log_picture(trainer, f"{self.tag}/clients/{client}", picture)
 
     def _run(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -312,9 +312,10 @@ class ClientSegmentations(L.Callback):
     def _round(self, trainer: L.Trainer) -> int:
         return trainer.current_epoch - (trainer.state.fn != "fit")
 
-    def _place(self, row: tuple[int, str, str, float, float]) -> int:
-        names = self._labels.class_names
-        return names.index(row[2]) if row[2] in names else int(row[2])
+    def class_order(self) -> list[str]:
+        """Names of the classes in the last scores, in the order of the labels."""
+        names, last = self._labels.class_names, {row[2] for row in self.rows if row[0] == self.rows[-1][0]}
+        return sorted(last, key=lambda name: names.index(name) if name in names else int(name))
 
 
 def scores_for(
@@ -328,13 +329,13 @@ def scores_for(
     ).to(logits.device)
 
 
-def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
+def heat_map(rows: Sequence[tuple[int, str, str, float, float]], class_order: Sequence[str] = ()) -> Tensor:
     """Draws the IoU by client and class over the rounds, shape ``(3, H, W)``, uint8, in viridis colours.
 
     Cells without a value are grey.
     """
     rounds = sorted({row[0] for row in rows})
-    clients, classes = (list(dict.fromkeys(row[place] for row in rows)) for place in (1, 2))
+    clients, classes = list(dict.fromkeys(row[1] for row in rows)), [*class_order, *(row[2] for row in rows)]
     pairs = sorted(
         {(row[1], row[2]) for row in rows}, key=lambda pair: (clients.index(pair[0]), classes.index(pair[1]))
     )
@@ -359,8 +360,3 @@ def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
 def picture_path(folder: Path, client: Client) -> Path:
     """Path of a client's picture in the callback's folder."""
     return folder / "clients" / f"{urllib.parse.quote(str(client), safe=' ')}.png"
-
-
-def _save(picture: Tensor, path: Path) -> None:
-    with atomic_write(path) as partial:
-        Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()).save(partial, format="png")

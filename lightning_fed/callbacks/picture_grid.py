@@ -12,10 +12,11 @@ from torch.nn import functional
 from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers
 
 _WHITE = 255
-# Class 0 is usually the background. Ignored pixels are grey and borders white, so the palette contains neither.
+# Class 0 is usually the background. Ignored pixels are grey and borders white, so the palette contains neither. The
+# first eight colours are distinct with red-green blindness (Okabe and Ito, 2008).
 _COLORS: tuple[Color, ...] = (
-    *((0, 0, 0), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180)),
-    *((70, 240, 240), (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (170, 110, 40), (128, 0, 0)),
+    *((0, 0, 0), (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0)),
+    *((204, 121, 167), (145, 30, 180), (210, 245, 60), (250, 190, 212), (70, 240, 240), (170, 110, 40), (128, 0, 0)),
     *((128, 128, 0), (0, 0, 128), (220, 190, 255), (170, 255, 195), (255, 215, 180), (255, 250, 200)),
 )
 

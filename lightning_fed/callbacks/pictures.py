@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -12,9 +13,11 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
+from PIL import Image
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.atomic_files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,6 +141,12 @@ def label_grid(
     patches = [Patch(facecolor=(r / 255, g / 255, b / 255), label=name) for name, (r, g, b) in legend.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     return figure_pixels(figure)
+
+
+def save_picture(picture: Tensor, path: Path) -> None:
+    """Writes a picture, uint8, shape ``(3, H, W)``, as PNG file."""
+    with atomic_write(path) as partial:
+        Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()).save(partial, format="png")
 
 
 def figure_pixels(figure: Figure) -> Tensor:

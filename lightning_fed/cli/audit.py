@@ -39,7 +39,7 @@ def run(args: Sequence[str]) -> None:
             shown.append(line)
             number, head, is_there = line.number, line.digest, is_there or line.digest == options.head
     except RecordError as error:
-        fault = f"{error}: lines after line {number} are unverified"
+        fault = f"{error}: lines after line {number} are unverified" + " (or no record of a site)" * (number == 0)
     if not fault and not is_there:
         fault = f"no line has the digest {options.head}: the record was truncated or rewritten"
     for line in shown:

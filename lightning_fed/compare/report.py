@@ -160,7 +160,9 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
             columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
             rounds = range(1, len(columns) + 1)
             style = "-" if number < 10 else "--"  # matplotlib cycles through ten colours
-            (line,) = axes.plot(rounds, [statistics.fmean(values) for values in columns], style, label=method)
+            (line,) = axes.plot(
+                rounds, [statistics.fmean(values) for values in columns], style, label=_short_name(method)
+            )
             lows, highs = [min(values) for values in columns], [max(values) for values in columns]
             axes.fill_between(rounds, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
         if central:
@@ -174,6 +176,11 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=2)  # saves width
     figure.savefig(path, dpi=100)
+
+
+def _short_name(method: str) -> str:
+    name, colon, options = method.partition(":")
+    return name.rpartition(".")[2] + colon + options  # a class has an import path
 
 
 def _rounds(results: Sequence[Mapping[str, Any]]) -> str:

@@ -189,6 +189,7 @@ class Report(L.Callback):
             higher_is_better=self._higher_is_better,
             clients=[ClientRow(row_name(client), **entry) for client, entry in self._clients.items()],
             iou={(row[1], row[2]): row[3] for row in rows if row[0] == last_round},
+            classes=segmentations.class_order() if rows else (),
             pictures=[] if segmentations is None else _read_pictures(segmentations, trainer),
         )
         write_text_atomically(self._file, render_page(results))

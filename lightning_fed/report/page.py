@@ -68,6 +68,7 @@ class FitResults:
         higher_is_better: Direction of each score by name.
         clients: Rows of the table of clients.
         iou: IoU by client and class.
+        classes: Names of the classes in ``iou``, in order.
         pictures: Pictures of segmentations, worst client first.
     """
 
@@ -78,6 +79,7 @@ class FitResults:
     higher_is_better: Mapping[str, bool] = field(default_factory=dict)
     clients: Sequence[ClientRow] = ()
     iou: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    classes: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
 
 
@@ -200,7 +202,8 @@ def _iou_cells(results: FitResults) -> dict[str, Any]:
             for name, score in client.last.items():
                 if match := _CLASS_IOU.fullmatch(name):
                     iou[client.name, match["name"]] = score[1]
-    clients, classes = (list(dict.fromkeys(pair[place] for pair in iou)) for place in (0, 1))
+    clients = list(dict.fromkeys(client for client, _ in iou))
+    classes = list(dict.fromkeys([*results.classes, *(name for _, name in iou)]))
     rows = []
     for client in clients:
         known = [iou.get((client, name)) for name in classes]

@@ -138,7 +138,7 @@ def test_a_picture_says_which_image_it_shows_and_what_its_colours_mean(names, fe
     prediction = (network(images)[:, 0] > 0).numpy()
     truth = masks.clamp(max=1).numpy() > 0
     quality = sorted((p & t).sum() / (p | t).sum() for p, t in zip(prediction, truth, strict=True) if (p | t).any())
-    (figure,) = (figure for figure in figures if figure.get_suptitle() == "a, round 1")
+    (figure,) = (figure for figure in figures if figure.get_suptitle() == "client a, round 1")
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["image", "truth", "prediction", "entropy"]
     middle = quality[(len(quality) - 1) // 2]
@@ -285,6 +285,8 @@ def test_the_heat_map_has_a_row_for_each_class_of_each_client(has_axes, monkeypa
     cells = picture[:, ::14, ::14]
     values = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [0.5, torch.nan]])  # b x; a x; a y
     assert torch.equal(cells, pictures.paint_numbers(values))
+    by_label = heat_map(rows, ["y", "x"])[:, ::14, ::14]
+    assert torch.equal(by_label, pictures.paint_numbers(values[[0, 2, 1]]))
 
 
 def test_without_clients_validation_data(federated_trainer, caplog, tmp_path):

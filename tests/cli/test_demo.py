@@ -12,7 +12,6 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed.callbacks.picture_grid import default_colors
-from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.cli import demo_training
 from lightning_fed.cli.demo_training import run_demo
 from lightning_fed.cli.main import main
@@ -85,16 +84,20 @@ def test_it_ends_with_the_command_and_the_picture(small):
     assert re.search(
         r"^BatchNorm: the clients' inputs differ, so each client .* \(shift 0\.\d\d after round 1\)\.$", said, re.M
     )
-    last = said.splitlines()[-4:]
+    last = said.splitlines()[-6:]
     assert re.fullmatch(rf"    \S*tensorboard --logdir {result.log_dir.parent}", last[1])
     assert last[3].strip() == str(result.picture)
+    assert last[5].strip() == str(result.log_dir / "report.html")
     assert result.picture.parent == result.log_dir
 
 
 def test_the_log_has_pictures_every_few_rounds_and_a_checkpoint(small):
     result, _, _ = small
-    images = EventAccumulator(str(result.log_dir)).Reload().Images(SegmentationImages.tag)
+    images = EventAccumulator(str(result.log_dir)).Reload().Images("segmentation/clients/0")
     assert [image.step for image in images] == [0, 4]
+    report = (result.log_dir / "report.html").read_text()
+    assert report.count("<img ") == SMALL["num_clients"]
+    assert all(f"<th>{name}</th>" in report for name in small_scenes().class_names)
     assert len(list((result.log_dir / "checkpoints").glob("*.ckpt"))) == 1
 
 

@@ -265,7 +265,10 @@ def page_with_everything():
     clients = [ClientRow(ODD, 3, 1, "x" * 300, 8, {"val_acc": (0, 0.1)}, {"val_acc": (39, 0.4)})]
     iou = {(ODD, f"class {place}"): place / 30 for place in range(30)}
     facts = {"checkpoint": f"/{'long_name' * 40}.ckpt"}
-    return render_page(FitResults(ODD, facts, rounds, "val_acc", {"val_acc": True}, clients, iou, [Picture(ODD, png)]))
+    picture, names = Picture(ODD, png), [f"class {place}" for place in range(30)]
+    return render_page(
+        FitResults(ODD, facts, rounds, "val_acc", {"val_acc": True}, clients, iou, names, pictures=[picture])
+    )
 
 
 def test_the_page_is_one_file_that_fits_a_telephone():

@@ -112,8 +112,10 @@ class SiteMatrix(FederatedCallback):
         if not values:
             _log.warning("`SiteMatrix` has no table, because no client logs %r in `validation_step`.", self.metric)
             return
-        self.table = Table(f"{self.metric} of the model of", [GLOBAL, *models], list(sites), values)
+        rows = sorted(models, key=[*sites, *models].index)  # a diagonal of clients with their own models
+        self.table = Table(f"{self.metric} of the model of", [GLOBAL, *rows], list(sites), values)
         if trainer.is_global_zero:
             _log.info("Models by sites:\n\n%s\n", self.table.markdown())
             if self.folder is not None:
                 self.table.write(self.folder / "sites")
+                self.table.draw(self.folder / "sites.png")

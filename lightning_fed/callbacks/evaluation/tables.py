@@ -8,12 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_fed.atomic_files import atomic_write, write_text_atomically
+import torch
+
+from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.evaluation.results import ClientResults
-from lightning_fed.callbacks.pictures import has_matplotlib
+from lightning_fed.callbacks.pictures import draw_matrix, save_picture
 from lightning_fed.console import markdown_table
 from lightning_fed.messages import Client
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -48,36 +54,25 @@ class Table:
         return markdown_table([[self.corner, *self.columns], *self.cells(3)])
 
     def write(self, path: Path) -> None:
-        """Writes ``<path>.csv`` and, with matplotlib, ``<path>.png``."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Writes ``<path>.csv``."""
         write_text_atomically(path.with_suffix(".csv"), self.csv())
-        if has_matplotlib() and self.rows and self.columns:
-            self._draw(path.with_suffix(".png"))
 
-    def _draw(self, path: Path) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # requires the extra `demo`
-        from matplotlib.figure import Figure
+    def draw(self, path: Path) -> None:
+        """Draws the numbers as a PNG file, with one colour scale from 0 for all cells."""
+        values = torch.tensor([[self._value(row, column) for column in self.columns] for row in self.rows])
+        largest = max(float(values.nan_to_num(0.0).max()), 1e-12)
 
-        figure = Figure(figsize=(2 + 1.1 * len(self.columns), 1.2 + 0.4 * len(self.rows)), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        shades = [[math.nan] * len(self.columns) for _ in self.rows]
-        for place, column in enumerate(self.columns):
-            known = {index: self._value(row, column) for index, row in enumerate(self.rows)}
-            known = {index: value for index, value in known.items() if not math.isnan(value)}
-            low, high = min(known.values(), default=0.0), max(known.values(), default=0.0)
-            for index, value in known.items():
-                shades[index][place] = (value - low) / (high - low) if high > low else 0.5
-        axes.imshow(shades, aspect="auto", vmin=0, vmax=1)
-        axes.set_xticks(range(len(self.columns)), self.columns, rotation=30, ha="right")
-        axes.set_yticks(range(len(self.rows)), self.rows)
-        axes.set_ylabel(self.corner)
-        for index, row in enumerate(self.rows):
-            for place, column in enumerate(self.columns):
-                color = "black" if shades[index][place] > 0.6 else "white"
-                axes.text(place, index, self._cell(row, column, 3) or "-", ha="center", va="center", color=color)
-        with atomic_write(path) as partial:
-            figure.savefig(partial, format="png", dpi=120)
+        def label(axes: Axes) -> None:
+            axes.set_xticks(range(len(self.columns)), self.columns, rotation=30, ha="right")
+            axes.set_yticks(range(len(self.rows)), self.rows)
+            axes.set(ylabel=self.corner, xlabel="client")
+            for index, row in enumerate(self.rows):
+                for place, column in enumerate(self.columns):
+                    color = "black" if values[index, place] > 0.6 * largest else "white"
+                    axes.text(place, index, self._cell(row, column, 3) or "-", ha="center", va="center", color=color)
+
+        size = (3 + 0.8 * len(self.columns), 1.5 + 0.6 * len(self.rows))
+        save_picture(draw_matrix(values, 14, size, label, largest), path)
 
     def _value(self, row: str, column: str) -> float:
         return float(self.values.get((row, column), math.nan))

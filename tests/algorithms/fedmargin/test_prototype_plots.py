@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import FederatedCallback, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedMargin
 from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlots, pictures
+from lightning_fed.callbacks.picture_grid import default_colors
 from tests import models
 from tests.callbacks.test_segmentation_images import logged
 from tests.conftest import QUIET
@@ -282,7 +283,7 @@ def test_classes_without_a_name_or_a_colour(tmp_path):
     data = examples([0, 1, 2, 3, 4], 7)
     train([ClassPrototypes(), plots], logger, 1, Inputs(), data)
     ((_, picture),) = logged(logger, TAG)
-    palette = [*COLORS[:2], (60, 180, 75), (255, 225, 25), (0, 130, 200)]
+    palette = [*COLORS[:2], *default_colors(5)[2:]]
     assert_drawn(picture, [0, 1, 2, 3, 4], class_means(data), plane(class_means(data)), palette)
     assert (tmp_path / "lightning_logs/version_0/00000/prototypes/metadata.tsv").read_text() == "sky\nsea\n2\n3\n4\n"
 
