@@ -1,1 +1,1 @@
-"""Several processes per client: DDP inside a visit, for clients on other machines."""
+"""Several processes per client: remote clients can train visits with DDP."""
