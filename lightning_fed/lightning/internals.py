@@ -415,7 +415,7 @@ def lightning_attributes() -> frozenset[str]:
 
 
 def implements(owner: Any, hook: str, base: type) -> bool:
-    """True if a module or callback overrides a hook of Lightning's class ``base``, in the class or the object."""
+    """True if a module or callback overrides a hook of Lightning's class ``base``, in its class or as an attribute."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 
