@@ -23,8 +23,8 @@ class MaxNorm(UpdateStep):
 
     .. math:: u_k \leftarrow u_k \min\left(1, \frac{C}{\lVert u_k \rVert}\right)
 
-    With secure aggregation, clients clip their own updates, and the server cannot verify the clipping. Logs the number
-    of clipped updates as ``fed/shortened``.
+    With secure aggregation, clients clip the updates, and the server cannot verify the clipping. Logs the number of
+    clipped updates as ``fed/shortened``.
 
     Args:
         bound: Maximum norm C, greater than 0.
@@ -53,8 +53,8 @@ class MaxNorm(UpdateStep):
 class MaxMedianNorm(CollectingStep):
     """Clips client updates to a multiple of the round's median norm (the lower median for an even number of clients).
 
-    A median of 0 sets no bound. The server stores all updates until the round is complete. Logs the number of clipped
-    updates as ``fed/shortened``.
+    If the median is 0, updates are not clipped. The server stores all updates until the round is complete. Logs the
+    number of clipped updates as ``fed/shortened``.
 
     Args:
         multiple: Factor for the median norm, greater than 0.
@@ -101,7 +101,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses sliced entries (of which a client holds only some rows), because the step compares whole entries."""
+    """Refuses sliced entries (clients receive only some rows), because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "

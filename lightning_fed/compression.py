@@ -72,7 +72,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encodes one entry's float64 update; returns the code, and extra values such as a scale or positions."""
+        """Encodes one entry's float64 update. Returns the code, and extra values such as a scale or positions."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Interface of the server's rules, which turn a round's updates into the new global state."""
+"""Interface for the server's rules, which compute the new global state from a round's updates."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class Attack:
         seed: Seed for drawing clients and for the attack.
 
     Raises:
-        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, with too few
-            clients or an unknown name.
+        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, if clients are
+            too few, or a name is unknown.
     """
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
@@ -43,7 +43,7 @@ class Attack:
         return "it draws the malicious clients from all clients: name the malicious clients instead" if is_drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
-        """Returns the malicious clients; raises ``ValueError`` if ``population`` has too few clients."""
+        """Returns the malicious clients. Raises ``ValueError`` if ``population`` has too few clients."""
         if not isinstance(self.clients, int):
             return frozenset(self.clients)
         if self.clients > len(population):
@@ -64,14 +64,14 @@ def _draw(size: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 class AttackStep(Attack, UpdateStep):
-    """Base class of attacks on updates, as update steps. Place attacks after all other update steps (outermost)."""
+    """Base class of update steps that attack updates. Place attacks after all other update steps (outermost)."""
 
     def callbacks(self) -> Sequence[Any]:
         return [AttackCheck(self)]
 
 
 class AttackCheck(FederatedCallback):
-    """Callback that checks the client names in all attacks on updates; added once per Trainer."""
+    """Callback that checks the client names in all attacks on updates. Added once per Trainer."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -19,7 +19,7 @@ from lightning_fed.messages import Client
 
 
 class DataAttack(Attack, FederatedCallback):
-    """Base class of attacks on malicious clients' training data, as callbacks."""
+    """Base class of callbacks that change malicious clients' training data."""
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
         super().__init__(clients, seed)
@@ -62,12 +62,12 @@ class LabelFlip(DataAttack):
 
 
 class Backdoor(DataAttack):
-    """Malicious clients train images with a trigger towards a target class. Logs the attack's success rate.
+    """Malicious clients train the model to assign images with a trigger to a target class.
 
-    The trigger is a square in the lower right corner; the first images in a malicious client's batch get the trigger
-    and the target label. Each validation logs ``backdoor/success_rate``, the fraction of validation images from other
-    classes that the global model assigns to the target with the trigger. In combination with :class:`Scaling` the
-    attack is model replacement.
+    The trigger is a square in the lower right corner. In a malicious client's batch, the first images receive the
+    trigger and the target label. Each validation logs ``backdoor/success_rate``: the fraction of validation images from
+    other classes for which, with the trigger, the global model predicts the target. In combination with
+    :class:`Scaling` the attack is model replacement.
 
     A batch contains images, shape ``(batch, channels, height, width)``, and labels, shape ``(batch,)``. The module
     returns logits for images, shape ``(batch, classes)``.

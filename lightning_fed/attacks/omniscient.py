@@ -23,7 +23,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class HonestSteps:
     """Running mean and standard deviation of the honest updates in a round, and one honest update.
 
-    ``first`` is the update from the client with the smallest key, for any order of arrival. Memory is O(model).
+    ``first`` is the update from the client with the smallest key, independent of arrival order. Memory is O(model).
 
     Example:
         >>> honest = HonestSteps()
@@ -158,10 +158,10 @@ class ALIE(OmniscientAttack):
 
 
 class Mimic(OmniscientAttack):
-    """Malicious clients copy the update of one honest client, whose weight in the average grows.
+    """Malicious clients copy one honest client's update, to increase this client's weight in the average.
 
-    Each copied update is plausible, but updates of other clients lose weight, in particular with heterogeneous data.
-    The copied client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
+    Each copy is plausible, but the weights of other clients decrease, which matters most for heterogeneous data. The
+    copied client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
 
     Args:
         clients: Malicious clients, or the number to draw.

@@ -74,7 +74,7 @@ class InputStatistics:
 
 
 def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | None:
-    """Describes a fault (names, shapes, NaN, size) in a client's BatchNorm statistics; ``None`` without a fault."""
+    """Describes a fault (names, shapes, NaN, size) in a client's BatchNorm statistics, or returns ``None``."""
     fault = find_non_finite(extras)
     if fault is not None:
         return fault
@@ -104,10 +104,10 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits the position counts in client reports, in proportion to each client's counted examples.
+    """Limits the position counts in client reports, in proportion to the clients' (limited) numbers of examples.
 
-    The limit is the median number of positions per example; the client with the largest ratio of counted to reported
-    examples retains the original count.
+    The limit is the median number of positions per example. The client with the largest ratio of limited to reported
+    examples keeps the original count.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.
@@ -156,7 +156,7 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Measures the difference between clients' inputs of a layer, 0 to 1; ``None`` for one client or no variance.
+    r"""Measures the difference between the clients' inputs to a layer, 0 to 1; ``None`` for one client or no variance.
 
     The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
     mean squared variance between client variances, each averaged over channels with variance:
@@ -225,7 +225,7 @@ def recalibrate_batch_norm(
     """Replaces BatchNorm's running statistics by statistics measured on data.
 
     The data pass through the module once, in evaluation mode except for BatchNorm layers, which normalise with batch
-    statistics: pass batches of the training size. Other tensors and unused layers do not change.
+    statistics. Pass batches of the training size. Other tensors and unused layers do not change.
 
     Args:
         module: Module, changed in place. Called with the inputs of each batch.

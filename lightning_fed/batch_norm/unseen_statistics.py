@@ -1,4 +1,4 @@
-"""BatchNorm for data of unknown clients, with batch statistics as in domain adaptation (AdaBN).
+"""BatchNorm with batch statistics for data from unknown clients, as in domain adaptation (AdaBN).
 
 Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", DART 2020 (SiloBN).
 Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
@@ -22,8 +22,9 @@ class UnseenStatistics:
     """Makes BatchNorm layers in evaluation mode normalise with batch statistics.
 
     Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch, so use
-    batches with many examples from one source. A layer with one value per channel (global pooling of one image) returns
-    the bias. Layers in training mode or without running statistics are unchanged. Compiled models run eagerly.
+    batches with many examples from one source. If a layer's input has one value per channel (global pooling of one
+    image), the output is the bias. Layers in training mode or without running statistics are unchanged. Compiled models
+    run eagerly.
 
     Args:
         module: The module. Its hooks remain until :meth:`remove` or the end of a ``with`` block.

@@ -48,7 +48,7 @@ class LogCall:
         return _REDUCTIONS.get(reduce_fx)
 
     def weight(self, batch: Any) -> int:
-        """Weight of the value in a mean: the given batch size, else the size of ``batch``; 1 without a batch."""
+        """Weight of the value in a mean: the given batch size, or else the size of ``batch``, or 1 without a batch."""
         if self.batch_size is None and self.reduction == "mean" and batch is not None:
             return batch_size_of(batch)
         return self.batch_size or 1
@@ -116,7 +116,7 @@ class LoggedValues:
         suffix: Suffix for names of logged values with several loaders, as in Lightning.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
-        directions: For each name of a metric that declares a direction, whether higher values are better.
+        directions: Maps metric names to true if higher values are better, for metrics that declare the direction.
     """
 
     batch: Any = None
@@ -147,7 +147,7 @@ class LoggedValues:
         return f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
 
     def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:
-        """Replaces :attr:`sums` by the joint values of all processes; ``parts`` has each process's ``sums``."""
+        """Replaces :attr:`sums` by the joint values of all processes. ``parts`` contains each process's ``sums``."""
         self.sums = {}
         for part in parts:
             for name, logged in part.items():

@@ -1,4 +1,4 @@
-"""Finds attributes of modules, callbacks and optimizers whose values carry over from one visit to later visits."""
+"""Finds attributes of modules, callbacks and optimizers through which one visit affects later visits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes that carry values from one visit to later visits. Some cause an error, others a warning.
+    """Finds attributes through which one visit affects later visits. Each is reported as an error or a warning.
 
     An attribute is reported if one visit changes it and a later visit reads it before writing. The search covers the
     module, submodules, the user's callbacks, the Trainer's optimizers, and per-step schedulers: numbers, strings,
@@ -79,8 +79,8 @@ class CarriedAttributes:
     changes in two visits is an error in optimizers, in schedulers, and in callbacks with an effect on training.
 
     The search skips layers from this package, the ``state_dict`` of optimizers and schedulers, memory with parameters
-    and buffers, and tensors with a gradient history. The search does not find other globals, or objects nested deeper
-    than five levels.
+    and buffers, and tensors with a gradient history. The search does not find other global variables, or objects nested
+    deeper than five levels.
 
     Args:
         module: The module.
@@ -123,7 +123,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Begins a visit; clears the state of optimizers stored in the module's attributes."""
+        """Begins a visit, and clears the state of optimizers stored in the module's attributes."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
@@ -139,7 +139,8 @@ class CarriedAttributes:
     def changed(self) -> list[str]:
         """Returns the attributes changed since the start of the round, in order.
 
-        Lists are excluded if empty at the round's start, because modules collect an epoch's outputs for the log.
+        Lists that were empty at the round's start are excluded, because modules use such lists to collect an epoch's
+        outputs.
         """
         return self._differences(self._before, self._fingerprints())
 
@@ -159,7 +160,7 @@ class CarriedAttributes:
         return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
-        """Logs attributes with values across visits; refuses such attributes in optimizers, schedulers, callbacks."""
+        """Logs attributes with values from earlier visits. Refuses these in optimizers, schedulers and callbacks."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -353,7 +354,7 @@ class CarriedAttributes:
 
 
 class _Watched:
-    """Data descriptor that calls ``note`` with the attribute's full name, and ``True`` for a read."""
+    """Data descriptor that calls ``note`` with the attribute's full name, and ``True`` for a read access."""
 
     def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:
         self.names: dict[int, str] = {}  # by the identity of the owner

@@ -28,9 +28,9 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns a fingerprint of a value, down to ``depth`` nested levels; equal values have equal fingerprints.
+    """Returns a fingerprint of a value, down to ``depth`` nested levels. Equal values have equal fingerprints.
 
-    An unreadable attribute counts as unchanged, an iterator as changed. ``memory`` contains the addresses of
+    An unreadable attribute is treated as unchanged, an iterator as changed. ``memory`` contains the addresses of
     parameters and buffers, ``skipped`` the ids of excluded objects.
     """
     try:

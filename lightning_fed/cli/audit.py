@@ -25,7 +25,7 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed audit`` with the command-line arguments ``args``. Exit status 1: changed record."""
+    """Runs ``lightning-fed audit`` with the command-line arguments ``args``. Exit status 1 means a changed record."""
     options = _parser().parse_args(args)
     shown: deque[Line] = deque(maxlen=options.last)
     number, head, is_there = 0, START, options.head in (None, START)
@@ -71,7 +71,7 @@ def _rotate(path: Path, head: Path) -> None:
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
-    """Formats a line of the record; ``is_full`` prints the complete JSON.
+    """Formats a line of the record, with ``is_full`` as complete JSON.
 
     Example:
         >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",

@@ -1,4 +1,4 @@
-"""Training of the demo: DeepLabV3+ on clients with different images, with a table and a picture as result."""
+"""Trains the demo: DeepLabV3+ on clients with different images. Results are a table and a picture."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ on the clients; writes a table, TensorBoard logs and a picture with predictions by client.
+    """Trains DeepLabV3+ on the clients. Writes a table, TensorBoard logs and a picture with predictions by client.
 
     A Dirichlet distribution determines each client's classes. Generated images also differ in contrast and colours
     between clients.

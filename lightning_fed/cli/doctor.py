@@ -29,7 +29,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """Requirement for a package, and the installed version; ``None`` for a missing package."""
+    """Requirement for a package, and the installed version, or ``None`` for a missing package."""
 
     requirement: Requirement
     installed: str | None
@@ -44,7 +44,7 @@ class PackageState:
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed doctor`` with the command-line arguments ``args``. Exit status 1: faults."""
+    """Runs ``lightning-fed doctor`` with the command-line arguments ``args``. Exit status 1 means faults."""
     options = _parser().parse_args(args)
     if options.flower is not None:
         _check_flower(options)

@@ -98,7 +98,7 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
 
 
 def draw_epsilon(recipe: Recipe, path: Path) -> None:
-    """Draws epsilon over the rounds, for the planned noise, half the noise and twice the noise."""
+    """Draws epsilon over the rounds, for the planned noise, for half, and for twice the planned noise."""
     from lightning_fed.callbacks.pictures import has_matplotlib
 
     if not has_matplotlib():

@@ -54,7 +54,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds federation, model, data and callbacks from a recipe file. Options in ``args`` have precedence."""
+    """Builds federation, model, data and callbacks from a recipe file. Options in ``args`` override the file."""
     from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():
@@ -98,7 +98,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes an app with a copy of the recipe; ``templates`` maps paths in the app to texts. Refuses an old app."""
+    """Writes an app with a copy of the recipe. ``templates`` maps paths to texts. Refuses an existing app."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():

@@ -1,4 +1,4 @@
-"""``lightning-fed rehearse``: rehearses a deployment of a recipe in virtual time, with the faults of the sites."""
+"""``lightning-fed rehearse``: rehearses a recipe's deployment in virtual time, with simulated faults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Stores for client state between visits: personal entries, optimizer state, and tensors of callbacks.
 
-Each round writes a new version, so a run resumed from an earlier checkpoint does not read tensors of later rounds.
+Each round writes a new version, so a run that resumes from an earlier checkpoint does not read later tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
-        """Returns a client's latest tensors, which the caller must not change; ``None`` if the store has none."""
+        """Returns a client's latest tensors, which the caller must not change, or ``None`` if nothing is stored."""
 
     def clients(self) -> Collection[Client]:
         """The clients with stored tensors. At the end of a fit, these clients measure BatchNorm statistics again."""
@@ -42,11 +42,11 @@ class ClientStore(ABC):
 
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
-        """Stores a client's tensors after a visit in ``round``; an empty state deletes the client."""
+        """Stores a client's tensors after a visit in ``round``. An empty state deletes the client."""
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Ends ``round``: keeps the new tensors of ``clients`` (valid updates), removes all other new tensors."""
+        """Ends ``round``: keeps new tensors of ``clients`` (with valid updates), and removes all other new tensors."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores a result of :meth:`checkpoint`; ``restore(0, {})`` empties the store."""
+        """Restores the state from :meth:`checkpoint`. ``restore(0, {})`` empties the store."""
 
     def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
         """Prepares the store in each process, before the first round and after a restore."""
@@ -64,7 +64,7 @@ class ClientStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Adds the changes of another process; ``share`` is the result of :meth:`share` in the other process."""
+        """Adds the changes of another process. ``share`` is the result of :meth:`share` in the other process."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
@@ -127,7 +127,7 @@ class MemoryStore(ClientStore):
 class FolderStore(ClientStore):
     """Client store with safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
 
-    A new fit starts the folder's next run, and leaves earlier runs unchanged; a resumed fit continues the checkpoint's
+    A new fit starts the folder's next run, without changes to earlier runs. A resumed fit continues the checkpoint's
     run. A client whose file is missing, unreadable or changed is excluded from the round, because a silent restart from
     the initial state would be wrong.
 
@@ -221,7 +221,7 @@ class FolderStore(ClientStore):
                 self._kept.discard(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Returns the state for a checkpoint; deletes files unneeded by this and the previous checkpoint."""
+        """Returns the state for a checkpoint. Deletes files unused by this and the previous checkpoint."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):
@@ -265,7 +265,7 @@ class FolderStore(ClientStore):
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes a client's files from rounds before ``round``, except the last of these files."""
+        """Deletes a client's files from rounds before ``round``, except the newest of these files."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 

@@ -1,4 +1,4 @@
-"""Use of the user's module as a client's model: loads broadcasts, stores client state, builds updates."""
+"""Uses the user's module as a client's model: loads broadcasts, stores client state, and builds updates."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ class LocalModel:
     """Loads clients' models into the user's module, one after another.
 
     Shared entries come from the broadcast, and frozen entries from the server. Personal entries come from the client's
-    store, or before the first visit from the server's initial values. Outside visits the module holds the global model.
-    Every visit starts with the round's initial values of buffers with ``persistent=False``.
+    store, or before the first visit from the server's initial values. Outside visits the module contains the global
+    model. Every visit starts with the round's initial values of buffers with ``persistent=False``.
 
-    Loading copies values into the module's entries, except for sliced entries (tables of which a client holds only some
-    rows): the client's rows replace the parameter's data, so the whole table is in memory once.
+    Loading copies values into the module's entries, except for sliced entries (tables of which a client receives only
+    some rows). For these the client's rows replace the parameter's data, so the whole table is in memory only once.
 
     Args:
-        module: The module that trains.
+        module: The user's module.
         policies: The policy of every entry, from :func:`lightning_fed.model.entries.entry_policies`.
         store: Store for the clients' personal entries.
-        resizes: Whether received entries may have other shapes; the module then adopts the new shapes.
+        resizes: Whether the module adopts new shapes of received entries.
         initial: Initial values of personal entries for a client's first visit, if different from the server's.
 
     Attributes:
         server_entries: The server's values of entries that are never sent.
         has_statistics: Whether the store has running statistics for the last loaded client.
-        dropped: Names of buffers with ``persistent=False`` that visits changed; every visit starts without the change.
+        dropped: Names of buffers with ``persistent=False`` that visits changed. Every visit starts without these
+            changes.
     """
 
     def __init__(
@@ -115,9 +116,9 @@ class LocalModel:
         }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the global model: shared entries from ``state``, all other entries from the server's values.
+        """Loads the global model: shared entries from ``state``, and the server's values of all other entries.
 
-        Afterwards, the tensors of sliced entries belong to the module.
+        The caller must not change the tensors of sliced entries afterwards, because the module uses these tensors.
         """
         self._load({**state, **self.server_entries})
         self._unsaved.return_additions()
@@ -177,7 +178,7 @@ class LocalModel:
         self._load(state)
 
     def recall(self, client: Client) -> State:
-        """Reads a client's stored state (personal entries, optimizer state, callback tensors), empty at first."""
+        """Reads a client's stored state (personal entries, optimizer state, callback tensors); empty before a visit."""
         return self.store.get(client) or {}
 
     def store_client(
@@ -235,7 +236,7 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update; refuses changes during the visit to tensors outside ``state_dict``."""
+        """Builds the client's update. Refuses changes that the visit made to tensors outside ``state_dict``."""
         self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
@@ -280,7 +281,7 @@ def memory_of(stored: State) -> State:
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's stored callback tensors with names starting with ``prefix``, as a change in ``round``."""
+    """Deletes, as a change in ``round``, a client's stored callback tensors whose names start with ``prefix``."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)
@@ -303,7 +304,7 @@ class UnsavedTensors:
         self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
 
     def changed(self) -> set[str]:
-        """Names of changed non-persistent buffers; refuses a changed parameter or persistent buffer."""
+        """Names of changed non-persistent buffers. Refuses a changed parameter or persistent buffer."""
         changed = {
             path: attribute in vars(layer)["_non_persistent_buffers_set"]
             for (path, layer, attribute, _), before in self._buffers
@@ -321,7 +322,7 @@ class UnsavedTensors:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Removes tensors and layers added by the last visit, and restores buffers; refuses unequal additions."""
+        """Removes tensors and layers added by the last visit, and restores buffers. Refuses unequal additions."""
         differing = []
         for layer, before in self._members.items():
             for name, value in _members(layer).items():

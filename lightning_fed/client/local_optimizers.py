@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and loss scale at a visit's start: reset, or restored from the client's last visit."""
+"""Resets optimizers, schedulers and loss scale at a visit's start, or restores the last visit's state."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class LocalOptimizers:
 
     Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
     after the client's last visit), the round's hyper-parameters (learning rates set by epoch schedulers), per-batch
-    schedulers and loss scale. After the round, the schedulers resume from the visit with the median step count, and the
-    loss scale from the median scale. A minority of clients cannot move the median beyond the values of other clients.
-    With one client the result equals plain training.
+    schedulers and loss scale. After the round, the schedulers continue from the visit with the median step count, and
+    the loss scale from the median scale. A minority of clients cannot move the median outside the range of all other
+    clients. With one client the result equals plain training.
 
     Args:
         optimizers: The optimizers.
         step_schedulers: Learning-rate schedulers with a step per batch.
         scaler: Object with the loss scale, with ``state_dict`` and ``load_state_dict``.
-        mode: ``"reset"``, ``"keep"``, or in a plain fit ``"continue"``: only a round without an update restores state.
+        mode: ``"reset"``, ``"keep"``, or in a plain fit ``"continue"``, which restores state only after a round without
+            an update.
         epoch_schedulers: Schedulers that the Trainer steps at the round's last batch. An epoch scheduler that shares an
             optimizer with ``step_schedulers`` resumes from the median visit's final state.
 
@@ -57,7 +58,7 @@ class LocalOptimizers:
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Returns each per-step scheduler's steps in a visit with this ``final_state``; ``None`` if uncounted."""
+        """Returns each per-step scheduler's steps in a visit with this ``final_state``, or ``None`` if unknown."""
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -71,9 +72,9 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets optimizers, schedulers and loss scale to the round's start; restores stored buffers (``packed``).
+        """Resets optimizers, schedulers and loss scale to the round's start. Restores stored buffers (``packed``).
 
-        ``rows`` lists pairs: a parameter of which the client holds only some rows, and the indices of these rows.
+        ``rows`` lists pairs of a sliced parameter and the indices of the client's rows.
         """
         if self.mode == "continue":
             return
@@ -87,7 +88,7 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Records the schedulers' state for visit index ``position``; returns packed buffers in ``"keep"`` mode."""
+        """Records the schedulers' state for visit index ``position``. Returns packed buffers in ``"keep"`` mode."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
@@ -95,8 +96,8 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
 
-        ``counting`` has the indices of visits with a valid update. Schedulers resume from the (lower) median visit by
-        steps.
+        ``counting`` contains the indices of visits with a valid update. Schedulers continue from the visit with the
+        (lower) median number of steps.
         """
         if self.mode == "continue" and counting:
             return

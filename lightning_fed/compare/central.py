@@ -46,8 +46,8 @@ def check_central(cli: FederatedCLI) -> None:
 def central_trainer(cli: FederatedCLI) -> L.Trainer:
     """Builds a plain Trainer with one epoch per round of the recipe, without stragglers.
 
-    The number of batches in an epoch matches a round: the clients' examples times ``local_epochs``. An epoch may
-    contain several passes over the pooled data, or a part. Schedulers, validation and callbacks then count rounds.
+    An epoch has as many examples as a round: the clients' examples times ``local_epochs``. An epoch may contain several
+    passes over the pooled data, or part of a pass. For schedulers, validation and callbacks, an epoch equals a round.
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation
@@ -79,7 +79,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """Loader with one epoch per round, made from consecutive batches of passes over the wrapped loader."""
+    """Loader with one epoch per round. An epoch consists of consecutive batches from passes over the wrapped loader."""
 
     # Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
 

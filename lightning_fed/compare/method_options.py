@@ -26,9 +26,10 @@ _SHARED = ("seed", "local_epochs")  # a method with these options receives the r
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """Method with options, from text such as ``"fedprox:mu=0.1"``; or ``"central"`` or ``"local"``.
+    """A method with options, parsed from text such as ``"fedprox:mu=0.1"``, or a baseline (``"central"``, ``"local"``).
 
-    Options are for the method or for ``Federation``; nested arguments have dots: ``"availability.partial_work"``.
+    Options are arguments of the method or of ``Federation``. Names of nested arguments contain dots:
+    ``"availability.partial_work"``.
     """
 
     label: str
@@ -37,7 +38,7 @@ class MethodChoice:
 
     @classmethod
     def parse(cls, text: str) -> MethodChoice:
-        """Parses ``name[:option=value[:option=value...]]``; raises ``ValueError`` for unknown names or values.
+        """Parses ``name[:option=value[:option=value...]]``. Raises ``ValueError`` for unknown names or values.
 
         Example:
             >>> MethodChoice.parse("fedbn:clients_per_round=5").options
@@ -55,10 +56,10 @@ class MethodChoice:
         return choice
 
     def federation(self, recipe: Federation) -> Federation:
-        """Returns the recipe's federation with this method; for ``"central"`` the unchanged federation.
+        """Returns the recipe's federation with this method, or for ``"central"`` the unchanged federation.
 
-        With ``"local"``, all trained entries stay on the clients, as after plain fits on local data. A method with
-        an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
+        With ``"local"``, all trained entries stay on the clients, as in plain fits on local data. A method with an
+        option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
         """
         if self.name == CENTRAL:
             return recipe

@@ -1,4 +1,4 @@
-"""Plan of a comparison; executes the runs one after another.
+"""Plan of a comparison, and a function that executes the runs one after another.
 
 The clients' data, the cohorts, the stragglers and the initial weights depend only on the run's seed.
 """
@@ -42,10 +42,12 @@ class Plan:
         stragglers: Fractions of stragglers; ``None`` for the fraction in the recipe.
         out: Folder for the results.
         monitor: Name of the compared metric; ``None`` for the metric in the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else by the name.
+        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else a guess from
+            the metric's name.
         test: Whether to evaluate the finished models on the test data.
-        overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` stands for the run's seed.
-        minutes: Time limit: no round begins if a round as long as the longest would end later; ``None`` for no limit.
+        overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` is replaced by the run's seed.
+        minutes: Time limit. A round begins only if a round with the longest duration so far would end in time. ``None``
+            for no limit.
         sites: Data with a score for every case (``"validation"`` or ``"test"``); ``None`` for no scores by case.
         patient: Key for the patients in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
@@ -111,19 +113,19 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains all unfinished runs, one after another.
 
-    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: with each client's own statistics if a method
-    cannot report statistics (secure sums, central privacy, FedSS), otherwise by the first run's decision. Every run has
-    a folder in ``<out>/runs``. An interrupted run continues after the last complete round. ``progress`` writes a line
-    per run, by default to the standard output.
+    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: each client's own statistics if a method cannot
+    report statistics (secure sums, central privacy, FedSS), otherwise the first run's decision. Every run uses a folder
+    in ``<out>/runs``. An interrupted run continues after the last complete round. ``progress`` writes a line per run,
+    by default to the standard output.
 
     Returns:
         The results of all finished runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every
         round's numbers), ``test`` (numbers on the test data), ``has_own_models`` (whether clients have personal models)
-        and, with ``sites``, the scores by site. After the time limit the other runs are missing.
+        and, with ``sites``, the scores by site. Runs that did not finish within the time limit are omitted.
 
     Raises:
-        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe or with
-            another treatment of BatchNorm, or the metric is not logged.
+        MisconfigurationException: If a method does not fit the recipe, a folder contains a run from another recipe or
+            with another treatment of BatchNorm, or the metric is not logged.
     """
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)
@@ -208,7 +210,7 @@ def _run(
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Returns a plan's runs, metric, mode (max or min) and BatchNorm decision; refuses invalid plans."""
+    """Returns a plan's runs, metric, mode (max or min) and BatchNorm decision. Refuses invalid plans."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer

@@ -63,7 +63,7 @@ class Run:
 
 
 class RoundCurve(Callback):
-    """Records every round's values and training time, and calls ``on_round`` with both; stops at the deadline."""
+    """Records every round's values and training time, and calls ``on_round`` with both. Stops at the deadline."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
@@ -120,7 +120,8 @@ def train(
     """Trains a run, and returns the results as JSON-compatible values; ``None`` after the ``deadline``.
 
     An interrupted run resumes after the last round, from ``last.ckpt`` in ``folder``. ``on_round`` receives the round's
-    number (from 1), the number of rounds, and the values. ``decision``: an earlier run's for ``batch_norm="auto"``.
+    number (from 1), the number of rounds, and the values. ``decision`` is the decision of an earlier run for
+    ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)
@@ -152,7 +153,7 @@ def train(
 def evaluate(
     cli: FederatedCLI, run: Run, folder: Path, stage: Stage = "test", callbacks: Sequence[Callback] = ()
 ) -> dict[str, float]:
-    """Evaluates a finished run on the test or validation data, also by client if every client has such data."""
+    """Evaluates a finished run on the test or validation data, and by client if every client has such data."""
     trainer = _make_trainer(cli, run)
     trainer.callbacks += callbacks
     run_stage = trainer.test if stage == "test" else trainer.validate

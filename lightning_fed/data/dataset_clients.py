@@ -34,7 +34,8 @@ class DatasetClients(Population):
     """Clients with one map-style data set each, or with parts of one map-style data set.
 
     One ``DataLoader`` serves all clients: its workers persist, and fetch the next client's batches while the current
-    client trains. A single example at the end of a pass joins the previous batch, for BatchNorm.
+    client trains. A single example at the end of a pass is added to the previous batch, because BatchNorm needs two
+    examples.
 
     Args:
         source: The clients' examples.
@@ -81,7 +82,7 @@ class DatasetClients(Population):
         return count_batches(self.num_samples(client), self.batch_size, drop_last)
 
     def batches_of_pass(self, planned: PlannedVisit, number: int, isolated: bool) -> Iterator[np.ndarray]:
-        """Yields per batch the indices into the client's examples, for pass ``number`` of a visit."""
+        """Yields, for each batch in pass ``number`` of a visit, the indices into the client's examples."""
         if (self.overfit_batches and not isolated) or not self.shuffle:
             order = np.arange(planned.num_samples)
         else:
@@ -105,7 +106,7 @@ class DatasetClients(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits. With ``isolated``, data load in this process, without ``drop_last``."""
+        """Yields the batches of all visits. With ``isolated``, loads data in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
@@ -125,14 +126,14 @@ class DatasetClients(Population):
 
 
 class BatchedDataset(Dataset[Any]):
-    """Data set that collates batches by itself, in one operation (abstract: implement :meth:`get_batch`)."""
+    """Abstract data set that returns whole batches in one operation, by :meth:`get_batch`."""
 
     def get_batch(self, indices: Any) -> Any:
         """Returns the batch of the samples at ``indices``, as ``default_collate`` would."""
 
 
 class ClientSource(Dataset[Any]):
-    """Data set of all clients, indexed by a :class:`BatchRequest` for a batch; caches the last two data sets."""
+    """Data set of all clients, indexed by a :class:`BatchRequest`. Caches the two most recent clients' data sets."""
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ class BatchRequest(NamedTuple):
 
 
 def count_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> int:
-    """Number of batches in a pass over the examples; a single example at the end joins the previous batch."""
+    """Number of batches in a pass over the examples. A single example at the end is added to the previous batch."""
     full, rest = divmod(num_samples, batch_size)
     return full if drop_last or not rest or (rest == 1 and full) else full + 1
 
@@ -243,7 +244,7 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 
 
 class _RoundSampler:
-    """Batch sampler over a round's visits; ``issued`` queues the visit's index for each requested batch."""
+    """Batch sampler over a round's visits. ``issued`` is a queue with the visit's index for each requested batch."""
 
     def __init__(self, population: DatasetClients, isolated: bool = False) -> None:
         self._population, self._isolated = population, isolated

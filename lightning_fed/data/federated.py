@@ -33,13 +33,14 @@ ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
 
 
 class EvaluationData(L.LightningDataModule):
-    """Datamodule with validation and test data, joint for all clients or separate by client.
+    """Datamodule with validation and test data, either common to all clients or separate by client.
 
     Args:
         val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
             loader or a list of loaders.
         test: Test data, in the same formats.
-        known_clients: Function that returns the clients. A mapping without any client as key contains named loaders.
+        known_clients: Function that returns the clients. A mapping none of whose keys is a client contains named
+            loaders.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class EvaluationData(L.LightningDataModule):
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
-        """Returns the validation loaders; for a mapping by client, one loader that chains all clients' loaders."""
+        """Returns the validation loaders. For a mapping by client, one loader chains all clients' loaders."""
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
@@ -69,7 +70,7 @@ class EvaluationData(L.LightningDataModule):
         return self._is_of_clients(data) and bool(data)  # a loader may have no length
 
     def val_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Maps clients to validation loaders, created at lookup; empty unless ``val`` is a mapping by client."""
+        """Maps clients to validation loaders, created on access; empty unless ``val`` is a mapping by client."""
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
     def test_clients(self) -> Mapping[Client, Iterable[Any]]:
@@ -157,15 +158,15 @@ class FederatedDataModule(EvaluationData):
 
     Args:
         clients: Training data by client, or a sequence (clients 0, 1, ...): map-style data sets, or ``DataLoader`` s
-            with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds data at lookup.
+            with their own batch size and order. :class:`~lightning_fed.data.LazyClients` builds the data on access.
         val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping by client. A mapping is evaluated
             on the pooled data, and by client with the client's personal entries.
         test: Test data, in the same formats.
         batch_size: Examples per batch, for clients given as data sets.
-        shuffle: Whether each epoch of each visit has a new order.
+        shuffle: Whether each epoch of each visit reads the examples in a new order.
         drop_last: Whether to drop a trailing batch that is not full.
         num_workers: Worker processes for the loaders.
-        pin_memory: As for a ``DataLoader``.
+        pin_memory: See ``DataLoader``.
         persistent_workers: Whether worker processes persist between rounds.
         collate_fn: Function from a list of samples to a batch.
 
@@ -258,8 +259,8 @@ def datamodule_of_handed(
 ) -> EvaluationData:
     """Builds the datamodule for data passed directly to ``Trainer.fit``.
 
-    ``train`` is a mapping by client, or a ``DataLoader`` or map-style data set, which ``partition`` splits. A partition
-    with one client accepts the same data as a plain Trainer.
+    ``train`` is a mapping by client, or a ``DataLoader`` or map-style data set, which ``partition`` splits. If the
+    partition has only one client, the same data as for a plain Trainer are accepted.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
@@ -276,7 +277,7 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Iterates over several loaders in turn. `client` is the last batch's client (``None`` without clients).
+    """Iterates over one loader after another. `client` is the last batch's client, or ``None`` without clients.
 
     After an exception the client's remaining batches are skipped.
 
@@ -330,7 +331,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Converts a client's evaluation data, one loader or several loaders, to a list of loaders.
+    """Converts a client's evaluation data (one or several loaders) to a list of loaders.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))

@@ -1,4 +1,4 @@
-"""Clients with one loader each, read one after another in a round."""
+"""Clients with one loader per client, read one after another in a round."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _END = object()
 
 
 class LoaderClients(Population):
-    """Clients with one ``DataLoader`` (or other iterable of batches) each, read one after another in a round.
+    """Clients with one ``DataLoader`` (or iterable over batches) per client, read one after another.
 
     Args:
-        loaders: Loader by client. A client may have several loaders (a ``CombinedLoader``, mapping or sequence): each
-            batch then combines one batch per loader. The mapping may build loaders at lookup.
+        loaders: Maps clients to loaders. A client may have several loaders (a ``CombinedLoader``, mapping or sequence),
+            and a batch then contains one batch per loader. The mapping may build loaders on access.
         is_plain: Whether the only client trains as in a plain fit; the loader then needs no length and no data set.
-        class_numbers: Maps class names in the data to class numbers, to refuse clients with contradictory numbers.
+        class_numbers: Maps class names to class numbers. A client with contradictory numbers is refused.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Number of the client's examples: the sampler's or data set's length, otherwise counted in one pass.
 
-        A custom sampler's length takes precedence, because a geographic sampler draws many windows from few files. With
-        several loaders, the loader that ends the pass counts; without a length, the batches of a visit.
+        A custom sampler's length takes precedence, because a geographic sampler draws many windows from few files. For
+        several loaders, the loader that ends the pass determines the number. For a loader without length, the batches
+        in a visit determine the number.
         """
         return self._count(client, self._loader(client))
 
@@ -314,7 +315,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(samplers: list[Any], epoch: int) -> None:
-    """Calls ``set_epoch(epoch)`` on all samplers with such a method."""
+    """Calls ``set_epoch(epoch)`` on all samplers with a method ``set_epoch``."""
     for sampler in samplers:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)

@@ -29,7 +29,7 @@ LONGEST_NAME = 1000
 
 @dataclass
 class PlannedVisit:
-    """A visit, with the size of the client's data and the visit's progress.
+    """A visit together with the size of the client's data, and the visit's progress.
 
     Args:
         visit: The visit as scheduled.
@@ -39,7 +39,8 @@ class PlannedVisit:
         position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
-        pass_batches: Batches in each pass, if a sampler gives passes different lengths; otherwise empty.
+        pass_batches: Number of batches in each pass, if a sampler returns passes with different lengths; otherwise
+            empty.
         is_over: Whether the client has sent the update before the last batch.
         is_stream: Whether the visit ends when the client's loader ends.
         is_counted: Whether to count examples during the first pass.
@@ -58,13 +59,13 @@ class PlannedVisit:
     pass_batches: tuple[int, ...] = ()
 
     def fail(self, fault: str, error: Exception) -> None:
-        """Marks the visit as failed with the reason ``fault``; stores the exception with the traceback as text."""
+        """Marks the visit as failed with the reason ``fault``. Stores the exception, and the traceback as text."""
         self.fault, self.error = fault, without_frames(error)
 
 
 @dataclass(slots=True)
 class VisitBatch:
-    """A visit's batch, or an error with traceback text. ``is_last``: last batch of a loader without length."""
+    """A visit's batch, or an error with traceback text. ``is_last`` marks the last batch of a loader without length."""
 
     position: int
     batch: Any = None
@@ -74,7 +75,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """Creates an item for an error, without traceback, because frames would keep a loader's workers alive."""
+        """Creates an item for an error, without traceback, because a traceback would keep a loader's workers alive."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -86,12 +87,12 @@ class Population(ABC):
         clients: The client keys in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
-        has_raised: Whether a traceback of client data was already logged.
+        has_raised: Whether a traceback for an error in client data was already logged.
         sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; ``None`` for
             passes over all examples.
-        local_steps: Number of batches in a visit, also for loaders without length; ``None`` to count passes.
+        local_steps: Number of batches in a visit, also for loaders without length; ``None`` for whole passes.
         local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
-        round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
+        round: Current round. A sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` in every round.
         overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
             pass, without shuffling; 0 for all batches.
         split_loader: The user's loader, if a partition splits the data set; ``None`` for clients with separate data.
@@ -122,29 +123,29 @@ class Population(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Number of batches in a pass over a client's data; ``None`` if unknown. ``isolated``: no ``drop_last``."""
+        """Batches in a pass over a client's data, or ``None`` if unknown. ``isolated`` ignores ``drop_last``."""
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Number of batches in each pass of a visit, if a sampler gives passes different lengths; otherwise empty."""
+        """Batches in each pass of a visit, if a sampler returns passes with different lengths; otherwise empty."""
         return ()
 
     @abstractmethod
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits in order: ``num_batches`` items per visit, until an item is an error.
+        """Yields the batches of all visits in order: ``num_batches`` items per visit, or fewer if an item is an error.
 
         After an error or a set ``fault``, the caller ignores further items of the visit.
 
-        With ``isolated``, other running iterators are unaffected, and ``drop_last`` is ignored. ``groups`` are ranges
-        of visit indices: the visits in a group yield one batch in turn. By default one visit follows another.
+        ``isolated`` leaves other running iterators unaffected, and ignores ``drop_last``. ``groups`` are ranges of
+        visit indices. The visits in a group yield one batch in turn. By default one visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-        """Yields one pass over a client's data, in an order drawn for the visit; raises exceptions from the data.
+        """Yields one pass over a client's data, in an order drawn for the visit. Raises exceptions from the data.
 
         An isolated pass includes examples that ``drop_last`` drops in training, unless the client's data are a loader.
-        For data without a known length, the pass has as many batches as a visit, if visits count steps.
+        If the data have no known length and ``local_steps`` is set, the pass has as many batches as a visit.
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
@@ -167,7 +168,7 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
-        """True for a single client with data of unknown length, whose examples are counted during training."""
+        """True if ``client`` is the only client and its data have no known length, so training counts the examples."""
         return False
 
     def gives_all(self, client: Client) -> bool:
@@ -253,14 +254,14 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Copies the states of all global generators, as tensors and primitives for checkpoints."""
+    """Returns the states of all global generators as tensors and primitives, for checkpoints."""
     numpy: Any = np.random.get_state()  # noqa: NPY002 - for the user's data sets
     name, keys, *rest = numpy
     return random.getstate(), (name, torch.from_numpy(keys.astype(np.int64)), *rest), torch_generator_states()
 
 
 def restore_generators(states: tuple[Any, ...] | None) -> None:
-    """Restores states from :func:`generator_states`; does nothing for ``None``."""
+    """Restores states from :func:`generator_states`. Does nothing for ``None``."""
     if states is None:
         return
     python, (name, keys, *rest), torch_states = states
@@ -274,7 +275,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context for a fit; refuses a fit in a second thread, because threads share the global generators."""
+    """Context for a fit. Refuses a fit in a second thread, because threads share the global generators."""
     thread = threading.get_ident()
     _training_threads.append(thread)
     try:
@@ -290,7 +291,7 @@ def in_one_thread() -> Iterator[None]:
 
 
 class LazyClients(Mapping[Client, Any]):
-    """A mapping that builds client data at each lookup, for huge populations.
+    """A mapping that builds client data on every access, for huge populations.
 
     Args:
         clients: The client keys; a ``range`` of any length needs no memory.
@@ -325,7 +326,7 @@ class LazyClients(Mapping[Client, Any]):
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
     """Returns the keys of a mapping as a sorted sequence, so that the order of insertion does not matter.
 
-    The keys of :class:`LazyClients` retain their order and are not listed. NumPy integers become Python integers.
+    The keys of :class:`LazyClients` keep their order and are not copied. NumPy integers become Python integers.
 
     Raises:
         TypeError: If a key is neither a str nor an int.
@@ -357,7 +358,7 @@ def _check_keys(clients: Iterable[Any]) -> None:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the first tensor's length at any depth.
+    """Number of examples in a batch: the length of the first tensor, possibly nested.
 
     Raises:
         ValueError: If the batch contains no tensor.
@@ -395,8 +396,8 @@ KnownClasses: TypeAlias = dict[Any, tuple[Any, str]]
 def check_class_numbers(known: KnownClasses, client: Client | None, data: Any, stage: str = "training") -> None:
     """Adds a client's class numbers to ``known``, from the attribute ``class_to_idx`` in image folders.
 
-    Refuses a class with two numbers, and a number with two classes: an image folder numbers only existing classes, so
-    on sites with different folders a number may mean different classes.
+    Refuses a class with two numbers, and a number with two classes. An image folder numbers only existing classes, so
+    with different folders on two sites, equal numbers may stand for different classes.
     """
     place = f"the {stage} data" if client is None else f"client {client!r}"
     if client is not None and stage != "training":

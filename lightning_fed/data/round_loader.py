@@ -17,14 +17,14 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class EpochPosition(NamedTuple):
-    """Batch index in a client's local epoch, and ``True`` for the last batch in the epoch or visit."""
+    """Batch index in a client's local epoch, and a flag for the last batch in the epoch or visit."""
 
     number: int
     is_last: bool
 
 
 class RoundLoader:
-    """Iterable over the batches of a round's visits, one client after another.
+    """Iterable over the batches in a round's visits, one client after another.
 
     The loader is a plain iterable with a length, because Lightning does not modify such loaders. Lightning calls
     ``iter`` twice in every epoch after the first, so an iterator does nothing before the first ``next``. After a
@@ -45,8 +45,9 @@ class RoundLoader:
         failed: Clients without usable data, with the reason.
         group: The visits of the last batch: one visit, or simultaneous visits in a subclass. Empty before the first
             visit and after the last one.
-        batches_left: Remaining batches in the group; after the last visit, in the padding.
-        num_skipped: Number of batches trained before a resume: fetched, not served; then ``on_skipped`` is called.
+        batches_left: Remaining batches in the group, or after the last visit in the padding.
+        num_skipped: Number of batches trained before a resume. These are fetched but not returned; then ``on_skipped``
+            is called.
         padding: The number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.

@@ -1,4 +1,4 @@
-"""Plan of a round: the visits in this process, with lengths, and faults in the clients' data."""
+"""Plan of a round: the visits in this process, their lengths, and faults in the clients' data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PlannedRound:
     num_clients: int = 0  # in this process
 
     def record_failure(self, population: Population, client: Client, item: VisitBatch) -> str:
-        """Returns the reason for a client's failure from the error in ``item``; logs the first such error in a fit."""
+        """Returns the reason for a client's failure from the error in ``item``. Logs the first such error in a fit."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
@@ -207,7 +207,7 @@ class VisitCosts:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """Estimates the seconds for each visit; a client without an earlier visit gets the other clients' mean."""
+        """Estimates the seconds for each visit. For a client without an earlier visit, uses the other clients' mean."""
         clients = [planned.visit.client for planned in visits]
         known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0
@@ -215,7 +215,7 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes tasks with durations ``work`` over ``size`` processes, longest first; returns indices by process."""
+    """Distributes tasks with durations ``work`` over ``size`` processes, longest first. Returns indices by process."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
     for position in sorted(range(len(work)), key=lambda position: -work[position]):

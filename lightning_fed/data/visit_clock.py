@@ -23,8 +23,8 @@ class VisitClock:
     """Timer to raise :class:`~lightning_fed.errors.VisitTimeout` in a client's visit after the time limit.
 
     The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
-    process, but not a loop in C. Only code inside the context :meth:`interrupting` is interrupted. An earlier alarm
-    (of other code) is restored afterwards.
+    process, but not a loop in C. Only code inside the context :meth:`interrupting` is interrupted. An earlier alarm,
+    set by other code, is restored afterwards.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -62,7 +62,7 @@ class VisitClock:
             signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - since), 1e-3))
 
     def interrupting(self) -> AbstractContextManager[None]:
-        """Returns a context for code to interrupt after the time limit."""
+        """Context for code to interrupt after the time limit."""
         return nullcontext() if self.seconds is None else self._interrupting()
 
     @contextmanager

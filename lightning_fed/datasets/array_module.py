@@ -28,7 +28,7 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 
 
 class ArrayDataModule(LightningDataModule, ABC):
-    """Data module with three data sets in memory (abstract: subclasses implement `load_split`).
+    """Abstract data module with three data sets in memory. Subclasses implement `load_split`.
 
     Each split is read once, in `setup` or at first use. Splits and subsets are pure functions of `seed`.
 
@@ -37,7 +37,8 @@ class ArrayDataModule(LightningDataModule, ABC):
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch in validation, test and prediction; None means `batch_size`.
         num_workers: Worker processes per loader. The data are in memory, so 0 is usually fastest.
-        train_size: Size of a random training subset; None uses all samples. A smaller subset is part of a larger one.
+        train_size: Size of a random training subset; None uses all samples. Smaller subsets are contained in larger
+            subsets.
         val_size: Size of a random validation subset.
         test_size: Size of a random test subset.
         seed: Seed for subsets and held-out samples. Training uses another seed.
@@ -115,9 +116,9 @@ class ArrayDataModule(LightningDataModule, ABC):
         return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """Selects training or validation indices, in order, from ``num_train`` samples without a validation split.
+        """Selects increasing training or validation indices from ``num_train`` training samples.
 
-        `val_size` random training samples form the validation split; the other samples are for training.
+        `val_size` random samples are held out for validation; all other samples are for training.
         """
         all_positions = np.arange(num_train)
         validation = self.subset("val", all_positions)
@@ -143,9 +144,10 @@ class ArrayDataModule(LightningDataModule, ABC):
 
 
 class FileDataModule(ArrayDataModule):
-    """Data module for files (abstract: subclasses implement `load_split`).
+    """Abstract data module for files. Subclasses implement `load_split`.
 
-    With `normalize`, images are standardised by the training images' mean and standard deviation; else in [0, 1].
+    With `normalize`, images are standardised by the training images' mean and standard deviation. Otherwise values are
+    in [0, 1].
     """
 
     augment = False

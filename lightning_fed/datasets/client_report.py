@@ -1,4 +1,4 @@
-"""Report on the clients before training: amount of data, classes, and appearance of images."""
+"""Reports on the clients before training: amount of data, classes, and appearance of images."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ClientSummary:
 
 @dataclass(frozen=True, eq=False)
 class ClientReport:
-    """Summaries of all clients' data, from :func:`report_clients`. ``str()`` gives a Markdown table."""
+    """Summaries of all clients' data, from :func:`report_clients`. ``str()`` returns a Markdown table."""
 
     clients: tuple[ClientSummary, ...]
     class_names: tuple[str, ...] = field(default=())
@@ -231,7 +231,7 @@ def _summarize(population: Population, client: Client, ignore_index: int | None)
 
 
 def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
-    """Counts a batch's pixels or examples per class, and without a class; empty if targets are not classes."""
+    """Counts a batch's pixels or examples by class, and those without a class. Empty if targets are not classes."""
     try:
         labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1

@@ -40,10 +40,10 @@ _INSTRUCTIONS = (
 
 
 class Omniglot(FileDataModule):
-    """28 x 28 images of characters, white on black; many classes with few images each.
+    """Characters, 28 x 28 images, white on black: many classes with few images per class.
 
-    The background set has 964 characters from 30 alphabets, which are the classes. Each alphabet was drawn by 20
-    people, with one image per person and character. The images are split by person, so every class is in all three
+    The background set contains 964 characters from 30 alphabets. Each character is a class. Each alphabet was drawn by
+    20 people, with one image per person and character. The images are split by person, so every class is in all three
     splits. The evaluation set has 659 characters from 20 other alphabets, classes 964 to 1622, and is not used for
     training: :meth:`retrieval_dataloader` returns these images, for retrieval by embeddings.
 

@@ -1,4 +1,4 @@
-"""Rendering of scenes with simple shapes, from back to front. Lengths are fractions of the image's side."""
+"""Renders scenes with simple shapes, from back to front. Lengths are fractions of the image's side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> 
     """Draws a scene for `ShapesDataset`: an image, uint8, shape (3, H, W), and a mask, uint8, shape (H, W).
 
     In the mask 0 is background, and `SHAPES` start at 1. Each further shape has the class of the first shape with
-    probability ``dominant``, else a random class.
+    probability ``dominant``, or else a random class.
     """
     # One scene at a time: the arrays fit the cache, and a scene cannot depend on other scenes in a batch.
     axis = (np.arange(image_size) + 0.5) / image_size

@@ -29,7 +29,7 @@ _GENERATED = 12  # roles
 
 
 class Shakespeare(FederatedDataModule):
-    """Shakespeare's plays by speaking role: windows with 80 characters, and the next character. A role is a client.
+    """Shakespeare's plays. A sample is a window of 80 characters with the next character. A role is a client.
 
     The data come from the first existing file under `data_dir`, or from `data_dir` if this is a file:
 
@@ -42,7 +42,7 @@ class Shakespeare(FederatedDataModule):
 
     A role's text is the sequence of speeches joined by line breaks. Every window with `seq_length` characters and a
     next character is a sample. The first samples are for training and the last for validation, as in the LEAF
-    benchmark; samples in between, with windows overlapping training windows, are dropped.
+    benchmark. Samples between both parts, whose windows overlap training windows, are dropped.
 
     FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition. Source: S.
     Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated Learning
@@ -54,8 +54,10 @@ class Shakespeare(FederatedDataModule):
         max_clients: Maximum number of clients: the first roles in the file. None for all roles.
         seq_length: Characters per window.
         stride: Number of characters between window starts; a larger stride gives fewer samples with less overlap.
-        every_step: Whether targets are the next characters for every character in a window, or only for the last.
-        vocabulary: `"leaf"`, LEAF's 80 characters, others become spaces; or `"text"`, all characters in the file.
+        every_step: Whether the target is the next character at every position in a window, or only at the last
+            position.
+        vocabulary: `"leaf"` for LEAF's 80 characters (all others are replaced by spaces), or `"text"` for all
+            characters in the file.
         val_fraction: Fraction of a role's samples for validation, taken from the end of the text; in (0, 1).
         batch_size: Windows per training batch.
         eval_batch_size: Windows per validation batch; None means `batch_size`.
@@ -138,7 +140,7 @@ class Shakespeare(FederatedDataModule):
 
     @property
     def vocabulary(self) -> str:
-        """String with all characters, in the order of the integer codes; with `vocabulary="text"` reads the file."""
+        """String with all characters, in the order of the integer codes. With `vocabulary="text"`, reads the file."""
         if not self._vocabulary:
             self.setup()
         return self._vocabulary
@@ -148,7 +150,7 @@ class Shakespeare(FederatedDataModule):
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """Encodes a text as codes, int64, shape ``(length,)``; characters outside the vocabulary become spaces."""
+        """Encodes a text as codes, int64, shape ``(length,)``. Characters outside the vocabulary become spaces."""
         return encode_text(text, self.vocabulary)
 
     def decode(self, codes: Tensor) -> str:

@@ -18,15 +18,16 @@ _MEAN, _STD = 0.47, 0.22
 class ShapesDataset(ArrayDataset):
     """Scenes with two to four shapes from five classes on a dull background, rendered in the constructor.
 
-    A scene is a pure function of (seed, split, index) and the options. A shape's class shows in the outline and, nine
-    times out of ten, in the texture: discs are plain, squares have rows, triangles columns, rings checkers, and crosses
-    slanted stripes; one time out of ten the texture is random. Colours and areas do not depend on the class. Shapes are
-    rotated by up to 20 degrees, and may overlap. Vivid strokes and specks behind the shapes are background. Brightness
-    decreases across the scene, and noise is added.
+    A scene is a pure function of (seed, split, index) and the options. A shape's class determines the outline and, with
+    probability 0.9, the texture: plain for discs, rows for squares, columns for triangles, checkers for rings, and
+    slanted stripes for crosses. Otherwise the texture is random. Colours and areas do not depend on the class. Shapes
+    are rotated by up to 20 degrees, and may overlap. Vivid strokes and specks behind the shapes are background.
+    Brightness decreases across the scene, and noise is added.
 
-    Each scene has a dominant class. The first and largest shape has this class; every other shape has this class with
-    probability `dominant`, else a uniformly drawn class. Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4
-    ring, 5 cross. The label for classification is the shape class with the most visible pixels, from 0 disc to 4 cross.
+    Each scene has a dominant class. The first and largest shape has this class. Every other shape has this class with
+    probability `dominant`, or else a uniformly drawn class. Mask values are 0 background, 1 disc, 2 square, 3 triangle,
+    4 ring, 5 cross. The label for classification is the shape class with the most visible pixels, from 0 disc to 4
+    cross.
 
     Args:
         num_samples: Number of scenes.
@@ -74,7 +75,7 @@ class Shapes(ArrayDataModule):
 
     The scenes are rendered in `setup`, 1,000 scenes with 64 x 64 pixels in 1 to 2 seconds. For segmentation there are 6
     classes, background and the five shapes; for classification 5 classes. With `dominant` near 1 almost every scene
-    shows a single class, so a Dirichlet partition over the dominant class gives clients with very different masks.
+    contains a single class, so the clients of a Dirichlet partition have very different masks.
 
     Args:
         num_train: Number of training scenes.

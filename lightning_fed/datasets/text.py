@@ -1,4 +1,4 @@
-"""Text by speaking role: reading, generation, and windows with the next character."""
+"""Reads or generates text by speaking role, and cuts windows with the next character."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKS = ",.;!?"
 
 
 def encode_text(text: str, vocabulary: str) -> Tensor:
-    """Encodes a text as positions in a vocabulary, int64; other characters become spaces."""
+    """Encodes a text as positions in a vocabulary, int64. Characters outside the vocabulary become spaces."""
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:

@@ -16,7 +16,7 @@ from lightning_fed.datasets.arrays import ArrayDataset
 
 
 class TorchvisionImages(FileDataModule):
-    """Images with classes in torchvision's format (abstract: see `MNIST`, `FashionMNIST` and `CIFAR10`).
+    """Abstract base class for images with classes in torchvision's format (`MNIST`, `FashionMNIST`, `CIFAR10`).
 
     Files are only read. There is no validation split: `val_size` random training images are held out for validation.
 
@@ -50,7 +50,7 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Reads the classes, shape (N,); also returns a function from positions to images, shape (n, C, H, W)."""
+        """Returns the classes, shape (N,), and a function from positions to images, shape (n, C, H, W)."""
 
     def prepare_data(self) -> None:
         if not self.download:

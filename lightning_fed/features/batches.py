@@ -28,7 +28,7 @@ def find_target(batch: Any, target: BatchKey = None) -> Tensor:
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Converts labels to integers; refuses non-integers. Drops a channel axis of size 1 if the features have none."""
+    """Converts labels to integers. Refuses non-integers. Drops a channel axis of size 1 if the features have none."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")

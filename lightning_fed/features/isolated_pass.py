@@ -1,4 +1,4 @@
-"""Runs steps of a user's module outside the Trainer's loop, without effect on logs, metrics and train/eval modes."""
+"""Runs steps of a user's module outside the Trainer's loop, without changes to logs, metrics and training modes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def isolated_pass(
         log: Function to call instead of ``module.log``; by default values are ignored.
         gradients: Whether to enable gradients.
         is_reloaded: Whether the caller reloads parameters and buffers afterwards, so that copies are not needed.
-        is_alone: Whether metrics are computed only in this process, because other processes may run other code.
+        is_alone: Whether metrics are computed without synchronisation, because other processes may run other code.
         is_muted: Whether to mute the loggers, because the Trainer's pass already writes pictures to the loggers.
         is_training: Whether each layer retains the training mode.
     """
@@ -88,7 +88,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which ``metrics`` compute values from this process only, uncached. Skips ``MetricCollection``."""
+    """Context in which ``metrics`` compute values from only this process, uncached. Skips ``MetricCollection``."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):
@@ -159,7 +159,7 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
     """Calls ``module.<name>`` with a batch from :func:`prepare_batch`, in the Trainer's precision.
 
-    ``indices`` are the batch index, which is optional for a step, and with several loaders the loader index.
+    ``indices`` are the batch index, which a step may omit, and for several loaders the loader index.
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
@@ -180,7 +180,7 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Name of a step that runs the module without updating parameters; ``None`` without such a step."""
+    """Name of a step that runs the module without updating parameters, or ``None``."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None

@@ -19,7 +19,7 @@ _VOID_OF_8_BITS = 255
 def class_indices(
     labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
-    """Converts labels to class indices, int64; void pixels and excluded classes get :math:`C` = ``num_classes``.
+    """Converts labels to class indices, int64; void pixels and excluded classes become :math:`C` = ``num_classes``.
 
     ``ignore_index`` is the label of void pixels: ``"auto"`` for 255 unless 255 is a class, ``None`` for no void label.
 
@@ -54,7 +54,7 @@ def class_indices(
 
 
 def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
-    """Returns the label of void pixels; ``"auto"`` is 255 as in 8-bit masks, unless 255 is a class."""
+    """Returns the label of void pixels. ``"auto"`` is 255 as in 8-bit masks, unless 255 is a class."""
     if ignore_index != "auto":
         return ignore_index
     return _VOID_OF_8_BITS if num_classes <= _VOID_OF_8_BITS else None
@@ -63,7 +63,7 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
     r"""Resizes label maps ``(N, *label_size)`` to ``(N, *size)`` by nearest neighbour.
 
-    Position i of n gets the label at position :math:`\lfloor i m / n \rfloor` of m. The result equals
+    Position i of n in the result is position :math:`\lfloor i m / n \rfloor` of m in the label map. The result equals
     ``torch.nn.functional.interpolate(mode="nearest")``, but large labels and positions are not rounded.
 
     Example:

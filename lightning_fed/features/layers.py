@@ -69,7 +69,7 @@ def require_classifier(module: nn.Module) -> str:
 
 
 def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str | None:
-    """Finds a model's classifier, the layer with the logits as output; returns the name, or ``None``.
+    """Finds a model's classifier, the layer with the logits as output. Returns the name, or ``None``.
 
     The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
     else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
@@ -113,7 +113,7 @@ def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | N
 
 
 def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Replaces the layer ``name`` in a module; returns the module, or for an empty ``name`` the new layer."""
+    """Replaces the layer ``name`` in a module. Returns the module, or for an empty ``name`` the new layer."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")

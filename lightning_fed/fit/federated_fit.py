@@ -126,7 +126,7 @@ class RemoteSide(ABC):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Measures BatchNorm inputs on remote clients; returns (client, report) pairs. ``send`` prepares a broadcast.
+        """Measures BatchNorm inputs on remote clients. Returns (client, report) pairs. ``send`` prepares a broadcast.
 
         Clients that cannot measure are excluded. On a client's machine the result is empty.
         """

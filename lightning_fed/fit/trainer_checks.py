@@ -54,7 +54,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds the callbacks ``needed`` directly after ``callback``, except classes that the Trainer already has."""
+    """Adds the callbacks ``needed`` directly after ``callback``, except classes already in the Trainer."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):

@@ -1,7 +1,7 @@
 """All uses of undocumented behaviour in Lightning and torch. Each docstring names the behaviour.
 
-The only other place is the strategy (:mod:`lightning_fed.backends.client_parallel.strategy`). Each function has a test
-in ``tests/lightning/test_internals.py``, which fails after a change in Lightning or torch.
+The only exception is the strategy (:mod:`lightning_fed.backends.client_parallel.strategy`). Each function has a test in
+``tests/lightning/test_internals.py``, which fails after a change in Lightning or torch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def ignored_warning(message: str, module: str = "") -> Iterator[None]:
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """Returns the Trainer's own list of callbacks, in which callers may add or move callbacks."""
+    """Returns the Trainer's own list of callbacks. Callers may add or move callbacks in this list."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
@@ -145,12 +145,12 @@ def is_fitting(trainer: L.Trainer) -> bool:
 
 
 def is_validating(trainer: L.Trainer) -> bool:
-    """True if the Trainer is in ``trainer.validate``; ``trainer.validating`` is also true in a fit."""
+    """True if ``trainer.validate`` is running. In contrast, ``trainer.validating`` is also true in a fit."""
     return trainer.state.fn == TrainerFn.VALIDATING
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Sets the Trainer's stage (``"validation"``, ``"test"`` or a previous stage); returns the previous stage.
+    """Sets the Trainer's stage (``"validation"``, ``"test"`` or a previous stage). Returns the previous stage.
 
     The attribute is ``stage`` in the Trainer's state.
     """
@@ -161,7 +161,7 @@ def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
 
 
 def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
-    """Sets the number of epochs between reloads of the training loader; returns the previous number.
+    """Sets the number of epochs between reloads of the training loader. Returns the previous number.
 
     The Trainer reads ``reload_dataloaders_every_n_epochs`` at the start of every epoch.
     """
@@ -171,9 +171,9 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 
 
 def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
-    """Sets the time of the last validation to ``seconds``, unless ``None``; returns the previous time.
+    """Sets the time of the last validation to ``seconds``, unless ``None``. Returns the previous time.
 
-    With a duration as ``val_check_interval``, Lightning resets this time whenever a loader is requested.
+    If ``val_check_interval`` is a duration, Lightning resets this time whenever a loader is requested.
     """
     before: float | None = getattr(trainer, "_last_val_time", None)
     if seconds is not None:
@@ -205,7 +205,7 @@ def advise_workers(trainer: L.Trainer, loader: Any) -> None:
 
 
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
-    """Sets ``trainer.is_last_batch``, stored in the epoch loop's batch progress; returns the previous value.
+    """Sets ``trainer.is_last_batch``, stored in the epoch loop's batch progress. Returns the previous value.
 
     Lightning does not read this value to end the epoch loop.
     """
@@ -226,7 +226,7 @@ def ends_after_batch(trainer: L.Trainer) -> bool:
 
 
 def forget_length(trainer: L.Trainer) -> None:
-    """Makes the length of an epoch unknown, as for an iterable, so that Lightning validates after the last batch.
+    """Makes the length of an epoch unknown, as for an iterable, so Lightning validates after the last batch.
 
     The fit loop stores the number of batches, and the Trainer the number of batches between validations.
     """
@@ -236,14 +236,14 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Marks the current batch as the last one in the epoch, by changing the length in the data fetcher."""
+    """Marks the current batch as the epoch's last batch, by changing the length in the data fetcher."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1
 
 
 def batches_in_epoch(trainer: L.Trainer) -> int:
-    """Counts the batches started in the epoch; directly after a resume, the batches trained before the checkpoint."""
+    """Number of batches started in the epoch. Directly after a resume: number of batches before the checkpoint."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
@@ -255,7 +255,7 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
     """Resets a checkpoint to the start of an epoch, with the ``global_step`` and :func:`fit_progress` of this start.
 
-    Lightning resumes after the batches counted in ``epoch_loop.batch_progress``. If no batch is counted as ready,
+    Lightning resumes at the batch index in ``epoch_loop.batch_progress``. If the number of ready batches is 0,
     Lightning assumes a checkpoint at the end of an epoch. ``window`` is the number of batches per optimizer step.
     """
     checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
@@ -269,9 +269,9 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
 
 
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
-    """Marks the epoch of a checkpoint as complete: a resumed Trainer begins the next epoch.
+    """Marks a checkpoint's epoch as complete: a resumed Trainer will begin the next epoch.
 
-    ``is_counted``: Lightning has already added the last batch to the log's x-axis, after validation.
+    ``is_counted`` is true if Lightning has already added the last batch to the log's x-axis, after validation.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -289,7 +289,7 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
 
 
 def await_validation(checkpoint: dict[str, Any]) -> None:
-    """Changes a checkpoint after the last batch of an epoch, so that Lightning resumes with the validation."""
+    """Changes a checkpoint saved after an epoch's last batch: Lightning will resume with the validation."""
     loop = checkpoint["loops"]["fit_loop"]
     _advance(loop["epoch_loop.batch_progress"], "completed")
     for counts in (loop["epoch_loop.val_loop.batch_progress"][part] for part in ("total", "current")):
@@ -302,7 +302,7 @@ def _advance(progress: dict[str, Any], stage: str) -> None:
 
 
 def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
-    """Makes a fit start at ``epoch`` instead of 0: the fit loop's progress loads a state, as from a checkpoint."""
+    """Makes a fit start at ``epoch`` instead of 0, by loading a state into the fit loop's progress, as on resume."""
     progress = trainer.fit_loop.epoch_progress
     for counts in (progress.total, progress.current):
         counts.load_state_dict(dict.fromkeys(counts.state_dict(), epoch))
@@ -311,7 +311,7 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
     """Adds ``count`` steps of other processes to ``trainer.global_step`` (for callbacks) and the log's x-axis.
 
-    Lightning adds the completed steps of automatic and manual optimization; only one of the two is in use.
+    ``global_step`` is the sum of automatic and manual optimization steps, and a fit uses either kind.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -324,7 +324,7 @@ def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
 
 
 def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
-    """Adds values by name to the Trainer's metrics, for callbacks that monitor values.
+    """Adds named values to the Trainer's metrics, for callbacks that monitor values.
 
     ``LightningModule.log`` would add every value to a collection that Lightning reads at each batch.
     """
@@ -333,7 +333,7 @@ def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
 
 
 def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
-    """Removes values by name, added by :func:`show_metrics`, from the Trainer's metrics."""
+    """Removes values that :func:`show_metrics` added to the Trainer's metrics."""
     for name in names:
         trainer.callback_metrics.pop(name, None)
         trainer.logged_metrics.pop(name, None)
@@ -348,7 +348,7 @@ def log_position(trainer: L.Trainer) -> int:
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Changes :func:`log_position` by ``count``. Lightning also adds 1 for every batch, even a ``None`` batch."""
+    """Adds ``count`` to :func:`log_position`. Lightning also adds 1 for every batch, even for a ``None`` batch."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
@@ -358,9 +358,9 @@ def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
 
 
 def loss_scaler(trainer: L.Trainer) -> Any:
-    """Returns the object with the loss scale (``state_dict``, ``load_state_dict``); ``None`` for unscaled losses.
+    """Returns the object whose state is the loss scale (the precision plugin); ``None`` for unscaled losses.
 
-    The object is the precision plugin. Only plugins with loss scaling have a state.
+    Only precision plugins with loss scaling have a state.
     """
     return trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
 
@@ -382,7 +382,7 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 
 
 def loss_scale(trainer: L.Trainer) -> float:
-    """Returns the factor on the loss in a backward pass: 1 for a precision plugin without ``scaler``."""
+    """Returns the loss factor for the backward pass; 1 without a ``scaler``."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -410,7 +410,7 @@ def batch_size_of(batch: Any) -> int:
 
 @cache
 def lightning_attributes() -> frozenset[str]:
-    """Names of all attributes that an empty ``LightningModule`` has, but a ``torch.nn.Module`` lacks."""
+    """Names of attributes in an empty ``LightningModule``, but not in a ``torch.nn.Module``."""
     return frozenset(vars(L.LightningModule())) - _MODULE_ATTRIBUTES
 
 

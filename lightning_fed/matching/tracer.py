@@ -159,7 +159,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Unites an activation's ids over all dimensions except ``dim``; returns ids of shape ``(length,)``."""
+        """Unites an activation's ids over all dimensions except ``dim``. Returns ids of shape ``(length,)``."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]

@@ -29,8 +29,8 @@ class MaximumMeanDiscrepancy(PooledSamples):
     Args:
         num_classes: Number of classes, to average discrepancies within each class; ``None`` to ignore classes.
         bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
-        estimator: Estimator with ("biased") or without ("unbiased") kernels between a sample and itself.
-        scales: Factors on the bandwidth; the kernels of all factors are added.
+        estimator: "biased" includes the kernel between a sample and itself, "unbiased" excludes this kernel.
+        scales: Factors for the bandwidth; the kernels for all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
@@ -106,7 +106,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         self.append(features=features, reference=reference)
 
     def compute(self) -> Tensor:
-        """Returns the discrepancy; NaN without samples, or without a class in both sets."""
+        """Returns the discrepancy, or NaN if samples are missing, or if no class occurs in both sets."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)

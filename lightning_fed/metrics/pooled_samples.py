@@ -13,7 +13,8 @@ from torchmetrics.utilities import dim_zero_cat
 class PooledSamples(Metric):
     """Stores all vectors (of equal length) and labels for a metric, in the metric's dtype, gathered over processes.
 
-    States are one-dimensional and labels are floats, so the empty state of a process without data has the same dtype.
+    States are one-dimensional, and labels are floats, because the empty state of a process without data must have the
+    same shape and dtype.
     """
 
     is_differentiable = False

@@ -20,8 +20,8 @@ class SegmentationScores(Metric):
               \mathrm{Dice}_c = \frac{2 |P_c \cap T_c|}{|P_c| + |T_c|}
 
     over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
-    and the result. If all classes are missing (for example healthy images without a false positive), there are no
-    means. If the ignored label is a class, this class has no score, but a prediction with this class counts as wrong.
+    and the result. If all classes are missing (for example in healthy images without a false positive), the means are
+    omitted. If the ignored label is a class, this class has no score, but predicting this class is an error.
 
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
@@ -72,7 +72,7 @@ class SegmentationScores(Metric):
 
         Args:
             logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.
-            target: Class indices ``(N, H, W)``; in the other modes 0 and 1, also in the shape of the logits.
+            target: Class indices ``(N, H, W)``; in the other modes values 0 and 1, also with the shape of the logits.
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":

@@ -1,4 +1,4 @@
-"""BatchNorm layers of a module, with their training modes."""
+"""BatchNorm layers in a module, and the layers' training modes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def freeze_batch_norm(module: nn.Module) -> None:
 
 
 def thaw_batch_norm(module: nn.Module) -> None:
-    """Sets each BatchNorm layer to the mode (training or evaluation) of its parent module."""
+    """Sets each BatchNorm layer to the parent module's mode (training or evaluation)."""
     for parent in module.modules():
         for child in parent.children():
             if isinstance(child, BatchNorm):

@@ -41,7 +41,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
-    """Location of a parameter or buffer: layer and attribute name; ``path`` is the name in ``named_parameters()``."""
+    """Location of a parameter or buffer: layer and attribute name. ``path`` is the name in ``named_parameters()``."""
 
     path: str
     layer: nn.Module
@@ -62,13 +62,13 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by path (``named_parameters()``), each tensor once; paths may differ from entry names."""
+    """Parameters and buffers by path (``named_parameters()``), each tensor once. Paths may differ from entry names."""
     paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
     return {path: tensor for tensor, path in reversed(paths.items())}
 
 
 def live_entries(module: nn.Module) -> State:
-    """Tensors that share memory with the module's state, by entry name: a write changes the module.
+    """Tensors that share memory with the module's state, by entry name. Writing to a tensor changes the module.
 
     Tied entries (one tensor with several names) appear once, under the first name. A complex tensor appears as a real
     view (:func:`torch.view_as_real`, shape ``(..., 2)``). Entries without memory in the module are excluded: extra
@@ -168,9 +168,9 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Raises an error if a trained tensor, also in ``optimizers``, shares no memory with an entry of the state.
+    """Raises an error if a trained tensor (also in ``optimizers``) does not share memory with an entry of the state.
 
-    Refuses lazy layers, running statistics in training mode without an entry, and entries that overlap in memory.
+    Refuses lazy layers, running statistics without an entry in a layer that trains, and entries that overlap in memory.
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
@@ -251,7 +251,7 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Names of entries that training leaves unchanged: parameters without gradients, buffers in evaluation mode.
+    """Names of entries unchanged by training: parameters without gradients, buffers in evaluation mode.
 
     Only the module's code may write to these entries.
     """
@@ -290,7 +290,7 @@ def copy_state(state: Mapping[str, Tensor]) -> State:
 
 
 def copy_adjacent(state: Mapping[str, Tensor]) -> State:
-    """Copies all tensors into one common storage. Never pickle the result: each tensor would save the whole storage."""
+    """Copies all tensors into one common storage. Do not pickle the result, because each tensor saves the storage."""
     return dict(zip(state, copies(list(state.values())), strict=True))
 
 
@@ -354,7 +354,7 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of all tensors together, shape ``()``; 0 without elements."""
+    """Euclidean norm of all tensors together, shape ``()``, or 0 without elements."""
     parts = norms(tensors)
     if not parts:
         return torch.tensor(0.0)
@@ -397,7 +397,7 @@ def entry_policies(
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """Returns entry names that match any selector; ``option`` is the argument's name for error messages.
+    """Returns entry names that match any selector. ``option`` is the argument's name in error messages.
 
     Raises:
         ValueError: If a selector matches nothing, or matches a tied entry but not its first name.

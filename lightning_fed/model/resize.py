@@ -1,4 +1,4 @@
-"""Changes of layer widths (such as ``out_features``) in place."""
+"""Changes layer widths (such as ``out_features``) in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: Values for any entries, with unchanged number of axes. Dtypes and devices are taken from the module.
 
     Raises:
-        ValueError: If an entry is unknown or has another number of axes. The module then stays unchanged.
+        ValueError: If an entry is unknown or has another number of axes. The module is then unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -59,7 +59,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def set_tensor_data(owner: Tensor, value: Tensor) -> None:
-    """Replaces the data of the parameter or buffer ``owner``, possibly in a new shape; drops the gradient."""
+    """Replaces the data of the parameter or buffer ``owner``, possibly with a new shape, and deletes the gradient."""
     owner.grad = None
     if value.shape != owner.shape:
         # Autograd remembers the old shape while an earlier graph exists. Setting a new dtype resets the shape.
@@ -68,7 +68,7 @@ def set_tensor_data(owner: Tensor, value: Tensor) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
-    """Sets the width attributes of all layers, such as ``in_features``, to the tensors' shapes; returns the changes."""
+    """Sets the width attributes of all layers, such as ``in_features``, to the tensors' shapes. Returns the changes."""
     changes = []
     for layer in module.modules():
         for name, value in layer_numbers(layer).items():

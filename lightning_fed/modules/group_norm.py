@@ -24,19 +24,20 @@ _BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.Sy
 
 
 def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
-    r"""Replaces all batch normalisations in a model by group normalisations, in place; returns the model.
+    r"""Replaces all batch normalisations in a model by group normalisations, in place. Returns the model.
 
-    BatchNorm computes :math:`y = \gamma (x - \mu_c) / \sqrt{\sigma_c^2 + \epsilon} + \beta` with :math:`\mu_c,
-    \sigma_c` for channel c over the batch in training, and running averages in evaluation. Clients with different data
-    have different :math:`\mu_c, \sigma_c`, so the average suits no client. GroupNorm uses the mean and variance over a
-    channel group in *one* example, so training and evaluation agree, and only weights are averaged.
+    BatchNorm computes :math:`y = \gamma (x - \mu_c) / \sqrt{\sigma_c^2 + \epsilon} + \beta` with
+    :math:`\mu_c, \sigma_c` for channel c over the batch in training, and running averages in evaluation. Clients with
+    different data have different :math:`\mu_c, \sigma_c`, so the average does not fit any client. GroupNorm uses the
+    mean and variance over a channel group in *one* example, so training and evaluation agree, and only weights are
+    averaged.
 
     Unchanged: :math:`\gamma` and :math:`\beta` (the same `Parameter` objects), :math:`\epsilon`, training mode, weight
     names, and sharing (a shared layer remains one layer).
 
     Lost: ``running_mean``, ``running_var`` and ``num_batches_tracked`` (three state entries per layer). A trained or
-    pretrained model then computes another function: fine-tune after the conversion. Hooks on the old layers are lost.
-    Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) stay unchanged.
+    pretrained model computes a different function afterwards, and needs fine-tuning. Hooks on the old layers are lost.
+    Layers without batch statistics (frozen BatchNorm, InstanceNorm, LayerNorm) are not changed.
 
     Args:
         model: Any module. For a batch normalisation the result is the new layer.

@@ -9,8 +9,8 @@ CHUNK_ELEMENTS = 1 << 22
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
     """Numbers of examples and pixels per chunk of an input with shape (examples, channels, pixels).
 
-    Channels are never split. A chunk with several examples contains all their pixels. ``elements`` is the maximum size
-    of a chunk, by default ``CHUNK_ELEMENTS``; one pixel with more channels exceeds the maximum.
+    Channels are never split. A chunk with several examples contains all pixels of these examples. ``elements`` is the
+    maximum size of a chunk, by default ``CHUNK_ELEMENTS``. If one pixel has more channels, the chunk is larger.
 
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)

@@ -15,7 +15,7 @@ from lightning_fed.numerics.precision import float64_device, to_float64
 class Float64States(Metric):
     """Base class of metrics with float64 states, stored on the CPU if the metric's device lacks float64.
 
-    ``float64_states`` lists the names of the states; ``set_dtype`` affects only the result.
+    ``float64_states`` lists the names of these states. ``set_dtype`` affects only the result.
     """
 
     float64_states: ClassVar[tuple[str, ...]] = ()
@@ -30,7 +30,7 @@ class Float64States(Metric):
 
 
 class Float64Mean(Float64States):
-    """Metric for the mean over all values and processes (abstract: subclasses implement ``update``)."""
+    """Base class for the mean over all values and processes. Subclasses implement ``update``."""
 
     is_differentiable = False
     full_state_update = False

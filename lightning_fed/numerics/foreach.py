@@ -29,7 +29,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 @torch.no_grad()
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors; contiguous tensors with equal dtype and device become neighbours in memory, in order."""
+    """Copies tensors. Contiguous tensors with equal dtype and device become neighbours in memory, in order."""
     groups, counts = dict[Any, list[int]](), Counter[Any]()
     for position, value in enumerate(tensors):
         kind = (value.dtype, value.device) if value.is_contiguous() else position
@@ -77,7 +77,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Views each run (:func:`find_runs`) as one flat tensor per list; a tensor without neighbours is unchanged."""
+    """Views each run (:func:`find_runs`) as one flat tensor per list. A tensor without neighbours is unchanged."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 
@@ -112,7 +112,7 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
 
 
 def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the differences ``new - old`` of tensor pairs; on the CPU in chunks of each tensor.
+    """Yields the differences ``new - old`` of tensor pairs, on the CPU in chunks of each tensor.
 
     Chunks do not depend on the memory layout (:func:`find_runs`), so norms are equal in one process and over a network.
     """
@@ -122,7 +122,7 @@ def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Compares pairs of tensors, with one device synchronisation; ``True`` for a pair with equal values."""
+    """Compares pairs of tensors, with one device synchronisation. Returns ``True`` for each pair with equal values."""
     if all(value.is_cpu for value in left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
     flags = [(one == other).all() for one, other in zip(left, right, strict=True)]

@@ -30,7 +30,7 @@ def at_least_float32(value: Tensor) -> Tensor:
 
 
 def as_real(value: Tensor) -> Tensor:
-    """Views a complex tensor as pairs of real numbers, shape ``(..., 2)``; returns real tensors unchanged.
+    """Views a complex tensor as pairs of real numbers, shape ``(..., 2)``. Returns real tensors unchanged.
 
     Example:
         >>> as_real(torch.tensor([1 + 2j])), as_real(torch.tensor([3.0]))

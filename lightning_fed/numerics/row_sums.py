@@ -1,4 +1,4 @@
-"""Weighted mean of a table (such as an embedding) over clients with only some rows.
+"""Weighted mean of a table (such as an embedding) over clients that train only some rows.
 
 "Federated sampled softmax" (FedSS), Algorithm 1, line 12: a missing row is treated as unchanged.
 """

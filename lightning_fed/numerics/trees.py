@@ -23,12 +23,12 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies a function to each leaf of a nested container; returns a container with the same structure."""
+    """Applies a function to each leaf of a nested container. Returns a container with the same structure."""
     return _pytree.tree_map(function, tree)
 
 
 def move_tensors(tree: Any, device: torch.device | None) -> Any:
-    """Moves the tensors in a nested container to a device (``None``: nowhere); other leaves are unchanged.
+    """Moves the tensors in a nested container to a device (``None`` for no move). Other leaves are unchanged.
 
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))
@@ -43,7 +43,7 @@ def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> d
 
 
 def copy_tree(value: Any, copied: dict[int, Any] | None = None) -> Any:
-    """Copies the state of a scheduler or optimizer; later steps do not change the copy.
+    """Copies the state of a scheduler or optimizer. Later steps do not change the copy.
 
     Optimizers, modules, functions and objects with a custom constructor are only referenced. Unlike ``copy.deepcopy``,
     the function runs no code of other classes: for a scheduler that forwards attributes, ``deepcopy`` may not end.

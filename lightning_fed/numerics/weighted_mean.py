@@ -21,8 +21,8 @@ class WeightedMean:
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
     Floating-point entries are summed in float64 and cast back once, so the mean of identical float32 states is exact
-    and independent of the client order. Integer and boolean entries (``num_batches_tracked``) get the value of the
-    state with the largest ``size``; among equal sizes, the largest value. :meth:`merge` adds the states of another
+    and independent of the client order. Integer and boolean entries (``num_batches_tracked``) are taken from the state
+    with the largest ``size``. If sizes are equal, the largest value is taken. :meth:`merge` adds the states of another
     process.
 
     Example:
@@ -50,7 +50,7 @@ class WeightedMean:
     ) -> None:
         """Adds one state with a weight and the number of examples (``size``). All states have equal names and shapes.
 
-        A missing floating-point entry counts as unchanged from ``base`` in :meth:`mean`. ``rows`` maps each partial
+        A missing floating-point entry is treated as unchanged from ``base`` in :meth:`mean`. ``rows`` maps each partial
         entry to the indices of the entry's rows: int64, shape ``(rows,)``.
         """
         if not 0 <= weight < float("inf"):
@@ -99,8 +99,8 @@ class WeightedMean:
     ) -> dict[str, Tensor]:
         """Returns the weighted mean of all added states, in the dtype of each entry.
 
-        ``base``, the state before the round, is required for partial entries. Missing entries get the value in
-        ``base``, or 0 without ``base``. Without a positive weight the method raises ``ValueError``.
+        ``base``, the state before the round, is required for partial entries. Missing entries are set to the value in
+        ``base``, or to 0 without ``base``. Raises ``ValueError`` if no weight is positive.
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")

@@ -1,1 +1,1 @@
-"""Partitions: splits of one data set into clients."""
+"""Partitions split one data set into clients."""

@@ -1,4 +1,4 @@
-"""Partitions with a different image appearance per client: contrast, colour, blur, noise or polarity."""
+"""Partition that gives each client's images a different appearance: contrast, colour, blur, noise or polarity."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Look(PartitionOfPartition):
         colour: Strength :math:`s` of the gains for red, green and blue, drawn like the contrast.
         blur: Largest standard deviation of a Gaussian blur in pixels.
         noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1.
-        polarity: Share of clients with inverted images, in [0, 1] (0.5: every second client).
-        mean: Mean that the data set subtracts (one number, or one per channel).
-        std: Standard deviation by which the data set divides. Without mean and std, images range from 0 to 1.
+        polarity: Share of clients with inverted images, in [0, 1].
+        mean: Mean subtracted by the data set (one number, or one per channel).
+        std: Standard deviation used as divisor by the data set. Without mean and std, images must range from 0 to 1.
         seed: Seed for the appearances; ``None`` for the federation's seed.
 
     Raises:
@@ -111,19 +111,18 @@ class ImageLook:
 
     Args:
         contrast: Factor for the distance from 0.5.
-        gains: Factors for the channels, repeated for further channels.
+        gains: Factors for the channels, repeated if an image has more channels.
         blur: Standard deviation of the blur in pixels.
         noise: Standard deviation of the noise.
         is_negative: Whether to invert the image.
         mean: Mean that was subtracted from the channels.
-        std: Standard deviation by which the channels were divided.
+        std: Standard deviation used as divisor.
         seed: Seed for the noise.
 
     Example:
         >>> look = ImageLook(contrast=0.5, is_negative=True)
         >>> look((torch.tensor([[[0.0, 1.0]]]), 3))
         (tensor([[[0.7500, 0.2500]]]), 3)
-
     """
 
     contrast: float = 1.0

@@ -1,4 +1,4 @@
-"""Base classes of numbered partitions, and of partitions that change samples."""
+"""Base classes for numbered partitions, and for partitions with changed samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class PartitionOfPartition(Partition):
-    """Base class of partitions that transform another partition's samples (abstract: implement :meth:`change`)."""
+    """Base class for transforming another partition's samples. Subclasses implement :meth:`change`."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
@@ -65,7 +65,7 @@ def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class NumberedPartition(Partition):
-    """Partition into clients ``0`` to ``num_clients - 1`` (abstract: subclasses implement :meth:`assign`)."""
+    """Partition into clients ``0`` to ``num_clients - 1``. Subclasses implement :meth:`assign`."""
 
     num_clients: int
 
@@ -75,7 +75,7 @@ class NumberedPartition(Partition):
 
     @abc.abstractmethod
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """Returns the sample indices of client 0, 1, ...; ``seed`` is the partition's or the federation's seed."""
+        """Returns the sample indices of clients 0, 1, ... ``seed`` is the partition's or the federation's seed."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         num_samples = length_of(dataset)

@@ -1,6 +1,6 @@
 """Partitions, which assign the samples of one data set to clients.
 
-A client's indices are increasing. Every sample belongs to one client unless the class documents an exception. Equal
+A client's indices are increasing. Every sample belongs to one client, unless a class documents an exception. Equal
 arguments give equal splits in every process.
 """
 
@@ -137,8 +137,8 @@ class QuantitySkew(NumberedPartition):
 class PermutedPixels(PartitionOfPartition):
     """User-specific input skew: adds a separate pixel permutation for every client to another partition.
 
-    A datamodule's validation data are not permuted, so scores on these data say nothing about the clients.
-    :class:`~lightning_fed.data.PartitionedData` holds out permuted examples; :meth:`transform` returns a client's
+    A datamodule's validation data are not permuted, so scores on these data do not measure the clients' performance.
+    Use :class:`~lightning_fed.data.PartitionedData` to hold out permuted examples, or :meth:`transform` for a client's
     permutation.
 
     Args:
@@ -173,7 +173,7 @@ class ByGroup(Partition):
     Args:
         group: Name of a data set attribute with the group of each sample, the groups themselves, or a function from a
             sample to a group.
-        seed: Accepted as in other partitions, but without effect, because the split is not random.
+        seed: Has no effect, because the split is not random.
 
     Raises:
         ValueError: If ``seed`` is negative.

@@ -1,4 +1,4 @@
-"""Partitioners from Flower's data set package as partitions."""
+"""Adapter that uses partitioners from Flower's data set package as partitions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LABELS = ("label", "labels")
 class FlowerPartition(Partition):
     """Clients from a ``flwr-datasets`` partitioner, for any map-style data set.
 
-    The partitioner receives a table with ``columns``. Clients are numbered 0, 1, ..., or have the names of the
-    partitioner's groups. Randomness comes from the partitioner's seed, not from the federation's seed. This class
-    requires the package (``pip install flwr-datasets``).
+    The partitioner receives a table with ``columns``. Clients are numbered 0, 1, ..., or named after the partitioner's
+    groups. Random splits depend on the partitioner's seed, not on the federation's seed. This class requires the
+    package (``pip install flwr-datasets``).
 
     Args:
         partitioner: The partitioner, without an assigned data set.

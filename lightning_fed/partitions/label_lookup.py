@@ -46,11 +46,11 @@ def labels_of(
     2. An attribute, or a table's column, named ``targets``, ``labels``, ``label``, ``target`` or ``y``.
     3. The labels in the parts of a ``Subset`` or ``ConcatDataset``; the second tensor in a ``TensorDataset``.
     4. Every sample: element 1 in a tuple or list, otherwise the entry or attribute ``label``, ``labels``, ``target``,
-       ``y`` or ``mask``. The log names the source, because reading can take long. The global generators are restored.
+       ``y`` or ``mask``. The source is logged, because reading can take long. The global generators are restored.
 
     A target is a number, or an integer mask with shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is
-    the dominant foreground class: the class with the most pixels, without ``ignore_index`` and ``background`` (the
-    smaller class in a tie). Real numbers are sorted into ten bins with equally many samples. Strings are numbered in
+    the dominant foreground class: the class with the most pixels, except ``ignore_index`` and ``background``. In a tie,
+    the smaller class is used. Real numbers are sorted into ten bins with equal sample counts. Strings are numbered in
     alphabetical order.
 
     Args:
@@ -112,7 +112,8 @@ def groups_of(
     """Finds the group of every sample (such as a writer, video or hospital); shape ``(N,)``, integers or strings.
 
     ``group`` is the name of an attribute or a table's column (also inside ``Subset`` and ``ConcatDataset``), the groups
-    of all samples, or a function from a sample to a group. Parts of a data set share groups with the same name.
+    of all samples, or a function from a sample to a group. Groups with the same name in different parts of a data set
+    are the same group.
     """
     length = length_of(dataset)
     if not isinstance(group, str):
@@ -165,7 +166,7 @@ def _collect(
 
 
 def length_of(dataset: Any) -> int:
-    """Counts the samples in a data set; refuses a data set without access by index."""
+    """Counts the samples in a data set. Refuses a data set without access by index."""
     is_iterable = isinstance(dataset, IterableDataset)  # inherits `__getitem__` from `Dataset`
     if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
@@ -246,7 +247,7 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
 
 
 def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
-    """Converts labels to class numbers: strings in alphabetical order, real numbers by bins. Warns about odd labels."""
+    """Converts labels to class numbers (strings alphabetically, real numbers by bins). Warns about unusual labels."""
     if values.dtype.kind not in "iubfU":
         raise NoLabels(f"Expected labels to be all numbers or all strings, but got {values[0]!r}. {_HINT}")
     if values.dtype.kind == "U":

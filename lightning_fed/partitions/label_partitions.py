@@ -30,7 +30,7 @@ LabelFn = Callable[[Any], int | str]
 
 
 class LabelPartition(NumberedPartition):
-    """Partition by class labels (abstract: subclasses implement :meth:`assign_by_label`).
+    """Base class for partitions by class labels. Subclasses implement :meth:`assign_by_label`.
 
     Labels come from :func:`~lightning_fed.partitions.label_lookup.labels_of`. In segmentation, the label of an image is
     the dominant foreground class.
@@ -51,7 +51,7 @@ class LabelPartition(NumberedPartition):
 
     @abc.abstractmethod
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """Assigns samples to clients by ``labels``, shape (samples,); returns each client's sample indices."""
+        """Assigns samples to clients by ``labels``, shape (samples,). Returns each client's sample indices."""
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         try:
@@ -84,7 +84,7 @@ class Dirichlet(LabelPartition):
     Args:
         num_clients: Number of clients, at least 1.
         alpha: Concentration, greater than 0: small values give a strong skew, ``inf`` gives none. ``"per_client"`` also
-            allows 0: every client then has one class, if possible a class with enough samples.
+            allows 0, which gives every client one class (if possible, a class with enough samples).
         definition: ``"per_class"`` or ``"per_client"``.
         min_size: Per class: minimum number of samples per client, reached by repeated draws; ``None`` for the first
             reachable size among 10, 5, 2 and 1.
@@ -92,7 +92,7 @@ class Dirichlet(LabelPartition):
             code.
         label_fn: Function from a sample to a label, used instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
-        background: Background class in masks; ``None`` if every class counts.
+        background: Background class in masks; ``None`` if no class is background.
         seed: Seed for the split; ``None`` for the federation's seed.
         prior: Per client: :math:`\pi`, the class shares in the data (``"empirical"``) or equal shares (``"uniform"``).
 
@@ -182,16 +182,17 @@ class Dirichlet(LabelPartition):
 class Shards(LabelPartition):
     r"""Pathological label skew: samples sorted by label are cut into equal shards, and clients get random shards.
 
-    With :math:`K` clients and :math:`z` shards each, the :math:`K z` shards have :math:`\lfloor N / (K z) \rfloor`
-    samples; fewer than :math:`K z` samples at the end are not assigned. A shard may contain two labels. A client has at
-    most :math:`2 z` labels if every label fills a shard, and usually :math:`z` or fewer.
+    For :math:`K` clients with :math:`z` shards per client, each of the :math:`K z` shards has
+    :math:`\lfloor N / (K z) \rfloor` samples; fewer than :math:`K z` samples at the end are not assigned. A shard may
+    contain two labels. A client has at most :math:`2 z` labels if every label fills a shard, and usually :math:`z` or
+    fewer.
 
     Args:
         num_clients: Number of clients, at least 1.
         shards_per_client: Shards per client, at least 1; in the paper 2 shards of 300 samples for 100 clients (MNIST).
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
-        background: Background class in masks; ``None`` if every class counts.
+        background: Background class in masks; ``None`` if no class is background.
         seed: Seed for the split; ``None`` for the federation's seed.
 
     Example:
@@ -238,24 +239,25 @@ class Shards(LabelPartition):
 
 @final
 class LabelsPerClient(LabelPartition):
-    r"""The same number of labels for every client. Clients with a label share its samples, equally or by a power law.
+    r"""Gives every client the same number of labels. The clients with a label share the label's samples.
 
-    Equal shares differ by at most one sample. If a label has more clients than samples, the last clients get none. With
-    ``sigma`` each client with a label gets ``min_per_label`` samples, and a share of the remaining samples
+    Equal shares differ by at most one sample. If a label has more clients than samples, the last clients get no samples
+    of this label. With ``sigma`` each client with a label gets ``min_per_label`` samples, and a share of the remaining
+    samples
 
     .. math:: p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2)
 
-    with a separate draw for each label. Labels without a client are not assigned.
+    with a separate draw for each label. Samples whose label no client has are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
         labels_per_client: Number of different labels per client, from 1 to the number of labels.
-        assignment: ``"random"``, as in NIID-Bench: client k has label k mod C and other labels at random. ``"even"``
-            balances the number of clients per label to within one. ``"consecutive"``, as in FedProx's program: client k
-            has the labels k, k + 1, ... mod C.
+        assignment: ``"random"``, as in NIID-Bench: client k has label k mod C, and further labels drawn at random.
+            ``"even"``: numbers of clients per label differ by at most one. ``"consecutive"``, as in FedProx's program:
+            client k has the labels k, k + 1, ... mod C.
         label_fn: Function from a sample to a label, instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` without void pixels.
-        background: Background class in masks; ``None`` if every class counts.
+        background: Background class in masks; ``None`` if no class is background.
         seed: Seed for the split; ``None`` for the federation's seed.
         sigma: Standard deviation of the logarithm of the clients' shares per label; 0 for equal shares.
         min_per_label: Minimum number of samples per client and label.

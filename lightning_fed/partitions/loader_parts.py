@@ -1,4 +1,4 @@
-"""Samplers, batch sizes and changed methods of a ``DataLoader``."""
+"""Reads the sampler, batch size and changed methods of a ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def is_whole(sampler: Any, dataset: Any) -> bool:
-    """True for a torch sampler with every example of ``dataset`` once per pass."""
+    """True for a torch sampler with every example of ``dataset`` exactly once per pass."""
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
         return False
     return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)
@@ -45,7 +45,7 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader whose class overrides methods of ``DataLoader``; `purpose` is a phrase for the error."""
+    """Refuses a loader whose class overrides methods of ``DataLoader``. `purpose` is a phrase for the error."""
     changed = changed_methods(loader)
     if changed:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Splits of a user's loaders into clients by a partition."""
+"""Splits a user's loaders into clients, using a partition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
     """Splits training data (one loader, or several loaders read in parallel) into clients.
 
-    A partition with one client accepts the same data as a plain Trainer.
+    If the partition has only one client, the same data as for a plain Trainer are accepted.
 
     Raises:
         TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and the
@@ -122,7 +122,7 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
 
 
 def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]], client: Client) -> CombinedLoader:
-    """Reduces several loaders to a client's part. At module level, so that the Trainer can be pickled."""
+    """Selects a client's part from several loaders. A module-level function, so that the Trainer can be pickled."""
     combined_part = copy.copy(combined)
     combined_part.flattened = [_loader_of(loader, indices[client]) for loader, indices in parts]
     return combined_part

@@ -22,12 +22,12 @@ from lightning_fed.partitions.sample_assignment import generator_for
 class PartialLabels(PartitionOfPartition):
     """Restricts each client's masks to some classes; all other pixels become void.
 
-    Client k annotates class k modulo the number of classes, and random further classes. Other classes become
-    ``ignore_index`` in the training data and, with :class:`~lightning_fed.data.PartitionedData`, in validation and test
-    data, so scores cover only the annotated classes.
+    Client k annotates class k modulo the number of classes, and further classes drawn at random. All other classes are
+    replaced by ``ignore_index`` in the training data. With :class:`~lightning_fed.data.PartitionedData` the same
+    applies to validation and test data, so scores are computed only for the annotated classes.
 
-    Masks are class indices with any shape. With ``mode="multilabel"`` there is one binary mask per class, shape
-    ``(num_classes, H, W)``, and whole masks become void.
+    Masks are class indices with any shape. With ``mode="multilabel"`` a sample has one binary mask per class, shape
+    ``(num_classes, H, W)``, and the masks of other classes become void.
 
     Args:
         partition: Partition for the data set.

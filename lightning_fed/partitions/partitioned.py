@@ -28,12 +28,12 @@ FORWARDED = (*TRANSFER_HOOKS, "predict_dataloader")
 class PartitionedData(FederatedDataModule):
     """Splits the training data of another datamodule into clients, with validation data for each client.
 
-    The split equals the split with the Trainer's `partition`. In addition, a random share of every client's examples is
-    held out for evaluation by client, which methods with one model per client require for a fair evaluation. Shares are
-    rounded down, but to at least one example. Held-out examples have no augmentation if the training data set is an
+    The split equals the split by the Trainer's `partition`. In addition, a random share of every client's examples is
+    held out for evaluation by client. Methods with one model per client require such an evaluation. Shares are rounded
+    down, but contain at least one example. Held-out examples have no augmentation if the training data set is an
     :class:`~lightning_fed.data.ArrayDataset`; augmentation inside other data sets remains.
 
-    The source datamodule works as without the split, including hooks and state in checkpoints.
+    Hooks and checkpoint state of the source datamodule work as usual.
 
     Args:
         source: Any datamodule with one training loader. Batch size, collation and workers are reused; its validation
@@ -41,7 +41,7 @@ class PartitionedData(FederatedDataModule):
         partition: Partition of the training data.
         val_fraction: Fraction of every client's examples for validation, in (0, 1).
         test_fraction: Fraction for testing, in [0, 1). With 0, the test data come from `source`.
-        seed: Seed for the split. None uses the seed of `lightning.seed_everything`, or 0, at the first `setup`.
+        seed: Seed for the split. With None, the first `setup` uses the seed of `lightning.seed_everything`, or 0.
 
     Raises:
         ValueError: If a fraction is outside the allowed range, or no example remains for training; in `setup`, if the

@@ -1,4 +1,4 @@
-"""Assignment of samples to clients: functions on index and label arrays, shared by partitions."""
+"""Functions on index and label arrays that assign samples to clients, used by several partitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
 def draw_dirichlet(
     rng: np.random.Generator, mean: npt.NDArray[np.float64], alpha: float, size: int
 ) -> npt.NDArray[np.float64]:
-    """Draws from Dir(alpha * mean), with the limits for alpha at 0 and infinity; shape (size, categories)."""
+    """Draws from Dir(alpha * mean), shape (size, categories). Alpha may also be 0 or infinity (limits)."""
     if alpha > _ALPHA_OF_MEAN:
         return np.tile(mean, (size, 1))
     if alpha < _ALPHA_OF_ONE:
@@ -45,7 +45,7 @@ def draw_dirichlet(
 
 
 def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Cuts ``totals[r]`` samples into parts with the fractions ``shares[r]``; returns sizes, shape of ``shares``."""
+    """Cuts ``totals[r]`` samples into parts with the fractions ``shares[r]``. Returns the parts' sizes."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
@@ -66,7 +66,7 @@ def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: Index
 
 
 def assign_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
-    """Assigns samples to clients at random; client sizes differ by at most one."""
+    """Assigns samples to clients at random. Client sizes differ by at most one."""
     sizes = np.full(num_clients, num_samples // num_clients) + (np.arange(num_clients) < num_samples % num_clients)
     return assign_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
 
@@ -79,7 +79,7 @@ def assign_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
 
 
 def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
-    """Lists each client's sample indices, increasing; ``owner[i]`` is the client of sample i, or -1."""
+    """Lists each client's sample indices, increasing. ``owner[i]`` is the client of sample i, or -1."""
     order = np.argsort(owner, kind="stable").astype(np.int64)
     edges = np.cumsum(np.bincount(owner + 1, minlength=num_clients + 1))
     return [
@@ -88,7 +88,7 @@ def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
 
 
 def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Renumbers labels from 0 in increasing order; returns the new labels, and the sample count per label."""
+    """Renumbers labels from 0 in increasing order. Returns the new labels, and the sample count per label."""
     _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return classes.astype(np.int64), class_sizes.astype(np.int64)
 
@@ -103,7 +103,8 @@ def draw_until_large(
 ) -> IndexArray:
     """Repeats ``draw`` (sample counts) until each client has ``min_size`` samples.
 
-    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``None``: the first reachable size of 10, 5, 2 and 1.
+    Counts have shape ``(clients,)`` or ``(clients, classes)``. ``min_size=None`` stands for the first reachable size
+    among 10, 5, 2 and 1.
     """
     sizes = _SIZES if min_size is None else (min_size,)
     option = "" if min_size is None else "`min_size` * "
@@ -127,5 +128,5 @@ def draw_until_large(
 
 
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
-    """Draws a client's pixel permutation: pixel ``i`` of the permuted image is pixel ``permutation[i]`` before."""
+    """Draws a client's pixel permutation. Pixel ``i`` after the permutation is pixel ``permutation[i]`` before."""
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

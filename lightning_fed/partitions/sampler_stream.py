@@ -1,4 +1,4 @@
-"""Passes of a user's sampler over a data set, divided among clients."""
+"""Divides the passes of a user's sampler over a data set among clients."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MOST_EMPTY = 100
 
 
 class SamplerStream:
-    """Passes of a sampler over a data set, divided among clients.
+    """Divides a sampler's passes over a data set among clients.
 
-    A pass depends only on ``seed``, the round, and the pass's index in the round: all clients share the pass. A
+    A pass depends only on ``seed``, the round, and the pass's index in the round, so all clients use the same pass. A
     client's part consists of the client's examples in the pass, without empty batches. Stateful samplers are refused.
 
     Example:
@@ -62,7 +62,7 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a client's part of a pass: indices into the client's examples, and each example's batch index.
+        """Returns a client's part of a pass: indices of examples (among the client's), and each example's batch index.
 
         The pass has index `number` in the round, and index `epoch` in the fit (for samplers with ``set_epoch``).
         """
@@ -117,7 +117,7 @@ class SamplerStream:
 
 
 class SampledClients(DatasetClients):
-    """Clients with parts of one data set, and parts of a custom sampler's passes ``draws``."""
+    """Clients with parts of one data set, whose examples are drawn by a custom sampler (``draws``)."""
 
     def __init__(self, draws: SamplerStream, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -157,7 +157,7 @@ class Report(L.Callback):
         )
 
     def _read_clients(self, trainer: L.Trainer) -> bool:
-        """Copies the clients' new scores; returns whether an evaluation took place."""
+        """Copies the clients' new scores. Returns whether an evaluation took place."""
         evaluation = _find(trainer, ClientEvaluation)
         results = None if evaluation is None else evaluation.results
         if results is None or results is self._last_results:

@@ -1,6 +1,6 @@
-"""Schedule for a fit (cohorts, stragglers, dropouts and seeds): a pure function of (seed, round).
+"""Schedule for a fit (cohorts, stragglers, dropouts and seeds): a pure function from seed and round.
 
-The schedule neither reads nor changes a global generator. A round costs O(cohort), not O(population).
+The schedule neither reads nor changes a global generator. Drawing a round takes O(cohort) time, not O(population).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
 def default_seed() -> int:
-    """Returns the seed set by ``lightning.seed_everything``, or 0 without such a call."""
+    """Returns the seed set by ``lightning.seed_everything``, or 0 if no seed was set."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
@@ -39,7 +39,7 @@ class Visit:
         epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
         portion: A straggler's fraction, in (0, 1), of a single epoch; ``None`` for complete epochs.
-        is_straggler: Whether the client does only a part of its local work.
+        is_straggler: Whether the client does only part of its local work.
     """
 
     client: Client
@@ -111,18 +111,18 @@ class Schedule:
     r"""Draws each round's cohort, stragglers, dropouts and seeds.
 
     Clients are drawn uniformly without replacement: :math:`m = \max(\lceil C K \rceil, 1)` from :math:`K` for a
-    fraction :math:`C` (McMahan et al. 2017). In a cohort with :math:`m` clients, :math:`m - \mathrm{round}(m (1 -
-    \delta))` clients are stragglers: a straggler trains for a number of epochs drawn uniformly from 1 to E - 1 (Li et
-    al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the published code). If work is counted in
-    steps, the draw is over steps; if E = 1, over batches. Each drawn client fails to report with probability
-    ``client_dropout``.
+    fraction :math:`C` (McMahan et al. 2017). In a cohort with :math:`m` clients,
+    :math:`m - \mathrm{round}(m (1 - \delta))` clients are stragglers: a straggler trains for a number of epochs drawn
+    uniformly from 1 to E - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the
+    published code). With ``local_steps``, the draw is over steps instead of epochs, and if E = 1, over batches. Each
+    drawn client fails to report with probability ``client_dropout``.
 
     Args:
         seed: Seed of the schedule, not negative.
         clients_per_round: Number of clients (int), or fraction (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
-        availability: The stragglers, and the clients that never report.
+        availability: Settings for stragglers and dropouts.
 
     Attributes:
         secret: A secret sampling, independent of ``seed``; ``None`` to draw from ``seed``.
@@ -159,7 +159,7 @@ class Schedule:
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
-        """Number of clients drawn per round from ``population`` clients; refuses a population below this number."""
+        """Number of clients drawn per round from ``population`` clients. Refuses a population below this number."""
         if population < 1:
             raise ValueError("Expected at least one client, but got none.")
         if isinstance(self.clients_per_round, float):
@@ -186,8 +186,8 @@ class Schedule:
 
         Args:
             round: Index of the round, from 0.
-            clients: All clients, in a fixed order; only the drawn items are looked up.
-            drawn: Index of an earlier round whose clients are visited again; ``None`` to draw new clients.
+            clients: All clients, in a fixed order. Only the drawn items are read.
+            drawn: Index of an earlier round whose clients are drawn again; ``None`` to draw new clients.
             always: Clients in every cohort, drawn or not, and never stragglers or dropouts.
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
@@ -207,7 +207,7 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second, independent set of clients with the cohort's size, for FedDANE; excludes dropouts."""
+        """Draws a second, independent set of clients with the cohort's size, for FedDANE. Excludes dropouts."""
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not self._drops_out(round, client)]
 
@@ -265,7 +265,7 @@ class Schedule:
 
 
 def round_half_up(value: float) -> int:
-    """Rounds to the nearest integer, halves upwards: 2.5 becomes 3 (``round`` would give the even number 2)."""
+    """Rounds to the nearest integer, and halves upwards: 2.5 becomes 3 (``round`` would return 2)."""
     return math.floor(value + 0.5 + 1e-9)
 
 

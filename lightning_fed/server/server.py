@@ -1,4 +1,4 @@
-"""The server side of a round, without Lightning: counts, checks and aggregates messages."""
+"""The server side of a round, independent of Lightning: checks and aggregates messages, and counts bytes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class RoundReport:
     Args:
         round: Index of the round, from 0.
         received: Number of local examples by client, for valid updates.
-        counted: Number of examples by client for the weights (after update steps), for valid updates.
-        failed: Reason for the exclusion, by excluded client.
+        counted: Number of examples by client used as weight (after update steps), for valid updates.
+        failed: Maps excluded clients to the reason.
         metrics: Values from :attr:`ClientUpdate.metrics`, by client.
         norms: Euclidean norm of (local - global) over the trained entries, by client, computed by the server. Clients
-            with other shapes are missing.
+            whose models have other shapes are omitted.
         up_bytes: Bytes in received updates, valid or not.
         down_bytes: Bytes in broadcasts.
-        refused: Reason by client, for clients in ``failed`` with an invalid answer.
+        refused: Maps clients in ``failed`` with an invalid answer to the reason.
     """
 
     round: int
@@ -68,8 +68,9 @@ class RoundReport:
 class HeldEntries:
     """Record of the untrained entries that each client already has, to avoid sending an entry twice.
 
-    All clients have the initial model. After the server has changed an entry, or an entry is no longer trained, the
-    next broadcast to each client contains the entry. ``values`` are the untrained entries in the current or last round.
+    All clients start with the initial model. If the server changes an untrained entry, or an entry becomes untrained,
+    the next broadcast to each client contains the entry. ``values`` are the untrained entries in the current or last
+    round.
 
     Checkpoints contain ``since``, the round of each entry's last change by name, and ``clients`` with ``rounds``, each
     client's last round with a valid update.
@@ -95,7 +96,7 @@ class HeldEntries:
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Completes :attr:`values` after loading a checkpoint: missing entries come from the model (``entries``)."""
+        """Completes :attr:`values` after loading a checkpoint, with missing entries from the model (``entries``)."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
@@ -111,13 +112,13 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of entries in ``state`` already on the client. ``has_present``: client has this round's model."""
+        """Names of entries in ``state`` already on the client. ``has_present``: the client has this round's model."""
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Records that ``clients`` have the model of ``round``; does nothing while entries have initial values."""
+        """Records that ``clients`` have the model of ``round``. Does nothing while entries have initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
@@ -140,10 +141,10 @@ class ServerInterface(ABC):
     """Interface of the server for a round: the server itself, or a connection from a client's machine.
 
     For every client in a round: :meth:`prepare`, :meth:`sent`, :meth:`count`, :meth:`accept`; then
-    :meth:`finish_round`. The caller may change messages in between.
+    :meth:`finish_round`. Between these calls, the caller may change messages.
 
     Args:
-        chain: The aggregation rule with update steps; on a client's machine the rule does not aggregate.
+        chain: The aggregation rule with update steps. On a client's machine the rule does not aggregate.
         min_clients: Minimum number of valid updates for a new global model.
 
     Attributes:
@@ -179,27 +180,27 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def count(self, update: ClientUpdate) -> bool:
-        """Counts the bytes of a received update; excludes a client without a broadcast, and returns ``False``."""
+        """Counts the bytes of a received update. Returns ``False`` and excludes a client that received no broadcast."""
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks and aggregates an update after :meth:`count`; returns ``False`` for an excluded client."""
+        """Checks and aggregates an update after :meth:`count`. Returns ``False`` for an excluded client."""
 
     @abstractmethod
     def finish_round(self) -> State | None:
-        """Aggregates the round; returns the new shared entries, or ``None`` without a valid aggregate."""
+        """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in rule and steps; called again before merging updates from several processes."""
+        """Starts the round in rule and steps. Called again before updates from several processes are merged."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
 
     def abandon_round(self) -> None:  # noqa: B027 - optional
-        """Ends the round without an aggregate: restores the earlier state of the rule and the update steps."""
+        """Ends the round without an aggregate, and restores the earlier state of the rule and the update steps."""
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client from the round, and logs the reason; always returns ``False``."""
+        """Excludes a client from the round, and logs the reason. Always returns ``False``."""
         self.report.failed[client] = reason
         if error is not None:
             self.errors[client] = error
@@ -207,7 +208,7 @@ class ServerInterface(ABC):
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Excludes a client with an invalid update, and logs the reason; always returns ``False``."""
+        """Excludes a client with an invalid update, and logs the reason. Always returns ``False``."""
         self.report.refused[client] = reason
         return self.fail(client, reason, error)
 
@@ -317,9 +318,9 @@ class Server(ServerInterface):
             self.fail(client, "it never answered")
 
     def finish_round(self) -> State | None:
-        """Aggregates the round's updates; returns the new shared entries, or ``None`` without a valid aggregate.
+        """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate.
 
-        A rule without a new model in this round gives the state passed to :meth:`start_round`.
+        If the rule computes no new model in this round, returns the state passed to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()

@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class Chain:
-    """Aggregation rule with the update steps around it, from the received update to the new global model.
+    """Aggregation rule together with update steps. Converts received updates to the new global model.
 
-    Updates stream to the rule in the memory of one model, unless a step collects all updates of the round.
+    Updates are passed to the rule one at a time, with memory for one model, unless a step collects all updates.
 
     Args:
         rule: Aggregation rule.
@@ -33,7 +33,7 @@ class Chain:
     Attributes:
         rule: Aggregation rule.
         steps: Update steps.
-        held: One item per step: the updates collected in this round, or ``None`` for streaming steps.
+        held: One item per step: the updates collected in this round, or ``None`` for a step that collects no updates.
 
     Raises:
         ValueError: If steps are incompatible with each other or with the rule.
@@ -114,7 +114,7 @@ class Chain:
         return form
 
     def counted(self, num_samples: int) -> int:
-        """Returns a client's number of examples as a weight, after all steps, from the real ``num_samples``."""
+        """Returns the weight of a client with ``num_samples`` examples, after all steps."""
         return counted_samples(self.steps, num_samples)
 
     # Client
@@ -147,12 +147,12 @@ class Chain:
     ) -> None:
         """Passes an update inwards, to the rule or the first collecting step (:meth:`StepCapabilities.hold`).
 
-        Calls ``inspect`` with the decoded update. An invalid update raises ``BadUpdate``.
+        Calls ``inspect`` with the decoded update. Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Merges the :attr:`part` of another process (``other``); refuses a part of another rule or step."""
+        """Merges the :attr:`part` of another process (``other``). Refuses a part from another rule or step."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -166,7 +166,7 @@ class Chain:
     def aggregate(self) -> State | None:
         """Passes all collected updates to the rule, and computes the new state.
 
-        Invalid updates raise ``BadUpdates``: call the method again after excluding these clients.
+        Raises ``BadUpdates`` for invalid updates. The caller may call again after these clients are excluded.
         """
         faults: dict[Client, str] = {}
         for index in reversed(range(len(self.steps))):
@@ -205,7 +205,7 @@ class Chain:
         return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from :meth:`state_dict`. Steps without saved state start anew; logs unused states."""
+        """Restores the state from :meth:`state_dict`. Steps without saved state start anew. Logs unused states."""
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
@@ -244,7 +244,7 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Number of examples as a client's weight after all weight steps, from the real ``num_samples``."""
+    """Weight of a client with ``num_samples`` examples, after all weight steps."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples

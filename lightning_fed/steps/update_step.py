@@ -1,6 +1,6 @@
 """Interface of update steps, which transform client updates between local training and aggregation.
 
-An update passes the steps from inner to outer on the client, and from outer to inner on the server.
+On the client an update passes the steps from the innermost to the outermost, and on the server in reverse order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates of a round, stored until the round is complete; objects from several processes can be merged."""
+    """Updates stored until the round is complete. Objects from several processes can be merged."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -30,7 +30,7 @@ class Held(ABC):
 
     @abstractmethod
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Stores a client's update, trained from the state ``sent``; an invalid update raises ``BadUpdate``."""
+        """Stores a client's update, trained from the state ``sent``. Raises ``BadUpdate`` for an invalid update."""
 
     @abstractmethod
     def merge(self, other: Any) -> None:
@@ -40,7 +40,7 @@ class Held(ABC):
     def release(self) -> Sequence[Arrived]:
         """Returns the stored updates for the next inner step, after the round.
 
-        Removes invalid updates and raises ``BadUpdates``: repeat the call if enough clients remain.
+        Removes invalid updates and raises ``BadUpdates``. The caller may repeat the call if enough clients remain.
         """
 
 
@@ -49,7 +49,8 @@ class StepCapabilities:
 
     Attributes:
         reveals: Information visible to the server after this step: single updates (``"update"``), only the sum
-            (``"sum"``), or a model without information on single clients (``"model"``). Also limits the log.
+            (``"sum"``), or a model without information on single clients (``"model"``). Log values are limited
+            accordingly.
         refuses: Capabilities of rules (:class:`~lightning_fed.rule.RuleCapabilities`) that the step does not support,
             because the step subtracts a single global model.
     """
@@ -58,7 +59,7 @@ class StepCapabilities:
     refuses: tuple[str, ...] = ()
 
     def callbacks(self) -> Sequence[Any]:
-        """Lightning callbacks that the step requires, for example to check the Trainer before a fit."""
+        """Lightning callbacks required by the step, for example to check the Trainer before a fit."""
         return ()
 
     def form(self, state: State) -> State:
@@ -83,16 +84,16 @@ class UpdateStep(StepCapabilities):
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses incompatible rules, or ``steps`` of the chain (innermost first), with ``ValueError``."""
+        """Raises ``ValueError`` if the rule or another of the chain's ``steps`` (innermost first) is incompatible."""
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round, on the server and on each client."""
         self.info, self.state = info, state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, inner to outer, after all callbacks: adds extras to the broadcast for a client.
+        """Server side, from inner to outer step, after all callbacks: adds extra tensors to a client's broadcast.
 
-        The step may add entries already on the client to ``broadcast.unsent``, by name.
+        To omit entries already on the client, the step may add names to ``broadcast.unsent``.
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
@@ -117,7 +118,7 @@ class UpdateStep(StepCapabilities):
         return update
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule, inner to outer: returns the model after a change, for example by an optimizer.
+        """Server side, after the rule, from inner to outer step: returns a changed model.
 
         ``start`` is the global model before the round. The method may change ``new``, the rule's result, in place.
         """
@@ -140,7 +141,7 @@ class CollectingStep(UpdateStep, ABC):
 
     @abstractmethod
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Computes the updates to pass inwards after the round is complete. Invalid updates raise ``BadUpdates``.
+        """Computes the updates for the next inner step, once per round. Raises ``BadUpdates`` for invalid updates.
 
         Clients cannot influence the order of ``updates``.
         """

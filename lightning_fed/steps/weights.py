@@ -14,7 +14,7 @@ class WeightStep(UpdateStep, ABC):
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Returns the example count for the weight: an integer of at least 1, not decreasing in ``num_samples``."""
+        """Returns the weight, an integer of at least 1 (a larger ``num_samples`` must not lower the weight)."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         update.num_samples = self.weight(update.num_samples)
@@ -29,10 +29,10 @@ class UniformWeights(WeightStep):
 
 
 class MaxSamples(WeightStep):
-    """Limits each client's number of examples, both as a weight and as the size for integer entries.
+    """Limits each client's number of examples, both as weight and for selecting the client with most examples.
 
     Args:
-        most: Maximum number of examples to count, a positive integer.
+        most: Maximum number of examples, a positive integer.
     """
 
     def __init__(self, most: int) -> None:

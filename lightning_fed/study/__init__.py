@@ -1,4 +1,4 @@
-"""Compares federated with local training at each site: paired statistics from sums, with intervals."""
+"""Compares federated with local training at each site, using paired statistics with confidence intervals."""
 
 from lightning_fed.study.answers import answer_site as answer_site
 from lightning_fed.study.report import load_study as load_study

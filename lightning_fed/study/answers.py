@@ -1,4 +1,4 @@
-"""A site's answer to a study: sums over cases for each pair of models, and nothing else."""
+"""A site's answer to a study, which contains only sums over cases for each pair of models."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support
 
     Args:
         runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. The cases must be equal.
-        min_support: Smallest number of cases (or patients) for an answer, half in each class for an area under the ROC
-            curve. With fewer cases the sums are an empty dictionary.
+        min_support: Smallest number of cases (or patients) for an answer. For an area under the ROC curve, each class
+            needs half of this number. With fewer cases the sums are an empty dictionary.
 
     Example:
         >>> site = {"cases": ["a", "b"], "patients": None}

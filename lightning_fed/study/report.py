@@ -47,9 +47,10 @@ class Study:
 
 @dataclass(frozen=True)
 class SiteGain:
-    """Gain of ``method`` over ``baseline`` at a site, positive if better; an empty ``site`` means all sites.
+    """Gain of ``method`` over ``baseline`` at a site, positive if better. An empty ``site`` stands for all sites.
 
-    ``count``: cases (or sites). ``adjusted``: p-value with Holm's correction. ``detectable``: gain with 80 % power.
+    ``count`` is the number of cases (or sites), ``adjusted`` the p-value with Holm's correction, and ``detectable`` the
+    gain that would be significant with 80 % power.
     """
 
     site: str
@@ -96,7 +97,7 @@ def gather_study(
 
 
 def keep_primary(path: Path, method: str) -> None:
-    """Stores the primary method's name in a file before training; refuses another name in later calls."""
+    """Stores the primary method's name in a file before training. Refuses another name in later calls."""
     known = json.loads(path.read_text()) if path.exists() else method
     if known != method:
         raise MisconfigurationException(
@@ -107,7 +108,7 @@ def keep_primary(path: Path, method: str) -> None:
 
 
 def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
-    """Gains of ``method`` over ``baseline`` by site, with Holm's correction over the sites; losses come first."""
+    """Gains of ``method`` over ``baseline`` by site, losses first, with Holm's correction over the sites."""
     sign = 1 if study.higher_is_better else -1
     rows = []
     for site, answer in study.answers.items():
@@ -129,7 +130,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
 
 
 def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
-    """Mean gain over all sites with a known variance, by random effects; for a single site, the site's gain."""
+    """Mean gain over all sites with a known variance, by random effects. For a single site, the site's gain."""
     used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
     gains = [row.gain for row in used if row.gain is not None]
     if not gains:
@@ -146,7 +147,7 @@ def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
 
 
 def write_study(study: Study, folder: Path) -> str:
-    """Writes ``study.json``, ``study.csv``, ``study.md`` and, with matplotlib, ``forest.png``; returns the Markdown."""
+    """Writes ``study.json``, ``study.csv``, ``study.md`` and, with matplotlib, ``forest.png``. Returns the Markdown."""
     write_text_atomically(folder / "study.json", json.dumps(vars(study), indent=1))
     write_text_atomically(folder / "study.csv", _csv(study))
     text = describe(study)

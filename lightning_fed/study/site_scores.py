@@ -1,4 +1,4 @@
-"""Scores of each site's model on the site's single cases; the scores stay at the site."""
+"""Scores each site's model on the site's single cases. The scores stay at the site."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _ALL_STATES = StateRules(lists=("*",))
 
 
 class SiteScores(AskableCallback):
-    """Evaluates every site's model (without a federation, the module) on single cases of the site.
+    """Evaluates every site's model (without a federation, the module) on the site's single cases.
 
     The evaluation runs in ``trainer.test`` or ``trainer.validate``, and sends no score.
 
@@ -74,7 +74,8 @@ class SiteScores(AskableCallback):
             under the ROC curve ``positives`` and ``negatives``; otherwise ``value`` and bootstrap ``replicates``.
 
     Raises:
-        MisconfigurationException: With several processes, hidden models, or sites without data or metric.
+        MisconfigurationException: If the fit uses several processes, if clients' models are hidden, or if a site has no
+            data or metric.
 
     Example:
         >>> scores = SiteScores("test_acc")
@@ -100,7 +101,7 @@ class SiteScores(AskableCallback):
         write_text_atomically(path, json.dumps(self.state()))
 
     def load(self, path: Path) -> bool:
-        """Loads saved scores; returns false if the file is missing, or has another metric, stage or patient key."""
+        """Loads saved scores. Returns false if the file is missing, or has another metric, stage or patient key."""
         saved = json.loads(path.read_text()) if path.exists() else {}
         if saved | {"scores": self.scores} != self.state():
             return False
@@ -267,7 +268,7 @@ def bootstrap(
 
 
 def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
-    """Splits batches into batches with one case each; refuses tensors with a length other than the batch size.
+    """Splits batches into batches with one case each. Refuses tensors with a length other than the batch size.
 
     Example:
         >>> [case["x"].tolist() for case in single_cases([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])]

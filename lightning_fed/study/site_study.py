@@ -200,7 +200,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
-    """Reads a site's sums; raises ``BadUpdate`` for other names or lists. A site with few cases sends no sums."""
+    """Reads a site's sums. Raises ``BadUpdate`` for other names or lists. A site with few cases sends no sums."""
     answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
     parts = ["all", *map(str, seeds)]
     if not update.extras:

@@ -50,7 +50,7 @@ class Estimate:
         return np.asarray(2 * np.where(np.isinf(self.degrees), ndtr(ratio), stdtr(self._finite_degrees(), ratio)))
 
     def detectable(self, level: float = 0.95, power: float = 0.8) -> Floats:
-        """Smallest true difference with a significant result in a share ``power`` of equal studies."""
+        """Smallest true difference for which a fraction ``power`` of equal studies would be significant."""
         limit = self._quantile((1 + level) / 2)
         # The ratio to the standard error has a noncentral t distribution.
         center = nctdtrinc(self._finite_degrees(), 1 - power, limit)
@@ -74,7 +74,7 @@ class RandomEffects(Estimate):
 
 
 def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Floats:
-    """Six moments for two models' scores minus ``shift``, ``(..., n)``: n, sums, sums of squares, product sum.
+    """Six sums over two models' scores ``(..., n)`` minus ``shift``: n, two sums, two sums of squares, sum of products.
 
     Example:
         >>> paired_sums([0.5, 1.0], [0.5, 0.5]).tolist()
@@ -112,7 +112,7 @@ def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
 
 
 def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floats]:
-    """Share of negatives below each positive score, and share of positives above each negative; ties count half.
+    """Share of negatives below each positive score, and share of positives above each negative. Ties add one half.
 
     Both means equal the area under the ROC curve (DeLong, DeLong and Clarke-Pearson, Biometrics 1988).
 
@@ -130,7 +130,7 @@ def placements(positives: ArrayLike, negatives: ArrayLike) -> tuple[Floats, Floa
 
 
 def area_sums(first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike]) -> Floats:
-    """DeLong's sums for two models' :func:`placements`: m, n, two areas, three covariances over each class.
+    """DeLong's sums for two models' :func:`placements`: m, n, two areas, and three covariances for each class.
 
     A covariance over fewer than two cases is NaN.
 
@@ -164,7 +164,7 @@ def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray
 
 
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
-    """Difference between two models' metrics; ``sums`` has both values, then :func:`paired_sums` of replicates."""
+    """Difference between two models' metrics. ``sums`` contains both values, then :func:`paired_sums` of replicates."""
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
     return Estimate(values[0] - values[1], spread.variance * values[2], np.full_like(values[0], np.inf))
@@ -176,7 +176,7 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
     The variance is Hartung and Knapp's (2001), but at least the variance for known weights (Röver et al. 2015).
 
     Raises:
-        ValueError: With fewer than two sites, or a variance of 0.
+        ValueError: If there are fewer than two sites, or a variance is 0.
 
     Example:
         >>> round(float(random_effects([0.04, 0.01, 0.07, -0.02], [0.0004, 0.0009, 0.0016, 0.0001]).value), 6)
@@ -203,7 +203,7 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
 
 
 def holm(p_values: ArrayLike) -> Floats:
-    """Adjusts p-values ``(..., K)`` for several tests (Holm 1979); NaN values do not count.
+    """Adjusts p-values ``(..., K)`` for multiple testing (Holm 1979). NaN values are not counted as tests.
 
     Example:
         >>> [round(float(value), 3) for value in holm([0.004, 0.03, 0.2, 0.011])]

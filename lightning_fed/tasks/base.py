@@ -1,4 +1,4 @@
-"""Base class of the tasks: one network, one loss, torchmetrics, and an optimizer and schedule by name."""
+"""Base class for tasks with one network, one loss, torchmetrics, and an optimizer and schedule selected by name."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Task(L.LightningModule, ABC):
     """Ordinary LightningModule around ``self.model``, with abstract methods for task-specific parts.
 
     Logged values are ``train_loss`` and, for ``val`` and ``test``, the loss and every metric in `configure_metrics`
-    (``val_loss``, ``val_acc``, ...). Each of several validation loaders has separate metrics, with Lightning's suffix
-    (``val_acc/dataloader_idx_1``). The state dict contains only the network.
+    (``val_loss``, ``val_acc``, ...). If there are several validation loaders, each has separate metrics, with
+    Lightning's suffix (``val_acc/dataloader_idx_1``). The state dict contains only the network.
 
     Args:
         optimizer: Class name in `torch.optim`.
@@ -88,7 +88,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Creates the metrics, updated with (logits, target); keys become ``val_<key>`` and ``test_<key>``."""
+        """Creates metrics to update with (logits, target), logged as ``val_<key>`` and ``test_<key>``."""
 
     @abstractmethod
     def example_input(self) -> Tensor:
@@ -170,7 +170,7 @@ class Task(L.LightningModule, ABC):
         return logits.softmax(dim=1)
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Splits a batch into inputs and targets; the batch is a pair ``(x, y)``, or a dict with both tensors."""
+        """Splits a batch, which is a pair ``(x, y)`` or a dict with both tensors, into inputs and targets."""
         if isinstance(batch, Mapping) and self.input_key in batch and self.target_key in batch:
             return batch[self.input_key], batch[self.target_key]
         if isinstance(batch, list | tuple) and len(batch) == 2:
@@ -181,7 +181,7 @@ class Task(L.LightningModule, ABC):
         )
 
     def inputs_of(self, batch: Any) -> Tensor:
-        """Returns the inputs of a batch with or without targets; in prediction a batch can be a tensor."""
+        """Returns the inputs of a batch with or without targets. In prediction a batch can be a tensor."""
         if isinstance(batch, Tensor):
             return batch
         if isinstance(batch, Mapping):

@@ -73,7 +73,7 @@ class CharLSTM(nn.Module):
 
 
 class CharLanguageTask(Task):
-    """Predicts the next character with cross-entropy; logs loss, accuracy and perplexity.
+    """Predicts the next character with cross-entropy. Logs loss, accuracy and perplexity.
 
     Batches are ``(x, y)`` or dicts with keys ``text`` and ``target``: codes with shape ``(N, T)``, and the next
     characters' codes with shape ``(N,)``, or ``(N, T)`` with ``every_step``. Logged values are ``train_loss`` and, for

@@ -19,7 +19,7 @@ __all__ = ["ClassificationTask"]
 
 
 class ClassificationTask(Task):
-    """Classifies images with cross-entropy; logs loss and accuracy.
+    """Classifies images with cross-entropy. Logs loss and accuracy.
 
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``label``: images with shape ``(N, C, H, W)`` and class
     indices with shape ``(N,)``. Logged values are ``train_loss``, ``val_loss``, ``val_acc``, ``test_loss`` and
@@ -34,10 +34,10 @@ class ClassificationTask(Task):
         pretrained: Whether to load `timm`'s published weights (a download).
         model_kwargs: Further arguments for the named network.
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
-        head: ``"sampled_softmax"`` replaces the last linear layer by a head with a few classes per client (see
-            `to_sampled_softmax` and `SampledSoftmax`), for very many classes.
+        head: ``"sampled_softmax"`` replaces the last linear layer by a layer for very many classes, of which each
+            client trains a few (see `to_sampled_softmax` and `SampledSoftmax`).
         head_kwargs: ``scale`` and ``normalize`` for ``head="sampled_softmax"``.
-        class_weights: Class weights in the loss; not with ``head="sampled_softmax"``.
+        class_weights: Class weights in the loss; not allowed with ``head="sampled_softmax"``.
         label_smoothing: Fraction of the target distributed over all classes, between 0 and 1.
         **options: Optimizer and schedule, see `Task`.
 

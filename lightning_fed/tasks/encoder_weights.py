@@ -1,4 +1,4 @@
-"""Pretrained weights of an encoder from a local file."""
+"""Loads an encoder's pretrained weights from a local file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_weight_file(weights: str) -> bool:
 
 
 def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads the weights of an encoder from a file; entry names in the file may have any prefix.
+    """Loads an encoder's weights from a file. Entry names in the file may have any prefix.
 
     The file contains safetensors, or a state dict or checkpoint from ``torch.save``. Entry names may come from a timm
     model, an smp encoder, or a whole network or task with such an encoder (``model.encoder...``). Additional entries

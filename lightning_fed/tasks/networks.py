@@ -1,4 +1,4 @@
-"""The networks of the papers by name, and every `timm` model.
+"""Builds networks by name: the networks of the papers, and every `timm` model.
 
 Each builder returns ``Sequential(features=..., classifier=...)``. ``features`` is the feature extractor, which outputs
 feature maps in convolutional networks. ``classifier`` flattens the features and ends with the output layer,
@@ -36,7 +36,7 @@ def build_network(
             or any name that `timm.create_model` accepts, such as ``resnet18.a1_in1k`` or ``hf-hub:...``.
         num_classes: Number of classes.
         in_channels: Number of image channels.
-        input_size: Side of the square images, in pixels. `timm` models ignore this argument; some have ``img_size``.
+        input_size: Side of the square images, in pixels. `timm` models ignore this argument; some accept ``img_size``.
         pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
         **kwargs: Arguments for the builder, or for the `timm` model.
 
@@ -114,7 +114,7 @@ def fedfusion_cifar_cnn(
     """FedFusion's CNN for CIFAR-10: two 5x5 convolutions (64, 64) with overlapping pools, then 384 and 192 units.
 
     1,756,426 parameters for 32x32 colour images and 10 classes. Convolutions have padding 2; the 3x3 max-pools have
-    stride 2 and padding 1. As in the authors' code, weights start Xavier-uniform, and biases start at zero.
+    stride 2 and padding 1. As in the authors' code, initial weights are Xavier-uniform, and initial biases are zero.
     """
     if len(hidden) != 2:
         raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")

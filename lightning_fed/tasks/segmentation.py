@@ -22,7 +22,7 @@ __all__ = ["SegmentationTask"]
 
 
 class SegmentationTask(Task):
-    r"""Segments images with an smp loss or a custom loss; logs loss, mean IoU and pixel accuracy.
+    r"""Segments images with an smp loss or a custom loss. Logs loss, mean IoU and pixel accuracy.
 
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images with shape ``(N, C, H, W)`` and class
     indices with shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with
@@ -34,8 +34,8 @@ class SegmentationTask(Task):
     - ``mdice``: Dice, averaged like ``miou``; with ``per_class``, ``iou/<class>`` and ``dice/<class>`` for all classes
       in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
 
-    Prediction returns class indices with shape ``(N, H, W)``; in the other modes 0 and 1 with shape ``(N, H, W)`` and
-    ``(N, num_classes, H, W)``.
+    Prediction returns class indices with shape ``(N, H, W)``, or values 0 and 1 with shape ``(N, H, W)`` in the mode
+    ``"binary"`` and ``(N, num_classes, H, W)`` in the mode ``"multilabel"``.
 
     The Dice loss is smp's: the mean over classes c of :math:`1 - 2 \sum p_c t_c / \sum (p_c + t_c)`, with sums over the
     batch's pixels, and 0 for a class without true pixels. A batch with only ignored pixels has loss 0 and no gradient.
@@ -227,7 +227,7 @@ class SegmentationTask(Task):
         return x, mask.long()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Predicts class indices, shape ``(N, H, W)``; with ``mode="multilabel"`` 0 and 1 per class."""
+        """Predicts class indices, shape ``(N, H, W)``, or with ``mode="multilabel"`` values 0 and 1 per class."""
         x = self.inputs_of(batch)
         logits: Tensor = self(x) if self._tile is None else tiled_logits(self, x, self._tile, self._tile_overlap)
         if self._mode == "multiclass":

@@ -1,4 +1,4 @@
-"""Segmentation losses by name: cross-entropy and `segmentation_models_pytorch` losses, excluding ignored pixels."""
+"""Segmentation losses by name: cross-entropy and `segmentation_models_pytorch` losses, without ignored pixels."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class NamedLoss(nn.Module):
 
     ``"ce"`` is the cross-entropy, after a sigmoid in the modes ``"binary"`` and ``"multilabel"``; ``"dice"``,
     ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` come from smp
-    (https://smp.readthedocs.io/en/latest/losses.html). Options follow a name as in ``"tversky:alpha=0.3:beta=0.7"``;
-    ``+`` adds losses. A batch with only ignored pixels has loss 0 and no gradient. ``"fedseg"`` is
+    (https://smp.readthedocs.io/en/latest/losses.html). Options follow a name, as in ``"tversky:alpha=0.3:beta=0.7"``.
+    The sign ``+`` adds losses. A batch with only ignored pixels has loss 0 and no gradient. ``"fedseg"`` is
     :func:`~lightning_fed.modules.absent_class_loss` in training, and the cross-entropy in evaluation.
 
     Example:

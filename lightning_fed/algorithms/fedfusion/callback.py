@@ -292,7 +292,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the fusion weights ("multi", "single"); copies the previous global model to the frozen extractor."""
+        """Smooths the fusion weights ("multi", "single"). Copies the previous global model to the frozen extractor."""
         for name, weight in self._weights.items():
             if name in state:
                 state[name] = smooth_weight(state[name], weight, self.ema)

@@ -24,7 +24,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the samples' features by name, shape ``(N, ...)``; calls ``compute`` for samples not in the cache."""
+        """Returns the samples' features by name, shape ``(N, ...)``. Calls ``compute`` for samples not in the cache."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

@@ -215,7 +215,7 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Runs the network on an example; returns the inputs, the features, and the last layer before the features."""
+        """Runs the network on an example. Returns the inputs, the features, and the last layer before the features."""
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:

@@ -262,7 +262,7 @@ class FedMA(Aggregator):
         self.received |= other.received
 
     def aggregate(self) -> State | None:
-        """Matches and averages this round's stage; returns a new global model after the last stage."""
+        """Matches and averages this round's stage. Returns a new global model after the last stage."""
         current = self._pass(self._info.round)
         stage = self._stages[current.stage]
         clients = sorted(self.received, key=client_key)

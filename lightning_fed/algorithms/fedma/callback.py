@@ -312,7 +312,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         broadcast: Broadcast,
         memory: State,
     ) -> State:
-        """Builds a client's model for a visit; stores progress, layer widths and neuron positions in client memory."""
+        """Builds a client's model for a visit. Stores progress, layer widths and neuron positions in client memory."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
             raise ClientFault("its model from the previous stage is missing")

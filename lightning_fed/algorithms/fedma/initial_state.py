@@ -11,7 +11,7 @@ from lightning_fed.messages import State
 
 
 def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: int) -> State:
-    """Draws new initial parameters by shuffling the elements of each tensor in ``names``; other tensors are unchanged.
+    """Draws new initial parameters by shuffling the elements of each tensor in ``names``. No other tensor changes.
 
     Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
     are independent and identically distributed. Zeros keep their positions, so zero biases, padding rows and pruned

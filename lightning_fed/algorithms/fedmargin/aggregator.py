@@ -190,7 +190,7 @@ class FedMargin(Aggregator):
         self.updates += other.updates
 
     def aggregate(self) -> State:
-        """Moves the global model towards the clients' weighted mean; excludes clients with outlying prototypes."""
+        """Moves the global model towards the clients' weighted mean. Excludes clients with outlying prototypes."""
         num_features = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
         faults = find_outlying_prototypes(extras) | find_mismatched_prototypes(extras, num_features)

@@ -110,7 +110,7 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients with a margin or prototypes far larger than the median; returns a description by client.
+    """Finds clients with a margin or prototypes far larger than the median. Returns a description by client.
 
     With three or more clients, values above 100 times the median exclude a client. Margins that compare classes
     ("hypothesis", "relative", "gain") are signed and can be near 0 for most clients. These margins are therefore
@@ -150,7 +150,7 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 def find_mismatched_prototypes(
     packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
 ) -> dict[_Client, str]:
-    """Finds clients whose number of features differs from the majority; returns a description by client.
+    """Finds clients whose number of features differs from the majority. Returns a description by client.
 
     The most frequent number of features is correct. In a tie, the number in earlier prototypes (``known``) is correct,
     otherwise the larger number.

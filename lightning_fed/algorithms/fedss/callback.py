@@ -261,7 +261,7 @@ class SampledSoftmax(FederatedCallback):
 
 
 def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """Replaces the tensor ``old`` inside a nested batch by ``new``; refuses a batch without ``old``."""
+    """Replaces the tensor ``old`` inside a nested batch by ``new``. Refuses a batch without ``old``."""
     count = 0
 
     def replace(value: Tensor) -> Tensor:

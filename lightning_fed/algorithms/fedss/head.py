@@ -135,7 +135,7 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Starts a training batch; returns the labels as column indices of the next forward passes' logits, int64.
+        """Starts a training batch. Returns the labels as column indices of the next forward passes' logits, int64.
 
         Args:
             target: The batch's class labels, integers, all among the client's classes. Negative labels do not change.

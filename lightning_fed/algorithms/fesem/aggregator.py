@@ -170,7 +170,7 @@ class FeSEM(Aggregator):
         self._num_samples = dict(zip(clients, state.get("num_samples", []), strict=True))
 
     def _first_centers(self) -> State:
-        """Initialises the centres from the models of the round's clients; returns the mean over these models."""
+        """Initialises the centres from the models of the round's clients. Returns the mean over these models."""
         mean = self.means[0].mean()
         self._moved = 0
         updates = [self.candidates[key] for key in sorted(self.candidates)]

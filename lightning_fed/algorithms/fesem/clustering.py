@@ -93,7 +93,7 @@ def _draw_distant_points(points: Tensor, count: int, generator: np.random.Genera
 
 
 def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
-    """Runs k-means from given centres; returns the weighted sum of squared distances, and each point's centre."""
+    """Runs k-means from given centres. Returns the weighted sum of squared distances, and each point's centre."""
     squares = _squared_distances(points, centers)
     assignments = squares.argmin(1)
     for _ in range(max_steps):

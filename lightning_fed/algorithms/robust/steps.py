@@ -55,7 +55,7 @@ class Steps:
         return self.gram.diagonal().sqrt()
 
     def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
-        """Finds clients whose update has an infinite norm; returns the reason for exclusion by client."""
+        """Finds clients whose update has an infinite norm. Returns the reason for exclusion by client."""
         is_good = self.norms.isfinite().tolist()
         return {
             client: "its update has an infinite norm" for client, good in zip(clients, is_good, strict=True) if not good

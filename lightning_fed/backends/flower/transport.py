@@ -54,7 +54,7 @@ def to_records(packet: Packet) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> Packet:
-    """Converts Flower's records to a packet; raises ``PacketError`` if text or tensors are missing."""
+    """Converts Flower's records to a packet. Raises ``PacketError`` if text or tensors are missing."""
     try:
         text, record = content["packet"]["text"], content["tensors"]
         arrays = [record[str(i)] for i in range(len(record))]

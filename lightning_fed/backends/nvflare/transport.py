@@ -24,7 +24,7 @@ def to_shareable(packet: Packet) -> Shareable:
 
 
 def from_shareable(content: Shareable) -> Packet:
-    """Converts an NVFLARE record to a packet; raises ``PacketError`` if text or data are missing."""
+    """Converts an NVFLARE record to a packet. Raises ``PacketError`` if text or data are missing."""
     text, data = content.get("text"), content.get("data")
     if not isinstance(text, str) or not isinstance(data, bytes):
         raise PacketError("the message is not from lightning-fed")

@@ -95,7 +95,7 @@ class SiteGate:
         return left
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Checks the entry names of an update before training; raises ``Refusal`` for a forbidden entry."""
+        """Checks the entry names of an update before training. Raises ``Refusal`` for a forbidden entry."""
         if self.is_in_force():
             try:
                 read_policy(self._path).judge_entries(names)

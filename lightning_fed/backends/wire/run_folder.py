@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks the folder of a run; raises ``RuntimeError`` if another process holds the lock."""
+    """Locks the folder of a run. Raises ``RuntimeError`` if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         if fcntl is not None:

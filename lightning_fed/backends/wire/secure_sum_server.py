@@ -166,7 +166,7 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Sends a request to each client; yields valid answers. With ``counts``, excludes clients without one."""
+        """Sends a request to each client. Yields valid answers. With ``counts``, excludes clients without one."""
         report = self._server.report
         requests = {
             client: SumRequest(stage, self._run, report.round, client, self._sum.least, **fields(client))

@@ -72,7 +72,7 @@ class Transport(ABC):
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for clients (names or a number); returns the names. ``TimeoutError`` after ``patience`` seconds."""
+        """Waits for clients (names or a number). Returns the names. ``TimeoutError`` after ``patience`` seconds."""
 
     @abstractmethod
     def discover(self) -> None:

@@ -55,7 +55,7 @@ def find_outliers(
     trained: Mapping[Client, int] = MappingProxyType({}),
     computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[Client, str]:
-    """Finds clients whose values are far from the values of other clients; returns the reason by client.
+    """Finds clients whose values are far from the values of other clients. Returns the reason by client.
 
     At least three clients are compared. A client is an outlier if a value differs from the median by more than 100
     times the spread (the largest of the median distance to the median, the median, and 1). A client is also an outlier

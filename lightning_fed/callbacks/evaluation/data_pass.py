@@ -353,7 +353,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Maps clients and state keys to values of scalar metrics, from the clients' states; restores the metrics."""
+    """Maps clients and state keys to values of scalar metrics, from the clients' states. Restores the metrics."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))

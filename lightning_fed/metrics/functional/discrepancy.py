@@ -45,15 +45,16 @@ def maximum_mean_discrepancy(
     .. math:: \text{unbiased: } \mathrm{MMD}^2 = \frac{1}{m (m - 1)} \sum_{i \ne j} k(x_i, x_j)
         + \frac{1}{n (n - 1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
 
-    The kernel and the bandwidth are reconstructions. Time grows with :math:`(m + n)^2 d`, but memory does not.
+    The kernel and the bandwidth are reconstructions. Time is proportional to :math:`(m + n)^2 d`, but memory is not.
 
     Args:
         features: Samples :math:`x`, shape ``(m, d)``; any floating-point type.
         reference: Samples :math:`y`, shape ``(n, d)``: features of the centrally trained model.
         bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two reference samples (equal
             for all compared models), or "pooled" for the median over all samples. See :func:`median_distance`.
-        estimator: With or without kernels between a sample and itself. The unbiased estimate can be negative.
-        scales: Factors on the bandwidth, such as ``(0.25, 0.5, 1, 2, 4)``; the kernels of all factors are added.
+        estimator: "biased" includes the kernel between a sample and itself, "unbiased" excludes this kernel. The
+            unbiased estimate can be negative.
+        scales: Factors for the bandwidth, such as ``(0.25, 0.5, 1, 2, 4)``; the kernels for all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         chunk_size: Number of samples per block.
 
@@ -201,7 +202,7 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
-    """Counts sample pairs by leading bits of the squared distance; for pairs with bits ``head`` by the next bits."""
+    """Counts sample pairs by leading bits of the squared distance, or by the next bits for pairs with bits ``head``."""
     # For non-negative floats, the bit patterns read as integers have the same order as the floats.
     counts = torch.zeros(1 << _BITS, dtype=torch.int64, device=samples.device)
     for distances in _pair_distances(samples, shift, chunk_size):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:
-    """Squared Euclidean distances in float64 between rows of shapes ``(m, d)`` and ``(n, d)``; result ``(m, n)``.
+    """Squared Euclidean distances, float64, shape ``(m, n)``, between rows of matrices ``(m, d)`` and ``(n, d)``.
 
     Distances below the rounding error are set to 0, so duplicates have distance 0. ``shift``, such as the mean, is
     subtracted from all samples, because rounding errors are smallest near 0.

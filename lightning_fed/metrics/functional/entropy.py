@@ -26,7 +26,7 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
     .. math:: H = -\sum_c p_c \ln p_c
 
     Args:
-        probabilities: Numbers that sum to 1 along ``dim``.
+        probabilities: Probabilities, with sum 1 along ``dim``.
         dim: Dimension of the outcomes.
         normalize: Whether to divide by the logarithm of the number of outcomes, so that the result is in 0 to 1.
 
@@ -67,7 +67,8 @@ def feature_entropy(
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
-    A pixel with only zeros counts as uniform: :math:`\ln d`. A pixel with an infinite or NaN feature has entropy NaN.
+    The entropy of a pixel with only zeros is :math:`\ln d`, as for equal features. A pixel with an infinite or NaN
+    feature has entropy NaN.
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.

@@ -1,4 +1,4 @@
-"""Retrieval: precision among an image's nearest neighbours; images of the same class are relevant.
+"""Retrieval metrics: precision among an image's nearest neighbours. Images of the same class are relevant.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), equation 9: MAP@R with a fixed R. With
 R equal to the number of other images in the class, the metric equals MAP@R in Musgrave, Belongie and Lim, "A Metric
@@ -34,7 +34,7 @@ def mean_average_precision_at_r(
     gallery_labels: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    r"""MAP@R: mean fraction of the query's class among the R nearest images, with more weight for higher ranks.
+    r"""MAP@R: mean fraction of images with the query's class among the R nearest images; near images weigh more.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
@@ -43,14 +43,14 @@ def mean_average_precision_at_r(
     excluded from its own neighbours. With a fixed R, a perfect model reaches 1 only if every class has more than R
     images: with five images per class, MAP@10 is at most 0.4.
 
-    Among equally distant images, other classes come first, so a model with constant output gets no credit. The result
-    is NaN if an embedding is not finite, or every query is skipped.
+    Among equally distant images, images of other classes are ranked first, so a model with constant output gets score
+    0. The result is NaN if an embedding is not finite, or every query is skipped.
 
     Args:
         embeddings: Query embeddings, shape ``(n, d)``.
         labels: Classes, shape ``(n,)``, integers.
-        r: Number R, at least 1, equal for all queries as in FedSS (missing neighbours are wrong); "relevant" for the
-            number of other images in the query's class (queries without other images are skipped).
+        r: Number R, at least 1, equal for all queries as in FedSS (missing neighbours are irrelevant), or "relevant"
+            for the number of other images in the query's class (a query without such images is skipped).
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
         gallery: Embeddings of the images to search, shape ``(m, d)``; ``None`` for all other queries.
         gallery_labels: Classes of the images to search, shape ``(m,)``.
@@ -89,7 +89,7 @@ def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: An
     Args:
         embeddings: Query embeddings, as in :func:`mean_average_precision_at_r`, with the same rule for equal distances.
         labels: Classes, as in :func:`mean_average_precision_at_r`.
-        k: Number of neighbours, at least 1; missing neighbours count as irrelevant.
+        k: Number of neighbours, at least 1; missing neighbours are irrelevant.
         **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`.
 
     Raises:
