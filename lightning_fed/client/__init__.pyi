@@ -1,0 +1,7 @@
+"""Names in `lightning_fed.client` that features may import, each from the defining file."""
+
+# ruff: noqa: F401
+
+from lightning_fed.client.client_store import ClientStore, FolderStore
+from lightning_fed.client.local_model import OWN_MODEL, STATISTICS, LocalModel, forget_memory, memory_of
+from lightning_fed.client.local_optimizers import LocalOptimizers

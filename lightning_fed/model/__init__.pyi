@@ -1,0 +1,30 @@
+"""Names in `lightning_fed.model` that features may import, each from the defining file."""
+
+# ruff: noqa: F401
+
+from lightning_fed.model.batch_norm import batch_norm_layers, freeze_batch_norm
+from lightning_fed.model.entries import (
+    BatchNorm,
+    Selector,
+    batch_norm_statistics,
+    check_entries,
+    copy_state,
+    distance,
+    entry_names,
+    entry_policies,
+    entry_tensors,
+    find_implausible,
+    find_non_finite,
+    is_running_statistic,
+    layer_entries,
+    layer_prefixes,
+    live_entries,
+    load_entries,
+    norm,
+    parameter_entries,
+    tensor_slots,
+    tensors_by_path,
+    trainable_entries,
+    untrained_entries,
+)
+from lightning_fed.model.resize import layer_numbers, resize_module, set_tensor_data, update_layer_sizes

@@ -1,0 +1,7 @@
+"""Names in `lightning_fed.server` that features may import, each from the defining file."""
+
+# ruff: noqa: F401
+
+from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.server.schedule import Cohort, Schedule, SecretSampling, Visit, default_seed
+from lightning_fed.server.server import RoundReport, Server, ServerInterface
