@@ -168,6 +168,7 @@ WRITERS_OF_A_FIT = {
     "is_plain": {"rounds.loop"},
     "norm_layers": {"rounds.round"},
     "model_round": {"rounds.round"},
+    "fastest": {"backends.vectorized.plan"},
     "reports": {"batch_norm.measurement"},
     "num_measured": {"batch_norm.measurement"},
     "served_client": {"batch_norm.measurement"},
