@@ -22,7 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.algorithms.fedavg import FedAvg
-from lightning_fed.argument_checks import check_inside, check_option, check_positive
+from lightning_fed.argument_checks import check_inside, check_positive
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
@@ -139,15 +139,8 @@ class CentralDP(UpdateStep):
         for name, value in positive.items():
             if value is not None:
                 check_positive(name, value)
-        for name, value in {"delta": delta, "quantile": quantile}.items():
-            check_inside(name, value)
-        check_option("sampling", sampling, ("poisson", "fixed"))
-        check_option("accountant", accountant, ("rdp", "pld"))
-        if sampling == "fixed" and accountant == "pld":
-            raise ValueError(
-                "Expected accountant='rdp' for sampling='fixed', but got 'pld', which provides no bound for this "
-                "sampling."
-            )
+        check_inside("quantile", quantile)
+        Budget(noise_multiplier or 1.0, delta, 1, 1, sampling, accountant)  # raises
         self.delta, self.noise_multiplier, self.epsilon = delta, noise_multiplier, epsilon
         self.adaptive, self.max_epsilon = adaptive, epsilon if max_epsilon is None else max_epsilon
         self.sampling, self.accountant = sampling, accountant

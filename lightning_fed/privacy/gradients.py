@@ -180,7 +180,7 @@ def _rule(layer: nn.Module, inputs: Tensor, signal: Tensor, is_only: bool) -> di
         return {weight: _embedding(layer, inputs, signal, is_only)}
     rule = _convolution if is_convolution else _linear
     signals = signal.flatten(2).mT if is_convolution else signal.reshape(len(signal), -1, signal.shape[-1])
-    found = {} if bias is None else {cast(nn.Parameter, bias): of_samples(signals.sum(1))}
+    found = {} if bias is None else {bias: of_samples(signals.sum(1))}
     if weight.requires_grad:
         # The norm of a product takes one multiplication per pair of positions, the product one per entry.
         has_short_norm = is_only and signals.shape[1] * (weight[0].numel() + len(weight)) < weight.numel()
@@ -204,7 +204,7 @@ def _convolution(layer: Any, inputs: Tensor, signal: Tensor, signals: Tensor, ha
 
     def weigh(rows: _Rows, factors: Tensor) -> Tensor:
         scaled = signal[rows] * factors.view(-1, *[1] * (signal.ndim - 1))
-        return cast(Tensor, product(inputs[rows], shape, scaled, groups=layer.groups))
+        return product(inputs[rows], shape, scaled, groups=layer.groups)  # type: ignore[no-any-return]
 
     if has_short_norm and layer.groups == 1 and type(layer) is nn.Conv2d:
         patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
