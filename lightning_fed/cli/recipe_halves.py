@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 
 _ON_CLIENTS = (
     "accelerator", "devices", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
-    "limit_train_batches", "overfit_batches", "deterministic", "benchmark", "detect_anomaly",
+    "limit_train_batches", "overfit_batches", "deterministic", "benchmark", "detect_anomaly", "sync_batchnorm",
 )  # fmt: skip
 _NOT_ON_SERVER = (
+    "devices",
     "strategy",
     "max_steps",
     "max_time",

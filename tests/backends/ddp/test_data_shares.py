@@ -1,4 +1,4 @@
-"""Processes divide each batch between them, like torch's distributed sampler."""
+"""Processes divide each batch, like torch's distributed sampler."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def population(data, **options):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", [24, 25, 26, 29])
 def test_processes_share_the_batches_of_one_process(size, count):
-    """Shuffled: n processes together train on the batches that one process makes with an n times larger size."""
+    """Shuffled: n processes together train on the batches of one process with an n times larger size."""
     data = TensorDataset(torch.arange(count))
     whole = batches(population(data, batch_size=4 * size))
     shares = []

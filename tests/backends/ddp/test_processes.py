@@ -1,4 +1,4 @@
-"""The supervisor of processes: one answer, questions of the first process, errors, deaths and orphans."""
+"""The processes' supervisor: one answer, the first process's questions, errors, deaths and orphans."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_the_first_process_answers_and_asks(processes):
 
 
 def test_processes_stay_until_an_error(processes):
-    """After an error or a death of one process, no process is left, and new processes answer."""
+    """After an error or a kill, no process is left, and new processes answer."""
     first = processes.run("pid", ignore)
     assert processes.run("pid", ignore) == first
     for order, reason in [

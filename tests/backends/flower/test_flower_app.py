@@ -17,12 +17,14 @@ from flwr.clientapp import ClientApp
 
 import lightning_fed.backends.flower.transport as flower_transport
 from lightning_fed import Federation
+from lightning_fed.backends.ddp.runner import DistributedRunner, build_runner
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.flower.worker import serve
 from lightning_fed.backends.wire.packets import Packet, read_packet, write_packet
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.cli.main import main
+from lightning_fed.cli.recipe_halves import read_recipe
 from lightning_fed.recipe import FederatedCLI
 from tests import models
 from tests.backends.flower.grids import FakeGrid
@@ -88,6 +90,17 @@ def test_the_app_of_a_recipe_trains_as_the_recipe(tmp_path, monkeypatch, imports
     assert len(here.datamodule.clients) == 4
     assert whole.recipe.client_trainer["accelerator"] == "cpu"
     assert "logger" not in whole.recipe.client_trainer
+
+
+def test_several_devices_of_a_recipe_are_processes_of_the_clients(tmp_path, monkeypatch):
+    """The server trains nothing, so the server has one device; model and data can be sent to the processes."""
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    devices = ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.sync_batchnorm", "true"]
+    recipe = read_recipe(shrunk(tmp_path), devices)
+    assert not recipe.server_trainer.keys() & {"devices", "strategy"}
+    assert recipe.client_trainer["sync_batchnorm"] is True
+    runner = build_runner(recipe.federation, recipe.model, recipe.data, recipe.client_trainer, store=tmp_path)
+    assert isinstance(runner, DistributedRunner)
 
 
 def test_what_is_no_app(tmp_path, capsys):
