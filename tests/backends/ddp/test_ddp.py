@@ -21,6 +21,7 @@ from tests import models
 from tests.backends.ddp import sites
 from tests.backends.ddp.sites import SIZES, fit, module
 from tests.backends.flower.halves import Loses, clients_of
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 pytestmark = [
@@ -70,7 +71,7 @@ def test_two_sites_of_two_processes_train_as_one_process_and_resume(federated_tr
     assert_same(state_of(resumed), state_of(whole))
 
 
-@pytest.mark.parametrize("make", [module, sites.normed])
+@pytest.mark.parametrize("make", quick([module, sites.normed], [sites.normed]))
 def test_a_visit_is_lightnings_ddp(make, tmp_path):
     """One round of one site, bit for bit, also with BatchNorm and Adam."""
     data, federation = {"ann": models.vectors(SIZES)["ann"]}, Federation(local_epochs=2, batch_norm="average", seed=1)
@@ -81,22 +82,22 @@ def test_a_visit_is_lightnings_ddp(make, tmp_path):
     assert_same(state_of(trained), torch.load(tmp_path / "plain.pt"))
 
 
-@pytest.mark.parametrize(
-    ("action", "rank", "reason"),
-    [
-        ("kill", 1, "process 2 of its 2 processes ended with signal SIGKILL"),
-        ("kill", 0, "process 1 of its 2 processes ended with signal SIGKILL"),
-        ("raise", 1, "its program raised RuntimeError; see the client's log"),
-        ("sleep", 0, "its visit took longer than visit_timeout=10 seconds"),
-    ],
-)
+BREAKS = [
+    ("kill", 1, "process 2 of its 2 processes ended with signal SIGKILL"),
+    ("kill", 0, "process 1 of its 2 processes ended with signal SIGKILL"),
+    ("raise", 1, "its program raised RuntimeError; see the client's log"),
+    ("sleep", 0, "its visit took longer than visit_timeout=20 seconds"),
+]
+
+
+@pytest.mark.parametrize(("action", "rank", "reason"), quick(BREAKS, BREAKS[:1]))
 def test_a_broken_process_excludes_the_client_by_name(
     action, rank, reason, federated_trainer, tmp_path, caplog, monkeypatch
 ):
     """No hang, and the next round trains with new processes."""
 
     def federation():
-        return Federation(faults=Faults(visit_timeout=10))
+        return Federation(faults=Faults(visit_timeout=20 if action == "sleep" else None))
 
     (tmp_path / "token").touch()
     monkeypatch.setenv("FRAGILE", f"{action}:{rank}:{tmp_path / 'token'}")
@@ -140,14 +141,14 @@ def test_refusals_before_training(trainer, callbacks, text, tmp_path):
     assert text == "." or isinstance(raised.value, MisconfigurationException)
 
 
-@pytest.mark.parametrize(
-    ("action", "data", "options", "error"),
-    [
-        ("", sites.Broken, {"faults": Faults(max_failed_rounds=None)}, "OSError('unreadable')"),
-        ("raise", TensorDataset, {"faults": Faults(max_failed_rounds=None)}, "RuntimeError('a broken process')"),
-        ("sleep", TensorDataset, {"faults": Faults(visit_timeout=3)}, "VisitTimeout"),
-    ],
-)
+ERRORS = [
+    ("", sites.Broken, {"faults": Faults(max_failed_rounds=None)}, "OSError('unreadable')"),
+    ("raise", TensorDataset, {"faults": Faults(max_failed_rounds=None)}, "RuntimeError('a broken process')"),
+    ("sleep", TensorDataset, {"faults": Faults(visit_timeout=3)}, "VisitTimeout"),
+]
+
+
+@pytest.mark.parametrize(("action", "data", "options", "error"), quick(ERRORS, ERRORS[:1]))
 def test_an_error_in_one_process_ends_all_processes_of_a_plain_fit(action, data, options, error, tmp_path):
     """The other process does not wait for the gradients of the batch, also if failed rounds are allowed."""
     (tmp_path / "token").touch()
