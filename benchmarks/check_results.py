@@ -18,6 +18,7 @@ import appearance
 import batch_norm_decision
 import hospitals
 import label_skew
+import merging
 import unpaired
 
 RESULTS = Path(__file__).with_name("results")
@@ -47,6 +48,10 @@ def of_appearance(study: str) -> list[list[str]]:
     return [row for found in by_setting.values() for row in appearance.rows_of(found)]
 
 
+def of_merging(study: str) -> list[list[str]]:
+    return merging.rows_of({name.replace("_", ", "): runs for name, runs in read_runs(study).items()})
+
+
 def of_settings(rows_of: Callable[[dict[str, list[dict[str, Any]]]], list[list[str]]]) -> Callable[[str], Any]:
     return lambda study: rows_of({name.replace("_", " "): runs for name, runs in read_runs(study).items()})
 
@@ -59,6 +64,7 @@ TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "appearance-measured": ("appearance", of_appearance),
     "batch_norm_decision": ("batch_norm_decision", of_settings(batch_norm_decision.rows_of)),
     "label_skew": ("label_skew", of_settings(label_skew.rows_of)),
+    "merging": ("merging", of_merging),
     "unpaired": ("", lambda _: unpaired.rows()),  # from other tables
 }
 """Section to the study with the stored runs, and the function that computes the table's rows."""

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from common import machine, parser, prepare, run_all, spread, table, write_section
+from common import PAIRED, machine, paired, parser, prepare, run_all, spread, table, write_section
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +25,7 @@ WAYS = {
     "`grow`": {"mode": "grow"},
     "`grow`, `pfnm`": {"mode": "grow", "order": "pfnm"},
 }
+COMPARED = ("`permute`", "`grow`")  # ways with paired differences
 ROWS = {
     "LeNet, moved": "LeNet, eight clients of one start whose neurons were put in other places",
     "LeNet, independent": "LeNet, two independent starts",
@@ -117,8 +118,22 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, float]
     return result
 
 
+def rows_of(results: dict[str, list[dict[str, float]]]) -> list[list[str]]:
+    """Table rows: accuracies, and paired differences from the plain average, by kind of network."""
+    columns = ["networks", *WAYS]
+    return [
+        [
+            label,
+            *(spread([one[column] for one in results[name]]) for column in columns),
+            *(paired([one[way] - one["plain average"] for one in results[name]]) for way in COMPARED),
+        ]
+        for name, label in ROWS.items()
+        if name in results
+    ]
+
+
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0], data=False, seeds=(0, 2, 4, 6)).parse_args()
+    arguments = parser(__doc__.splitlines()[0], data=False, seeds=tuple(range(0, 20, 2))).parse_args()
     prepare(arguments)
     results = run_all("merging", ROWS, run, arguments)
     seeds = arguments.seeds[:1] if arguments.quick else arguments.seeds
@@ -128,15 +143,11 @@ def main() -> None:
         " (LeNet: enlarged to 16 x 16) of ten generated patterns with noise, 1,200 to train on and 600 to test; 4"
         " epochs (ResNet: 3). Accuracy on test images, mean and standard deviation over the starts with the seeds"
         f" {', '.join(map(str, seeds))}, of independent networks over the pairs"
-        f" {', '.join(f'({seed}, {seed + 1})' for seed in seeds)}."
+        f" {', '.join(f'({seed}, {seed + 1})' for seed in seeds)}. {PAIRED} Primary comparison: `grow` minus plain"
+        " average for LeNet with two independent starts."
     )
-    columns = ["networks", *WAYS]
-    rows = [
-        [label, *(spread([one[column] for one in results[name]]) for column in columns)]
-        for name, label in ROWS.items()
-        if name in results
-    ]
-    write_section(arguments.out, "merging", f"{words}\n\n{table(['accuracy', *columns], rows)}")
+    header = ["accuracy", "networks", *WAYS, *(f"{way} minus plain average" for way in COMPARED)]
+    write_section(arguments.out, "merging", f"{words}\n\n{table(header, rows_of(results))}")
 
 
 if __name__ == "__main__":
