@@ -32,7 +32,7 @@ ROOMS = {  # all packages with exports, and their API pages
     "lightning_fed.attacks": "attacks.md",
     "lightning_fed.privacy": "privacy.md",
     "lightning_fed.backends.client_parallel": "backends.md",
-    "lightning_fed.backends.rehearsal": "backends.md",
+    "lightning_fed.backends.kept_rounds": "backends.md",
     "lightning_fed.backends.vectorized": "backends.md",
     **({"lightning_fed.backends.flower": "backends.md"} if find_spec("flwr") else {}),  # an extra
     **({"lightning_fed.backends.nvflare": "backends.md"} if find_spec("nvflare") else {}),  # an extra

@@ -308,7 +308,8 @@ SCOPES = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FEATURES = {
     "study": {"study", "cli.study"},
-    "rehearsal": {"backends.rehearsal", "cli.rehearse", "cli.replay", "cli.certify"},
+    "rehearsal": {"backends.rehearsal", "cli.rehearse"},
+    "kept rounds": {"backends.kept_rounds", "cli.replay", "cli.certify"},
     "asynchronous rounds": {"algorithms.asynchronous"},
     "report": {"report", "cli.report"},
     "several processes per client": {"backends.ddp"},

@@ -14,7 +14,7 @@ def run(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     if (options.key is None) == (options.check is None):
         parser.error("Expected either `--key`, to write a certificate, or `--check`, to verify a certificate.")
-    from lightning_fed.backends.rehearsal.kept_rounds import find_changes, write_certificate
+    from lightning_fed.backends.kept_rounds.kept_round import find_changes, write_certificate
     from lightning_fed.backends.site.signatures import read_private_key, read_public_key
 
     if options.check is not None:

@@ -12,7 +12,7 @@ def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed replay`` with the command-line arguments ``args``. Exit status 1: another model."""
     options = _parser().parse_args(args)
     # Imports torch: only after the parser, so errors and help are fast.
-    from lightning_fed.backends.rehearsal.kept_rounds import load_round, replay_round
+    from lightning_fed.backends.kept_rounds.kept_round import load_round, replay_round
     from lightning_fed.callbacks.federation import Federation
     from lightning_fed.messages import digest
     from lightning_fed.model.entries import distance

@@ -38,7 +38,7 @@ def test_the_guide_shows_the_commands_and_the_result(tmp_path, monkeypatch, caps
     ("sites", "options", "message"),
     [
         ("[sites.a]\n", ["--seeds", "0"], "`--seeds` to be at least 1"),
-        ("[sites.a]\nspeed = 1\n", [], "speed = 1"),
+        ("[sites.a]\nspeed = 1\n", [], "'speed'"),
         ("[deadline]\nminutes = 1\n[sites.a]\n", [], "minutes"),
         ("[sites.a]\n", ["--train"], "Expected 30 sites"),
     ],

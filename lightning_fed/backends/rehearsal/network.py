@@ -30,7 +30,7 @@ class Message:
     name: str
     client: Client
     kind: str
-    packet: Packet | None
+    packet: Packet
     start: int
     sent_at: float
     arrived_at: float | None = None
@@ -74,15 +74,10 @@ class Site:
 
     def send(self, message: Message) -> None:
         """Accepts a message from the server, and simulates the faults on the route to the site."""
-        profile, random = self.machine.profile, self.machine.random
-        assert message.packet is not None
-        if random.random() < profile.loss:
+        if self.machine.random.random() < self.machine.profile.loss:
             self.world.note(self.machine.name, f"does not receive {message.name}: lost on the way")
             return
-        arrival = self.machine.transfer(self.world.now, self._bytes_of(message.packet))
-        for _ in range(1 + (random.random() < profile.duplicate)):
-            late = random.uniform(0, profile.outage) if random.random() < profile.delay else 0.0
-            self.world.at(arrival + late, lambda: self._receive(message))
+        self._transfer(message.packet, lambda: self._receive(message))
 
     def _receive(self, message: Message) -> None:
         machine, now = self.machine, self.world.now
@@ -92,7 +87,6 @@ class Site:
         if now < self._busy_until:
             self.world.at(self._busy_until, lambda: self._receive(message))
             return
-        assert message.packet is not None
         self.world.note(machine.name, f"receives {message.name} ({message.kind})")
         reply: Answer | None = None
         with self.world.run_on(machine):
@@ -114,19 +108,23 @@ class Site:
             self.world.at(end, lambda: self._answer(message, reply, machine.starts))
 
     def _answer(self, message: Message, reply: Answer, start: int) -> None:
-        profile, random = self.machine.profile, self.machine.random
         if not self.machine.is_up or self.machine.starts != start:
             return
-        if random.random() < profile.loss:
+        if self.machine.random.random() < self.machine.profile.loss:
             self.world.note(self.machine.name, f"sends an answer to {message.name} that is lost on the way")
             return
-        size = self._bytes_of(reply) if isinstance(reply, Packet) else 0
-        arrival = self.machine.transfer(self.world.now, size)
         sent, reply = reply, self._damage(message, reply)
         is_damaged = reply is not sent
+        self._transfer(sent, lambda: self._deliver(message, reply, start, is_damaged))
+
+    def _transfer(self, content: Answer, arrive: Callable[[], None]) -> None:
+        """Plans the arrival of a message or an answer, also late and twice."""
+        profile, random = self.machine.profile, self.machine.random
+        size = len(content.text) + len(content.data) * self.world.scale if isinstance(content, Packet) else 0.0
+        arrival = self.machine.transfer(self.world.now, size)
         for _ in range(1 + (random.random() < profile.duplicate)):
             late = random.uniform(0, profile.outage) if random.random() < profile.delay else 0.0
-            self.world.at(arrival + late, lambda: self._deliver(message, reply, start, is_damaged))
+            self.world.at(arrival + late, arrive)
 
     def _deliver(self, message: Message, reply: Answer, start: int, is_damaged: bool) -> None:
         if not self.machine.is_up or self.machine.starts != start:
@@ -155,9 +153,6 @@ class Site:
             content["header"]["client"] = "nobody"
             return replace(reply, text=json.dumps(content))
         return reply
-
-    def _bytes_of(self, packet: Packet) -> float:
-        return len(packet.text) + len(packet.data) * self.world.scale
 
     def _plan_kill(self) -> None:
         if self.machine.next_kill < float("inf"):

@@ -6,10 +6,11 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_positive, check_share
 from lightning_fed.backends.wire.transport import Deadline
 from lightning_fed.messages import Client
 
@@ -18,32 +19,9 @@ DAY = 24 * 3600.0  # seconds
 
 @dataclass(frozen=True)
 class Profile:
-    """Speed, network and faults for one machine. Rates of faults are probabilities per message or events per day.
+    """Speed, network and faults of one machine, as in the guide "Rehearse a deployment before it runs".
 
-    Args:
-        seconds_per_step: Seconds for a training step.
-        batches: Batches in one pass over the local data; also the example count for the client's weight.
-        bandwidth: Megabits per second, in each direction.
-        latency: Seconds for a message's first byte.
-        availability: Time share with a connection.
-        outage: Mean outage duration in seconds.
-        restarts: Restarts per day; half of the restarts lose all bytes that were not synchronised with the disk.
-        downtime: Mean seconds between the end and the next start.
-        memory: Memory for the process in gigabytes.
-        disk: Disk space for the process's folder in gigabytes.
-        clock_skew: Seconds by which the clock is ahead.
-        clock_jumps: Clock jumps per day, by up to one hour in both directions.
-        loss: Probability that a message is lost.
-        delay: Probability that a message is delayed by up to ``outage`` seconds, possibly after later messages.
-        duplicate: Probability that a message arrives twice.
-        cut: Probability that the end is missing in an answer.
-        bad: Probability for an unreadable or invalid answer.
-        disk_faults: Failed file operations per working day, because the disk is full or the process is killed.
-        policy: Site policy; an empty text means no policy.
-
-    Example:
-        >>> Profile(seconds_per_step=0.5, batches=10).restarts
-        0.0
+    Raises ``ValueError`` for a value outside the allowed range.
     """
 
     seconds_per_step: float = 1.0
@@ -67,29 +45,24 @@ class Profile:
     policy: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("seconds_per_step", "batches", "bandwidth", "outage", "downtime", "memory", "disk"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Expected `{name}` to be positive, but got {getattr(self, name)}.")
-        for name in ("latency", "restarts", "clock_jumps", "disk_faults"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
-        for name in ("loss", "delay", "duplicate", "cut", "bad"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"Expected `{name}` to be in [0, 1), but got {getattr(self, name)}.")
-        if not 0 < self.availability <= 1:
-            raise ValueError(f"Expected `availability` to be in (0, 1], but got {self.availability}.")
+        for check, names in (
+            (check_count, ("batches",)),
+            (check_positive, ("seconds_per_step", "bandwidth", "outage", "downtime")),
+            (check_nonnegative, ("latency", "restarts", "clock_jumps", "disk_faults")),
+            (check_share, ("loss", "delay", "duplicate", "cut", "bad")),
+        ):
+            for name in names:
+                check(name, getattr(self, name))
+        if not 0 < self.availability <= 1 or not min(self.memory, self.disk) > 0:
+            raise ValueError(
+                f"Expected `availability` in (0, 1], and positive `memory` and `disk`, but got {self.availability}, "
+                f"{self.memory} and {self.disk}."
+            )
 
 
 @dataclass(frozen=True)
 class Sites:
-    """A deployment's machines.
-
-    Args:
-        server: Profile for the server. Only ``restarts``, ``downtime``, ``disk`` and ``disk_faults`` are used.
-        sites: Maps clients to profiles.
-        deadline: Time limit of a round.
-        patience: Seconds to wait for the clients when the server starts.
-    """
+    """Machines of a deployment, and the time limits: ``patience`` are seconds for which a server waits for clients."""
 
     server: Profile
     sites: Mapping[Client, Profile]
@@ -117,12 +90,7 @@ def read_sites(path: str | os.PathLike[str]) -> Sites:
 
 
 def _read_profile(name: str, table: Mapping[str, Any], path: str | os.PathLike[str]) -> Profile:
-    known = {one.name: type(one.default) for one in fields(Profile)}
-    for key, value in table.items():
-        kinds = (int, float) if known.get(key) is float else known.get(key, ())
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ValueError(
-                f"Expected values of a profile in table `{name}` of {os.fspath(path)}, but got {key} = {value!r}: the "
-                f"names are {', '.join(known)}."
-            )
-    return Profile(**table)
+    try:
+        return Profile(**table)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Expected a profile in the table `{name}` of {os.fspath(path)}: {error}.") from error

@@ -48,16 +48,9 @@ _MOST_VERSIONS = 4  # of a client's stored state in a run, independent of the nu
 class Plan:
     """A deployment to rehearse.
 
-    Args:
-        sites: The machines.
-        federation: Builds the federation; called once per process.
-        rounds: Number of rounds.
-        deadline: Time limit for a round; by default the limit in ``sites``.
-        model: Builds the model.
-        data: Builds a client's data; ``None`` for artificial data with the profile's number of batches.
-        model_bytes: The real model's size in bytes; ``None`` for the size of ``model``.
-        trains: Whether the clients train; otherwise :func:`train_stand_in` computes the updates.
-        trainer: Arguments for the Trainers.
+    Every process calls ``federation`` and ``model``, and a client's process ``data`` (``None``: the profile's number of
+    batches). ``model_bytes`` is the real model's size (``None``: the size of ``model``). If not ``trains``,
+    :func:`train_stand_in` computes the updates.
     """
 
     sites: Sites

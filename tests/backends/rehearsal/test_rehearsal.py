@@ -132,10 +132,10 @@ def test_quantiles_and_ranks():
     [
         ("", "at least one site"),
         ("[sites.a]\n[network]\n", "network"),
-        ("[sites.a]\nspeed = 3\n", "table `sites.a`.*speed = 3"),
-        ("[sites.a]\nbatches = 2.5\n", "batches = 2.5"),
+        ("[sites.a]\nspeed = 3\n", "table `sites.a`.*'speed'"),
+        ("[sites.a]\nbatches = 2.5\n", "`batches`.*2.5"),
         ("[sites.a]\nloss = 1.0\n", r"`loss` to be in \[0, 1\), but got 1.0"),
-        ("[sites.a]\navailability = 0.0\n", "`availability`"),
+        ("[sites.a]\navailability = 0.0\n", r"`availability` in \(0, 1\]"),
         ("[sites.a]\nrestarts = -1\n", "`restarts` to be at least 0"),
     ],
 )

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from lightning_fed.atomic_files import atomic_write
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.messages import Client, ClientUpdate, State, plain_keys
+from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import copy_state, live_entries
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 
 _ROUND = "round.ckpt"
+_TENSORS = "start", "model", "chain"  # in this file
 
 
 class KeepRounds(FederatedCallback):
@@ -69,8 +69,7 @@ class KeepRounds(FederatedCallback):
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Stores the result of the round, and deletes the oldest rounds above the maximum size."""
         federation, entries = find_federation(trainer), live_entries(module)
-        report = asdict(federation.server.report)
-        parameters = [name for name, value in module.named_parameters() if value.requires_grad]
+        report = federation.server.report
         content = {
             "round": trainer.current_epoch,
             "is_new": is_new,
@@ -78,11 +77,11 @@ class KeepRounds(FederatedCallback):
             "steps": federation.server.chain.describe(),
             "seed": federation.seed,
             "clients": list(federation.population.clients),
-            "report": {name: plain_keys(value) if isinstance(value, dict) else value for name, value in report.items()},
-            "reasons": list(report["failed"].values()),
+            "received": list(report.received),
+            "failed": [[client, reason] for client, reason in report.failed.items()],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "heads": {str(client): list(head) for client, head in getattr(federation.store, "heads", {}).items()},
-            "trainable": [name for name in parameters if name in self._start],
+            "trainable": [name for name, value in module.named_parameters() if value.requires_grad],
             "chain": federation.server.state_before,
             "start": self._start,
             "model": copy_state({name: entries[name] for name in self._start}),
@@ -129,10 +128,10 @@ def replay_round(
     if federation.method.name == content["method"]:
         chain.load_state_dict(content["chain"])
     server = Server(chain, federation.server.min_clients)
-    info = RoundInfo(round, content["clients"], frozenset(content["trainable"]), seed=content["seed"])
-    server.start_round(info, content["start"])
+    trainable = frozenset(content["trainable"]) & content["start"].keys()
+    server.start_round(RoundInfo(round, content["clients"], trainable, seed=content["seed"]), content["start"])
     for update in updates:
-        if update.client not in content["report"]["received"] or update.client in without:
+        if update.client not in content["received"] or update.client in without:
             continue
         server.sent(update.client, server.prepare(update.client))
         if server.count(update):
@@ -145,14 +144,10 @@ def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
 
     Metrics include epsilon and evaluations. ``heads`` are the digests of the sites' records, which name every answer.
     """
-    rounds = []
-    for path in sorted(folder.glob(f"round-*/{_ROUND}")):
-        content = torch.load(path)
-        shown = {name: value for name, value in content.items() if name not in ("start", "model", "chain", "clients")}
-        rounds.append(shown)
+    rounds = [torch.load(path) for path in sorted(folder.glob(f"round-*/{_ROUND}"))]
     certificate = {
         "versions": {name: version(name) for name in ("lightning-fed", "lightning", "torch")},
-        "rounds": rounds,
+        "rounds": [{name: value for name, value in one.items() if name not in _TENSORS} for one in rounds],
         "files": _digest_files(folder),
     }
     return _write(certificate | {"signature": key.sign(_write(certificate).encode()).hex()})

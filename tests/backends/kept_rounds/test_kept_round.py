@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from lightning_fed import FederatedDataModule, Federation
-from lightning_fed.backends.rehearsal.kept_rounds import KeepRounds, find_changes, replay_round, write_certificate
+from lightning_fed.backends.kept_rounds.kept_round import KeepRounds, find_changes, replay_round, write_certificate
 from lightning_fed.cli.main import main
 from lightning_fed.compression import TopK
 from lightning_fed.errors import OptionError
@@ -78,7 +78,7 @@ def test_the_commands_name_every_changed_bit(federated_trainer, tmp_path, monkey
     main(["certify", "run", "--check", "key.pub"])
     assert "nothing has changed" in capsys.readouterr().out
     content = json.loads(Path("certificate.json").read_text())
-    assert [sorted(one["report"]["received"]) for one in content["rounds"]] == 2 * [["ann", "bob", "cid"]]
+    assert [sorted(one["received"]) for one in content["rounds"]] == 2 * [["ann", "bob", "cid"]]
     assert content["rounds"][0]["method"] == "FedAvg"
     generator = torch.Generator().manual_seed(0)
     for file in sorted(Path("run").rglob("*.ckpt")):
