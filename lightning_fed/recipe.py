@@ -26,6 +26,7 @@ import lightning_fed.steps
 import lightning_fed.tasks
 from lightning_fed import __version__
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.model.entries import Selector
 from lightning_fed.report.callback import Report
 from lightning_fed.steps.update_step import UpdateStep
@@ -135,8 +136,9 @@ class FederatedCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Adds the report, unless the recipe has a report."""
-        if not any(isinstance(callback, Report) for callback in self.trainer.callbacks):
-            self.trainer.callbacks.append(Report())
+        callbacks = callbacks_of(self.trainer)
+        if not any(isinstance(callback, Report) for callback in callbacks):
+            callbacks.append(Report())
 
     def before_validate(self) -> None:
         self._look_for_checkpoint()

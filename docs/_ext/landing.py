@@ -116,14 +116,15 @@ def main():
     curve.xaxis.label.set_color(INK)
     grid = grids.subplots(len(columns), len(rows), squeeze=False)
     for column, (name, pictures) in enumerate(rows.items()):
-        for row, (favourite, (client, _)) in enumerate(columns.items()):
+        for row, (client, _) in enumerate(columns.values()):
             axes = grid[row, column]
             axes.imshow(pictures[row], interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             if row == 0:
                 axes.set_title(name, fontsize=11, color=INK)
             if column == 0:
-                axes.set_ylabel(f"client {client}\nmostly {names[favourite]}s", fontsize=10, color=INK)
+                shown_names = [names[label] for label in np.unique(truth[row]) if label]
+                axes.set_ylabel(f"client {client}\n{', '.join(shown_names)}", fontsize=10, color=INK)
     figure.savefig(OUT, dpi=90, transparent=True)
 
 

@@ -119,7 +119,8 @@ def _stop(error: Exception) -> NoReturn:
     # The environment variable shows tracebacks, as in LightningCLI.
     if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
         raise error
-    is_missing = isinstance(error, FileNotFoundError) and error.filename is not None
-    text = f"Expected an existing file, but got {error.filename!r}: correct the path." if is_missing else error
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        text = f"Expected an existing file, but got {error.filename!r}: correct the path."
     sys.stderr.write(f"error: {text}\n")
     raise SystemExit(1) from error

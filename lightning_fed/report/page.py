@@ -182,7 +182,7 @@ def _round_cells(round: int, values: Mapping[str, float], names: Sequence[str]) 
 def _client_cells(results: FitResults) -> list[dict[str, Any]]:
     """Builds the rows of the clients, the worst score first and clients without a score last."""
     is_higher = results.higher_is_better.get(results.score, True)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for client in results.clients:
         first, last = client.first.get(results.score), client.last.get(results.score)
         gain = None
@@ -202,12 +202,12 @@ def _iou_cells(results: FitResults) -> dict[str, Any]:
             for name, score in client.last.items():
                 if match := _CLASS_IOU.fullmatch(name):
                     iou[client.name, match["name"]] = score[1]
-    clients = list(dict.fromkeys(client for client, _ in iou))
+    names = list(dict.fromkeys(name for name, _ in iou))
     classes = list(dict.fromkeys([*results.classes, *(name for _, name in iou)]))
     rows = []
-    for client in clients:
-        known = [iou.get((client, name)) for name in classes]
-        rows.append((client, [(value, *_shade(value)) for value in known]))
+    for name in names:
+        known = [iou.get((name, kind)) for kind in classes]
+        rows.append((name, [(value, *_shade(value)) for value in known]))
     return {"classes": classes, "rows": rows}
 
 
