@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import METHODS
 from lightning_fed.callbacks import CommunicationReport
+from lightning_fed.cli.main import main
 from lightning_fed.fit.round_log import RoundLog
 from tests.test_docs import DOCS, PAGES, README, ROOT, blocks, logged_names, page_id
 
@@ -83,6 +85,19 @@ def test_diffs_are_those_of_the_examples(page):
         changes = difflib.unified_diff(*lines, *files, lineterm="", n=0)
         real.append("\n".join(line for line in changes if not line.startswith(("---", "+++", "@@"))))
     assert shown == real
+
+
+def test_the_readme_is_short_and_its_commands_exist(capsys):
+    text = README.read_text()
+    assert len(text.split()) <= 650
+    commands = re.findall(r"^    lightning-fed (\w+)", text, re.M)
+    assert commands == ["demo"]
+    for command in commands:
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"pip install \"\S*\[(\w+)\]\"", text)) <= extras.keys()
 
 
 def test_the_commands_of_the_readme_are_make_targets():
