@@ -68,7 +68,7 @@ test-projects: ## real packages of others, plain and federated, in .venv-project
 	test -x .venv-projects/bin/python || $(PYTHON) -m venv .venv-projects
 	.venv-projects/bin/python -m pip install -qq --disable-pip-version-check -e . flwr-datasets pytest==9.2.0 \
 		pytest-timeout==2.4.0 hypothesis==6.170.15
-	OMP_NUM_THREADS=1 .venv-projects/bin/python -m pytest tests/data/test_flower_partition.py
+	OMP_NUM_THREADS=1 .venv-projects/bin/python -m pytest tests/partitions/test_flower_partition.py
 	OMP_NUM_THREADS=1 .venv-projects/bin/python -m tests.projects.packages --out benchmarks/results/projects.md $(ARGS)
 
 test-portable: $(STAMP) ## the tests under settings that stand for other machines: hours
