@@ -23,7 +23,7 @@ def unite_names() -> None:
     """Makes both package names of Lightning refer to the package imported first, by default ``lightning.pytorch``.
 
     The packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
-    package. The function changes nothing if both are already imported or have different versions.
+    package. The function does nothing if both packages are already imported, or have different versions.
     """
     if _version("lightning") != _version("pytorch-lightning"):
         return
@@ -78,7 +78,7 @@ def _version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook: an import of one Lightning package returns the module of the other, already imported package."""
+    """Import hook. Importing one Lightning package returns the module of the other, already imported package."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""Atomic file writes (after a kill a file is complete or absent), and loading of checkpoints without pickle."""
+"""Writes files atomically (after a kill, a file is complete or missing), and loads checkpoints without pickle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """Yields a temporary path for writing; afterwards moves the file to ``path``, unless an exception was raised.
+    """Yields a temporary path for writing. Afterwards moves the file to ``path``, unless an exception was raised.
 
     Missing folders are created, and the new file survives a loss of power. A note on an exception (for example, for a
     full disk) names the unchanged file. Processes that write the same file need different suffixes.

@@ -52,8 +52,8 @@ VERSION = "model:version"
 class Compression(UpdateStep, ABC):
     """Base class of update steps that compress all trained entries in client updates.
 
-    The client stores the compression error of an update and adds the error to the next update (error feedback). Sliced
-    entries have no error feedback, because the client's rows change between visits.
+    The client stores an update's compression error and adds the error to the next update (error feedback). Sliced
+    entries have no error feedback, because a client's rows differ between visits.
     """
 
     refuses = ("resizes",)
@@ -127,7 +127,8 @@ class Quantized(Compression):
         bits: Number of bits b.
 
     Raises:
-        ValueError: If ``bits`` is neither 8 nor 4; for FedMA, secure sums and central differential privacy.
+        ValueError: If ``bits`` is neither 8 nor 4, or in combination with FedMA, secure sums or central differential
+            privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -167,7 +168,7 @@ class Quantized(Compression):
 class Float16(Compression):
     """Sends updates as float16, scaled by the largest magnitude in each entry.
 
-    FedMA, secure aggregation and central differential privacy raise ``ValueError``.
+    Combinations with FedMA, secure sums or central differential privacy raise ``ValueError``.
 
     Example:
         >>> from lightning_fed import Federation
@@ -178,7 +179,7 @@ class Float16(Compression):
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Divides an entry's update by the largest magnitude, so float16's range suffices for any learning rate."""
+        """Divides an entry's update by the largest magnitude, so that the values are in the range of float16."""
         scale = step.abs().max()
         return (step / scale if float(scale) else step).half(), scale
 
@@ -190,10 +191,11 @@ class TopK(Compression):
     """Sends only the values with the largest magnitude in each entry, with flat indices (Stich et al., Algorithm 1).
 
     Args:
-        share: Fraction of the values to send per entry, rounded up; in (0, 1].
+        share: Fraction of each entry's values to send, in (0, 1]. The number of values is rounded up.
 
     Raises:
-        ValueError: If ``share`` is outside (0, 1]; for FedMA, secure sums and central differential privacy.
+        ValueError: If ``share`` is outside (0, 1], or in combination with FedMA, secure sums or central differential
+            privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -228,20 +230,20 @@ class Downlink(UpdateStep):
     r"""Compresses broadcasts: sends encoded changes since the client's last model (Tang et al., ICML 2019).
 
     The server encodes the change of each round and adds the compression error to the next change (error feedback). The
-    new global model is the decoded model, so server and clients hold the same model:
+    new global model is the decoded model, so server and clients have the same model:
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    A client with an earlier model receives the encoded changes since then, if smaller than the model; other clients
-    receive the full model. On remote machines all clients of a node share one model file, verified by a hash. Partial
-    rows, BatchNorm statistics, extras and models outside visits are sent without compression. Checkpoints contain
-    compression errors and recent changes, at most the size of two models.
+    A client with an earlier model receives the encoded changes since then, if these are smaller than the model. All
+    other clients receive the full model. On a remote machine all clients share one model file, verified by a hash.
+    Sliced entries, BatchNorm statistics, extra tensors, and models sent outside visits are not compressed. Checkpoints
+    contain compression errors and recent changes, at most the size of two models.
 
     Args:
         step: Compression step. ``Downlink`` must follow all steps that change the new model.
 
     Raises:
-        ValueError: For rules with several global models or client-specific shapes.
+        ValueError: If the rule has several global models or client-specific shapes.
 
     Example:
         >>> from lightning_fed import Federation
@@ -357,7 +359,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Callback for :class:`Downlink`: records for each client the model version in the last accepted update."""
+    """Callback for :class:`Downlink`: records each client's model version after an accepted update."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -1,4 +1,4 @@
-"""Default log on the console, and formats for round numbers and Markdown tables."""
+"""Shows the log on the console by default, and formats round numbers and Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOGGER = logging.getLogger("lightning_fed")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes log lines to the console, unless the root logger has handlers, because lines would appear twice."""
+    """Writes log lines to the console, unless the root logger has handlers that would write the lines again."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -21,7 +21,7 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Context that afterwards removes handlers added to the root logger, because only programs should add handlers."""
+    """Context that finally removes handlers added to the root logger, because only programs should add handlers."""
     old_handlers = [*logging.root.handlers]
     try:
         yield
@@ -34,13 +34,13 @@ def root_logger_as_it_was() -> Iterator[None]:
 def round_number(round: int) -> int:
     """One-based round number for log lines, tables, titles and file names.
 
-    Messages, checkpoints, arguments and the logged ``epoch`` count from 0, like Lightning's epochs.
+    In messages, checkpoints, arguments and the logged ``epoch``, round numbers start at 0, like Lightning's epochs.
     """
     return round + 1
 
 
 def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str:
-    """Formats a Markdown table from header and rows. A vertical bar in a cell becomes a slash.
+    """Formats a Markdown table from header and rows. Vertical bars in cells are replaced by slashes.
 
     Example:
         >>> print(markdown_table([["client", "loss"], ["a", "0.5"]]))

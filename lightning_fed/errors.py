@@ -26,7 +26,7 @@ class BadUpdate(ValueError):
 
 
 class BadUpdates(ValueError):
-    """Raised for updates found invalid after all visits of a round; maps each excluded client to a reason.
+    """Raised for updates found invalid after all visits of a round. Maps each excluded client to a reason.
 
     A key other than a client, such as the key of a secure sum, stands for all clients of the round.
     """
@@ -37,9 +37,9 @@ class BadUpdates(ValueError):
 
 
 class ClientFault(Exception):
-    """Raised if one client fails. The round excludes the client and the fit continues; other exceptions stop the fit.
+    """Raised if one client fails. The round excludes this client, and the fit continues. Other exceptions end the fit.
 
-    Callbacks on the client raise the exception, with the reason, in
+    Callbacks on the client may raise the exception, with a reason, in
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive`,
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch` and
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`.
@@ -62,6 +62,6 @@ def describe(error: BaseException) -> str:
 
 
 def without_frames(error: _Error) -> _Error:
-    """Replaces an exception's traceback by a text note, because frames would keep local variables alive."""
+    """Replaces an exception's traceback by a text note, because a traceback keeps local variables alive."""
     error.add_note("".join(traceback.format_exception(error)))
     return error.with_traceback(None)

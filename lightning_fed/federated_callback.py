@@ -20,7 +20,7 @@ VISIT_HOOKS = (
 
 
 class TrainerCallback(L.Callback):
-    """Base class of callbacks only for Trainers. Refuses ``Fabric``, which never calls the hooks of a fit."""
+    """Base class of callbacks that only work in a Trainer. Refuses ``Fabric``, which never calls the hooks of a fit."""
 
     def on_after_setup(self) -> None:
         """Refuses Fabric. Only Fabric calls this hook, after its ``setup``."""
@@ -48,7 +48,7 @@ class RevertingCallback(L.Callback):
 
 
 class FederatedCallback(TrainerCallback):
-    """A Lightning callback with additional hooks, for code that accesses the module, optimizer, batches or log.
+    """A Lightning callback with additional hooks for rounds and visits.
 
     :class:`~lightning_fed.callbacks.Federation` calls the hooks. Before the first visit: :meth:`on_server_round_start`.
     In a visit: :meth:`on_client_request`, :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`,
@@ -56,7 +56,7 @@ class FederatedCallback(TrainerCallback):
     :meth:`on_client_visit_end`. After the last visit: :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
     Outside visits: :meth:`on_model_loaded`. Messages include the changes made by hooks.
 
-    Clipping, weights, encoding, masks and noise belong to an update step (:mod:`lightning_fed.steps`). Some features
+    Implement clipping, weights, encoding, masks and noise as an update step (:mod:`lightning_fed.steps`). Some features
     read attributes of a callback, see the `guide <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
 
     Example:
@@ -69,20 +69,21 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Server side, before the first visit. The module holds the global model and must still hold it afterwards."""
+        """Server side, before the first visit. The module contains the global model, which the hook must not change."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """Returns the names of sliced entries (a client holds only the requested rows). Called once per fit."""
+        """Returns the names of sliced entries (clients receive only the requested rows). Called once per fit."""
         return ()
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Client side, before the broadcast: may add rows of sliced entries, and extras, to the client's request.
+        """Client side, before the broadcast: may add row indices of sliced entries, and extra tensors, to the request.
 
-        The module still holds the global model, and the client's memory is available. Entries without requested rows
-        are sent completely. Extras are for the rule's :meth:`Aggregator.broadcast
-        <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the client.
+        The module contains the global model, and the client's memory is available. Entries without requested rows are
+        sent completely. Extra tensors are passed to the rule's
+        :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`. Raising :class:`ClientFault` excludes the
+        client.
         """
 
     def on_server_send(
@@ -90,7 +91,7 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Server side, before the broadcast to a client is sent: may replace entries for this client.
 
-        All clients' messages share the tensors, so replace a tensor instead of writing into its memory.
+        All clients' messages share the tensors. Replace a tensor instead of writing into the tensor's memory.
         """
 
     def on_client_receive(
@@ -98,7 +99,8 @@ class FederatedCallback(TrainerCallback):
     ) -> None:
         """Client side, before the module loads the broadcast: may unpack entries from :meth:`on_server_send`.
 
-        Afterwards ``broadcast.state`` must hold all shared entries. Raising :class:`ClientFault` excludes the client.
+        Afterwards ``broadcast.state`` must contain all shared entries. Raising :class:`ClientFault` excludes the
+        client.
         """
 
     def on_client_start(
@@ -107,16 +109,16 @@ class FederatedCallback(TrainerCallback):
         """Client side, after the module has loaded the broadcast, before the first batch of the visit."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Client side, before a training step: returns the batch for the step. Lightning's hooks get ``batch``.
+        """Client side, before a training step: returns the batch for the step. Lightning's hooks receive ``batch``.
 
-        Raising :class:`ClientFault` excludes the client because of the data.
+        Raising :class:`ClientFault`, for example because of invalid data, excludes the client.
         """
         return batch
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Client side, after the last batch: may add extras and metrics to the update, but not change its entries.
+        """Client side, after the last batch: may add extra tensors and metrics to the update, but not change entries.
 
         A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
         on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
@@ -150,17 +152,17 @@ class FederatedCallback(TrainerCallback):
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Server side, before the module loads the new global values of shared entries: may change the values.
 
-        If the rule has no new model yet, the values are copies of the old values, and changes are lost.
+        If the rule computes no new model in this round, the values are copies of the old values, and changes are lost.
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Server side, after the round. The module holds the global model; ``is_new`` tells whether the model is new.
+        """Server side, after the round. The module contains the global model. ``is_new`` is true for a new model.
 
         Also called after an interrupted round.
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Called after loading a client's (``None``: the global) model outside visits, such as for evaluation."""
+        """Called after a client's model (``None``: the global model) is loaded outside visits, as in evaluation."""
 
 
 class AskableCallback(FederatedCallback, ABC):

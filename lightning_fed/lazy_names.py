@@ -1,4 +1,4 @@
-"""Lazy imports: names of a package on first access, and modules of optional features."""
+"""Lazy imports: loads a package's names on first access, and modules of optional features on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_feature(module: str) -> ModuleType:
-    """Imports the module of an optional feature; if a requirement is missing, the error names the feature."""
+    """Imports the module of an optional feature. If a requirement is missing, the error names the feature."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -41,8 +41,8 @@ def find_feature(module: str) -> ModuleType | None:
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
-    ``package`` and ``door`` are ``__name__`` and ``__file__`` in the package; ``__init__.pyi`` lists the names; a
-    name without ``as`` is for the package's features only.
+    ``package`` and ``door`` are ``__name__`` and ``__file__`` of the package. ``__init__.pyi`` lists the names. A name
+    without ``as`` is only for features in this package, and not public.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:

@@ -1,8 +1,8 @@
 """The three messages between server and client, with flat dictionaries of tensors.
 
 The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. A client may first send a
-:class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or with extra tensors for
-the rule. Only requested rows are sent, in both directions. Bytes are counted, not estimated.
+:class:`Request`, for a few rows of a large table (the last layer's classes, an embedding's words), or with extra
+tensors for the rule. Only requested rows are sent, in both directions. Byte counts are exact.
 
 Untrained entries (parameters without gradient, constant buffers) are not sent if the receiver already has the values:
 ``unsent`` contains their names, and the receiver adds the values.
@@ -45,7 +45,7 @@ def file_name(client: Client) -> str:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Hexadecimal hash over names, dtypes, shapes and values in a state."""
+    """Hexadecimal hash of the names, dtypes, shapes and values in a state."""
     hasher = hashlib.sha256()
     for name in sorted(state):
         value = state[name].detach().cpu().contiguous().reshape(-1)
@@ -92,7 +92,7 @@ class Request:
     Args:
         client: The client's key.
         rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so that the order reveals nothing
-            about the client. Equal rows for several entries, such as a head's weight and bias, are sent once.
+            about the client. Equal rows for several entries, such as a layer's weight and bias, are sent once.
         extras: Additional tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
     """
 
@@ -102,7 +102,7 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all tensors; equal row indices count once."""
+        """Bytes in all tensors. Equal row indices are counted once."""
         return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
 
 
@@ -127,10 +127,10 @@ class Broadcast(_Message):
     """Message from the server to one client before a visit's training.
 
     Args:
-        round: Version of the sent model: index of the round that starts from this model, from 0.
+        round: Version of the sent model: index, from 0, of the round that starts from this model.
         state: Entries for the client's initial model.
         extras: Further tensors from the method (control variates, ...).
-        rows: Row indices of sliced entries in ``state``, from the client's :class:`Request`, which counts the bytes.
+        rows: Row indices of sliced entries in ``state``, copied from the client's :class:`Request`.
         unsent: Names of entries in ``state`` already on the client, and not sent. Set by the server.
     """
 
@@ -153,9 +153,9 @@ class ClientUpdate(_Message):
         metrics: Numbers to log.
         rows: Row indices of sliced entries in ``state``. The server sets these to the rows in the broadcast, so that a
             client cannot write to other rows.
-        unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. Their tensors belong
-            to the broadcast: replace a tensor instead of writing into its memory.
-        members: On the server: the clients in an update created by an update step as a sum.
+        unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. These tensors belong
+            to the broadcast: replace a tensor instead of writing into the tensor's memory.
+        members: On the server, for a sum created by an update step: the clients in the sum.
     """
 
     client: Client
@@ -169,7 +169,7 @@ class ClientUpdate(_Message):
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """The clients with training in this update: several for a sum, otherwise one."""
+        """The clients whose training is in this update: several for a sum, otherwise one."""
         return self.members or (self.client,)
 
 

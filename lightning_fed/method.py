@@ -22,12 +22,13 @@ from lightning_fed.steps.update_step import UpdateStep
 class Method:
     """A server-side rule with update steps, callbacks and settings of a federation.
 
-    An :class:`~lightning_fed.Aggregator` is also a method, with registered callbacks and no settings.
+    An :class:`~lightning_fed.Aggregator` is also a method, whose callbacks are given in :func:`register`, without
+    settings.
 
     Args:
         aggregator: The server-side rule, or a method to extend, by name or as an object.
-        callbacks: Callbacks added to a Trainer without a callback of the same class, before the rule's callbacks.
-        steps: Update steps, innermost first; the federation's steps are applied outside.
+        callbacks: Callbacks added to the Trainer before the rule's callbacks, except classes already present.
+        steps: Update steps, innermost first. The federation's steps follow further outside.
         settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
@@ -63,7 +64,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Class name of the method, or of the rule for a plain :class:`Method`."""
+        """Class name of the method (for a plain :class:`Method`, the rule)."""
         return type(self.aggregator if type(self) is Method else self).__name__
 
 
@@ -144,9 +145,10 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
-    """Builds a method from a name and options, or from a rule; a method object is returned unchanged.
+    """Builds a method from a name and options, or from a rule. A method object is returned unchanged.
 
-    The name may include options (``"fedss:num_negatives=40"``). ``options`` are for the method or a callback.
+    The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments of the method or of a
+    callback.
 
     Raises:
         ValueError: If the name or an option is unknown, or an option without a default is missing.
@@ -169,7 +171,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Maps each option of a method or callback to the default, or ``inspect.Parameter.empty`` without a default."""
+    """Maps the options for a method or callback to defaults, or to ``inspect.Parameter.empty``."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}

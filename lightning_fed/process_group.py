@@ -1,4 +1,4 @@
-"""The processes for the clients in a round, and communication between processes.
+"""The processes that train a round's clients, and communication between these processes.
 
 Tensors are sent as raw memory; all other objects (numbers, names, containers) are pickled.
 """
@@ -22,7 +22,7 @@ _ALIGNED = 16
 
 
 class ProcessGroup:
-    """The processes for a federation's clients; the base class is a single process.
+    """The processes that train a federation's clients. This base class represents a single process.
 
     Attributes:
         rank: Index of this process, from 0.
@@ -46,11 +46,11 @@ class ProcessGroup:
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
         """Yields the value of each process in rank order. At most two values are in memory at once.
 
-        All processes must call the method and exhaust the iterator. A received value is a copy; in the sending
-        process the tensors are not copied.
+        All processes must call the method and exhaust the iterator. A received value is a copy. In the sending process
+        the tensors are not copied.
 
         Args:
-            value: Value of this process: any picklable object, also with tensors inside.
+            value: Value of this process: any picklable object, possibly with tensors inside.
             known: Tensors with equal values and order in all processes, which are not sent.
 
         Raises:
@@ -138,7 +138,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits a picklable object into pickled rest and distinct tensors; indices replace ``known`` tensors.
+    """Splits a picklable object into distinct tensors and a pickled rest. Indices replace ``known`` tensors.
 
     Example:
         >>> w = torch.ones(2)
@@ -166,7 +166,7 @@ def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ())
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each tensor as an index: into ``known``, or into the list ``tensors`` for all other tensors."""
+    """Pickles each tensor as an index into ``known``, or else as an index into the list ``tensors``."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,4 +1,4 @@
-"""Recipes: model, data and federation from a YAML file and the command line, using ``LightningCLI``."""
+"""Recipes: build model, data and federation from a YAML file and the command line, using ``LightningCLI``."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ COMMANDS = {
 def remembered_subclasses() -> Iterator[None]:
     """Caches the subclasses of each class until more modules are imported, so that recipes are parsed faster.
 
-    For every string where a module is allowed, such as a network name, jsonargparse searches over a thousand subclasses
-    of ``nn.Module``. The patched function is private; if it is missing, parsing is only slower.
+    For every string in the place of a module, such as a network name, jsonargparse searches over a thousand subclasses
+    of ``nn.Module``. The patched function is private. If this function is missing, parsing is slower.
     """
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:
@@ -74,12 +74,12 @@ def remembered_subclasses() -> Iterator[None]:
 class FederatedCLI(LightningCLI):
     """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
 
-    Recipes name model and data by class path; for classes in lightning_fed the class name suffices. The environment
-    variable ``JSONARGPARSE_DEBUG=true`` restores tracebacks.
+    Recipes name model and data by class path, or for classes in lightning_fed by class name. The environment variable
+    ``JSONARGPARSE_DEBUG=true`` restores tracebacks.
 
     Args:
         args: Command line arguments; ``None`` for the arguments of the process.
-        run: Whether to run the command named first on the command line. Otherwise the objects are only created.
+        run: Whether to run the first word of the command line as a command. Otherwise the objects are only created.
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
@@ -110,7 +110,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. Hyper-parameters from a checkpoint with a class name replace the recipe's."""
+        """Parses the command line. A checkpoint's hyper-parameters with a class name replace the recipe's."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")
@@ -154,7 +154,7 @@ class FederatedCLI(LightningCLI):
             sys.stderr.write("warning: No `--ckpt_path`: the model has its initial weights.\n")
 
     def predict(self, **arguments: Any) -> None:
-        """Predicts, and saves the list of batch predictions as ``predictions.pt`` next to the logs.
+        """Runs the prediction, and saves the list of batch predictions as ``predictions.pt`` next to the logs.
 
         With several processes, each process saves its own batches (``predictions_0.pt``, ...). ``--return_predictions
         false`` saves nothing, for use with a ``BasePredictionWriter`` callback.

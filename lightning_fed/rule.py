@@ -21,10 +21,10 @@ class RoundInfo:
         round: Index of the round, from 0.
         clients: All clients known in this process.
         trainable: Names of the trained entries; ``None`` if unknown.
-        untrained: Names of the parameters without gradient and the constant buffers; few visits change these.
-        sliced: Names of the entries with only some rows at a client.
-        seed: The federation's seed; a step derives random numbers from (seed, round, client).
-        refused: Reason by client for invalid answers so far in the round.
+        untrained: Names of parameters without gradient and of constant buffers, which visits rarely change.
+        sliced: Names of entries of which clients receive only some rows.
+        seed: The federation's seed. A step derives random numbers from seed, round and client.
+        refused: Maps clients with an invalid answer in this round to the reason.
     """
 
     round: int
@@ -36,7 +36,7 @@ class RoundInfo:
     refused: Mapping[Client, str] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Excludes ``clients`` from pickles: possibly millions, and known in every process."""
+        """Excludes ``clients`` from pickles, because the list may be long and is known in every process."""
         return {**vars(self), "clients": (), "refused": {}}
 
 
@@ -73,23 +73,24 @@ class RuleCapabilities:
         """Draws a round's :class:`~lightning_fed.server.schedule.Cohort`, with the visits in arrival order.
 
         ``schedule`` is the federation's :class:`~lightning_fed.server.schedule.Schedule`, and ``population`` a
-        :class:`~lightning_fed.data.Population`. An estimate of a fit's steps also draws later rounds.
+        :class:`~lightning_fed.data.Population`. Later rounds are also drawn, to estimate the number of steps in a fit.
         """
         return schedule.cohort(round, population.clients, always=self.always)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns a state with names, shapes and dtypes as expected in an update; values do not matter."""
+        """Returns a state with the names, shapes and dtypes expected in an update, and any values."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
         """Returns the shared entries of the client's model; ``None`` for the global model.
 
-        Clients with the same model get the same object. The server writes BatchNorm statistics into these tensors.
+        Returns the same object for clients with the same model. The server writes BatchNorm statistics into the
+        tensors.
         """
         return None
 
     def tolerated(self, count: int) -> int:
-        """Returns the tolerated number of malicious clients among ``count`` clients.
+        """Returns the number of malicious clients tolerated among ``count`` clients.
 
         Pooled BatchNorm statistics exclude this number of lowest and highest values.
         """
@@ -99,8 +100,8 @@ class RuleCapabilities:
 class Aggregator(RuleCapabilities, ABC):
     """Server side of a method: prepares broadcasts, receives updates, and aggregates the new global state.
 
-    Between :meth:`start` and :meth:`aggregate` a rule is a monoid: updates arrive in any order, and :meth:`merge` joins
-    the updates from another process. Averaging rules should hold O(model) memory.
+    Between :meth:`start` and :meth:`aggregate`, updates arrive in any order, and :meth:`merge` adds the updates from
+    another process. Averaging rules should need only O(model) memory.
 
     Example:
         >>> import torch
@@ -117,22 +118,23 @@ class Aggregator(RuleCapabilities, ABC):
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from the global model's shared entries, and discards all earlier updates.
 
-        With several processes, a round has two calls: after the second call, :meth:`merge` adds all updates.
+        With several processes, the method is called twice per round. After the second call, :meth:`merge` adds all
+        updates.
         """
 
     @abstractmethod
     def broadcast(self, request: Request) -> Broadcast:
-        """Returns the broadcast for a client's request, with whole entries: the server then selects the requested rows.
+        """Returns the broadcast for a client's request, with whole entries. The server then selects the requested rows.
 
-        The caller does not write into the tensors.
+        The caller does not change the tensors.
         """
 
     @abstractmethod
     def receive(self, update: ClientUpdate) -> None:
         """Receives one client's checked update, or a sum created by an update step.
 
-        The rule may overwrite the tensors, except tensors named in ``update.unsent``, which belong to the broadcast. An
-        invalid update must leave the rule unchanged and raise :class:`BadUpdate`.
+        The rule may overwrite the tensors, except tensors named in ``update.unsent``, which belong to the broadcast.
+        For an invalid update, the rule must raise :class:`BadUpdate` and not change.
         """
 
     @abstractmethod
@@ -141,23 +143,23 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """Computes the new shared entries from all updates (at least one); ``None`` if the rule has no new model yet.
+        """Computes the new shared entries from all updates (at least one); ``None`` for a round without a new model.
 
-        If a comparison of all updates excludes clients, the rule removes the updates of these clients and raises
+        If a rule excludes clients after comparing all updates, the rule removes these updates and raises
         :class:`BadUpdates`. The server calls the method again if enough updates remain.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the rule to log after the aggregation, by name in the log, such as ``fesem/moved``."""
+        """Numbers to log after the aggregation, by logged name, such as ``fesem/moved``."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         """State between rounds (such as server momentum or prototypes): tensors and primitives.
 
-        Only :meth:`aggregate` changes the state, with new tensors instead of writes into old tensors: after a failed
-        round the server restores the state from the round's start.
+        Only :meth:`aggregate` may change the state, and must create new tensors instead of writing into old tensors,
+        because after a failed round the server restores the state from the round's start.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a result of :meth:`state_dict`."""
+        """Restores the state from :meth:`state_dict`."""

@@ -32,9 +32,9 @@ class FederatedTrainer(L.Trainer):
 
     Args:
         method: The federated method.
-        max_rounds: Rounds to train: Lightning's ``max_epochs``.
+        max_rounds: Number of rounds: Lightning's ``max_epochs``.
         federation: A `Federation` callback, used instead of ``method`` and the arguments of ``Federation``.
-        kwargs: Arguments of ``Federation`` and of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
+        kwargs: Arguments of ``Federation`` and of ``L.Trainer``. If no ``strategy`` is given, ``devices`` is 1.
 
     Raises:
         ValueError: If both ``max_rounds`` and ``max_epochs`` are given, or both ``federation`` and a ``Federation``
@@ -99,17 +99,17 @@ class FederatedTrainer(L.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Trains the model in federated rounds; afterwards the model holds the last complete global model.
+        """Trains the model in federated rounds. Afterwards the model contains the last complete global model.
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: One ``DataLoader`` or map-style data set, which ``partition`` splits; or a mapping or
-                sequence of clients, each with a ``DataLoader``, several loaders (as for ``CombinedLoader``) or a
-                map-style data set; or a datamodule. Data sets are read in batches of 32; for another batch size pass a
+            train_dataloaders: One ``DataLoader`` or map-style data set, which ``partition`` splits, a mapping or
+                sequence with the data of each client (a ``DataLoader``, several loaders as for ``CombinedLoader``, or a
+                map-style data set), or a datamodule. Data sets are read in batches of 32. For another batch size pass a
                 ``FederatedDataModule(clients, batch_size=...)``, or loaders.
-            val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``; a mapping of
-                clients is evaluated client by client as well. If ``train_dataloaders`` is one loader, a mapping without
-                clients of the ``partition`` as keys has Lightning's meaning: several loaders by name.
+            val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``. With a mapping by
+                client, each client is also evaluated separately. If ``train_dataloaders`` is one loader, a mapping
+                whose keys are not clients of the ``partition`` contains, as in Lightning, several named loaders.
             datamodule: Any datamodule for ``partition`` to split, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.

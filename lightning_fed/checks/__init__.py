@@ -1,1 +1,1 @@
-"""Checks of a fit: attributes with values from another client's visit."""
+"""Checks for a fit: finds attributes with values left by another client's visit."""

@@ -72,7 +72,6 @@ def _colour(rng: np.random.Generator, ground: np.ndarray) -> np.ndarray:
 def _texture(
     rng: np.random.Generator, kind: int, colour: np.ndarray, contrast: float, x: np.ndarray, y: np.ndarray
 ) -> np.ndarray:
-    """Draws a texture (3, H, W) around a colour; `kind`: 0 plain, 1 rows, 2 columns, 3 checkers, 4 stripes."""
     phases, frequency = rng.uniform(0, 2 * np.pi, 2), 2 * np.pi * rng.uniform(7, 10)
     rows = np.sin(frequency * y + phases[0])
     columns = np.sin(frequency * x + phases[1])

@@ -1,1 +1,1 @@
-"""Features and labels: feature layers of a model, feature vectors, label maps."""
+"""Features and labels: a model's feature layers, feature vectors, and label maps."""

@@ -159,7 +159,7 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
     """Calls ``module.<name>`` with a batch from :func:`prepare_batch`, in the Trainer's precision.
 
-    ``indices`` are the batch index, which a step may omit, and for several loaders the loader index.
+    ``indices`` are the batch index (optional for a step) and, for several loaders, the loader index.
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1

@@ -206,7 +206,7 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
-    """Returns the reason that prevents fused visits; ``None`` if fused visits are possible."""
+    """Returns the obstacle to fused visits; ``None`` if fused visits are possible."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {

@@ -415,7 +415,7 @@ def lightning_attributes() -> frozenset[str]:
 
 
 def implements(owner: Any, hook: str, base: type) -> bool:
-    """True if a module or callback overrides a hook of Lightning's class ``base``, in its class or as an attribute."""
+    """True if a module or callback overrides a hook from Lightning's class ``base``, by class or by attribute."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 

@@ -239,7 +239,6 @@ class _Matcher:
         return total
 
     def _new_scores(self, client: int, gamma: float) -> NDArray[np.float64]:
-        """Matching scores between a client's neurons and the first new global neuron (k = 1)."""
         posterior_variance = 1 / (self.prior_precision + self.precision[client])
         scores = self._reduced((self.scaled[client] + self.anchor).square()) @ posterior_variance
         scores = scores - (self._reduced(self.anchor.square()[None]) @ (1 / self.prior_precision))

@@ -108,7 +108,6 @@ class PermutationCheck:
         return value.to(device, self._dtype if value.is_floating_point() else value.dtype)
 
     def _perturbed(self, value: Any, name: str = "") -> Any:
-        """Adds noise with the tensor's standard deviation to a tensor. The noise is drawn on the CPU."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value.detach().cpu() if isinstance(value, Tensor) else value
         numbers = value.detach().to("cpu", torch.float64)

@@ -122,7 +122,6 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
 
 
 def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]], client: Client) -> CombinedLoader:
-    """Selects a client's part from several loaders. A module-level function, so that the Trainer can be pickled."""
     combined_part = copy.copy(combined)
     combined_part.flattened = [_loader_of(loader, indices[client]) for loader, indices in parts]
     return combined_part

@@ -215,7 +215,6 @@ def _convolution(layer: Any, inputs: Tensor, signal: Tensor, signals: Tensor, ha
 
 
 def _product_norms(signals: Tensor, values: Tensor) -> Tensor:
-    """Norms of ``signals.mT @ values`` for each example, computed from inner products between positions."""
     return ((signals @ signals.mT) * (values @ values.mT)).sum((1, 2)).clamp(min=0).sqrt()
 
 

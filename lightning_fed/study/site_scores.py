@@ -290,7 +290,6 @@ def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _identity(cases: Iterable[Any], patient: str | None) -> dict[str, Any]:
-    """Returns fingerprints of the cases, to match cases between runs, and each case's patient."""
     fingerprints, patients = [], []
     for case in cases:
         tensors = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in batch_tensors(case)]

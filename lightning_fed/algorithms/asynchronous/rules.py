@@ -154,7 +154,6 @@ class AsynchronousRule(AveragingAggregator):
         return self._versions[min(known for known in self._versions if known >= version)]
 
     def _forget(self, round: int) -> None:
-        """Deletes the models and times that ``round`` and later rounds do not need."""
         versions = self._versions
         needed = {min((known for known in versions if known >= v), default=v) for v in self.order.versions(round)}
         self._versions = {version: model for version, model in versions.items() if version in needed}

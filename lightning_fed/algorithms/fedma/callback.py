@@ -366,7 +366,6 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
 
     @contextmanager
     def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-        """Context that yields arguments for ``forward``. A missing ``forward`` is replaced by ``training_step``."""
         if has_forward(module):
             yield self._example(find_federation(trainer), module)
             return

@@ -336,7 +336,6 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
     def _end_training_sums(
         self, trainer: L.Trainer, module: L.LightningModule
     ) -> tuple[Prototypes | None, Prototypes | None]:
-        """Returns the class prototypes before and after training; ``None`` if recording started during training."""
         training_sums, self._training_sums = self._training_sums, None
         if training_sums is None:
             return None, None

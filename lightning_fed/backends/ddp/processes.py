@@ -122,7 +122,6 @@ class Processes:
         return answers[self._pipes[0]]
 
     def _find_ended(self) -> str | None:
-        """Describes the first ended process. Waits briefly, because other processes may notice the end earlier."""
         wait([process.sentinel for process in self._running], _GRACE)
         for rank, process in enumerate(self._running):
             code = process.exitcode

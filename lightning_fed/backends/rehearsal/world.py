@@ -39,8 +39,8 @@ class Killed(BaseException):
 class Machine:
     """A machine with a process, a disk, a clock and a connection.
 
-    ``starts`` counts starts of the process. ``is_dead`` is true while exception handlers of an ended process still run,
-    and ``has_lost_files`` after a loss of power with changes that were not durable.
+    ``starts`` is the number of process starts. ``is_dead`` is true while exception handlers still run in an ended
+    process, and ``has_lost_files`` after a power failure with unsynchronised changes.
     """
 
     def __init__(self, name: str, profile: Profile, folder: Path, world: World) -> None:
@@ -199,7 +199,6 @@ class Machine:
         return self._world.now + self.random.expovariate(1 / mean)
 
     def _plan_outages(self, time: float) -> list[tuple[float, float]]:
-        """Draws outages up to ``time``, and returns all outages."""
         share, mean = self.profile.availability, self.profile.outage
         while share < 1 and self._outages[-1][0] <= time:
             start = self._outages[-1][1] + self.random.expovariate((1 - share) / (mean * share))
@@ -218,8 +217,9 @@ class Machine:
 class World:
     """Virtual clock and queue of events; replaces the module ``time`` in backends.
 
-    ``offset`` is the lead of the current machine's process over ``now``, after :meth:`Machine.work`.
-    ``scale`` is the number of bytes of the real model per byte here. ``log`` has events as (seconds, machine, text).
+    ``offset`` is the time by which the current process is ahead of ``now``, after :meth:`Machine.work`. ``scale`` is
+    the ratio between the real model's bytes and the simulated bytes. ``log`` contains events as (seconds, machine,
+    text).
     """
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:

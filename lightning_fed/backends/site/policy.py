@@ -343,7 +343,6 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
 
 
 def _simple_name(name: str) -> str:
-    """Value or metric named in a tensor's name: ``val_loss`` in ``value|p|val_loss``, ``acc`` in ``state|acc|tp``."""
     kind, _, rest = name.partition("|")
     if kind in ("state", "updates"):
         key = rest.partition("|")[0]

@@ -366,7 +366,6 @@ def _is_lacking(reply: Packet | str) -> bool:
 
 
 def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
-    """Adds the ``count`` missing entries of an update from the broadcast ``sent``. Refuses another number."""
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())

@@ -92,7 +92,6 @@ class ServerSum:
         self._sealed = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
 
     def _open(self) -> dict[Client, dict[Client, bytes]]:
-        """Forwards the encrypted shares. Returns, by receiver and sender, a byte for success of the decryption."""
         peers = tuple(self._sealed)
 
         def fields(client: Client) -> dict[str, Any]:

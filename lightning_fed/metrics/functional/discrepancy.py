@@ -202,7 +202,6 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
-    """Counts sample pairs by leading bits of the squared distance, or by the next bits for pairs with bits ``head``."""
     # For non-negative floats, the bit patterns read as integers have the same order as the floats.
     counts = torch.zeros(1 << _BITS, dtype=torch.int64, device=samples.device)
     for distances in _pair_distances(samples, shift, chunk_size):
