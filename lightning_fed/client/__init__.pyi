@@ -1,4 +1,4 @@
-"""Names in `lightning_fed.client` that features may import, each from the defining file."""
+"""Names in `lightning_fed.client` for features, each imported from the defining file."""
 
 # ruff: noqa: F401
 

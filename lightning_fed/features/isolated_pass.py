@@ -288,7 +288,7 @@ def _never() -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
-    """Context for evaluation mode without gradients; yields the layers' training modes, which return at the end."""
+    """Context for evaluation mode without gradients; yields the layers' training modes, restored at the end."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

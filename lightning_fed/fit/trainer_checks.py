@@ -202,7 +202,7 @@ StrategyRegistry.register(
 
 
 KNOWN_VERSIONS = ("2.5.", "2.6.")
-"""Versions of Lightning with the loop that the fused loop replaces."""
+"""Versions of Lightning with a known training loop."""
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:

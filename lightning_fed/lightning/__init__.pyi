@@ -1,4 +1,4 @@
-"""Names in `lightning_fed.lightning` that features may import, each from the defining file."""
+"""Names in `lightning_fed.lightning` for features, each imported from the defining file."""
 
 # ruff: noqa: F401
 

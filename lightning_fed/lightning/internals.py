@@ -97,7 +97,7 @@ def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
 
 
 def find_callbacks(trainer: L.Trainer, kind: type[CallbackType]) -> list[CallbackType]:
-    """Returns the Trainer's callbacks of a class, in order."""
+    """Returns the Trainer's callbacks with the class ``kind``, in order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
 
 

@@ -1,4 +1,4 @@
-"""Names in `lightning_fed.numerics` that features may import, each from the defining file."""
+"""Names in `lightning_fed.numerics` for features, each imported from the defining file."""
 
 # ruff: noqa: F401
 
