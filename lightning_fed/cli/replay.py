@@ -31,10 +31,10 @@ def run(args: Sequence[str]) -> None:
         raise FileNotFoundError(f"Expected clients with an update in round {options.round}, but got {sorted(missing)}.")
     recorded, repeated = replay_round(options.run, options.round - 1, federation, without)
     is_equal = digest(recorded) == digest(repeated)
-    length = float(distance(repeated, recorded, list(recorded)))
+    length = distance(repeated, recorded, list(recorded))
     sys.stdout.write(
         f"Round {options.round}: {len(updates)} updates; recorded model {digest(recorded)}, repeated model "
-        f"{digest(repeated)}: {'equal' if is_equal else f'different, distance {length:.6g}'}.\n"
+        f"{digest(repeated)}: {'equal' if is_equal else f'different, distance {length}'}.\n"
     )
     if not (is_equal or without or options.rule):
         raise SystemExit(1)

@@ -48,8 +48,9 @@ class Message:
 
     def is_late(self, now: float, valid: float) -> bool:
         """True if an answer is available, but the server no longer waits for the answer."""
-        is_open = self.closed_at is None or self.is_fetched
-        return not is_open and now - self.closed_at <= valid and bool(self.answers) and isinstance(self.reply, Packet)
+        if self.closed_at is None or self.is_fetched or now - self.closed_at > valid:
+            return False
+        return bool(self.answers) and isinstance(self.reply, Packet)
 
 
 class Site:

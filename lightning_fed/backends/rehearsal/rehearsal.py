@@ -58,7 +58,7 @@ class Plan:
     rounds: int
     deadline: Deadline | None = None
     model: Callable[[], L.LightningModule] = StandIn
-    data: Callable[[Client], Mapping[Client, Any]] | None = None
+    data: Callable[[Client], Any] | None = None
     model_bytes: float | None = None
     trains: bool = False
     trainer: Mapping[str, Any] = field(default_factory=lambda: QUIET)

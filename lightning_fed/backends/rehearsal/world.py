@@ -29,7 +29,7 @@ _REPLACED = (  # modules that read a clock or draw names and keys
     *("backends.wire.remote_client_store.uuid", "privacy.central.secrets"),
 )
 
-_OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # of `os`, each a possible point of failure
+_OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # in `os`; each may fail
 
 
 class Killed(BaseException):
@@ -47,8 +47,8 @@ class Machine:
         self.name, self.profile, self.folder, self._world = name, profile, folder, world
         self.random = random.Random(f"{world.seed}/{name}")
         self.starts, self.is_up, self.skew = 1, True, profile.clock_skew
-        self._began_at, self._ended_at = {1: world.now}, dict[int, float]()  # by number of the start
-        self.synced: dict[int, int] = {}  # number of durable bytes by inode
+        self._began_at, self._ended_at = {1: world.now}, dict[int, float]()  # by start number
+        self.synced: dict[int, int] = {}  # durable bytes by inode
         self.has_lost_files = False
         self._renames: list[tuple[float, Path, bytes | None]] = []  # not durable: time, target, and earlier content
         self.fuse: int | None = None  # file operations until a fault
