@@ -25,5 +25,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, help="folder with CamVid (default: generated scenes)")
     parser.add_argument("--rounds", type=int, help="number of rounds (default: 16)")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the report")
     return parser

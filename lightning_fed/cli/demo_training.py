@@ -1,36 +1,28 @@
-"""Trains the demo: DeepLabV3+ on clients with different images. Results are a table and a picture."""
+"""Trains the demo: DeepLabV3+ on clients with different images. Results are a table and a report."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.client_segmentations import ClientSegmentations
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
-from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.compare.run import RoundCurve, quiet
 from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.datasets.array_module import ArrayDataModule
 from lightning_fed.datasets.camvid import CamVid
 from lightning_fed.datasets.shapes import Shapes
-from lightning_fed.features.isolated_pass import evaluating
-from lightning_fed.messages import Client
-from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.partitions.appearance import Look
-from lightning_fed.partitions.label_lookup import labels_of
 from lightning_fed.partitions.label_partitions import Dirichlet
 from lightning_fed.partitions.partitioned import PartitionedData
 from lightning_fed.report.callback import Report
@@ -38,7 +30,6 @@ from lightning_fed.tasks.segmentation import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
 
 _ENCODER = "tu-mobilenetv3_small_100"
-_NUM_PICTURES = 8
 _SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # one value for all channels
 _DECISIONS = {
     "own": "the clients' inputs differ, so each client has separate statistics",
@@ -59,11 +50,11 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Results of the demo: logged values by round, TensorBoard folder (with checkpoint and picture), and PNG file."""
+    """Results of the demo: logged values by round, TensorBoard folder (with checkpoint), and HTML report."""
 
     rounds: list[dict[str, float]]
     log_dir: Path
-    picture: Path
+    report: Path
 
 
 def run_demo(
@@ -75,7 +66,7 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ on the clients. Writes a table, TensorBoard logs and a picture with predictions by client.
+    """Trains DeepLabV3+ on the clients. Writes a table, TensorBoard logs and a report with predictions by client.
 
     A Dirichlet distribution determines each client's classes. Generated images also differ in contrast and colours
     between clients.
@@ -95,7 +86,7 @@ def run_demo(
     else:
         data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
         # CamVid has no background class.
-        partition = split = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
+        partition = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
     clients = PartitionedData(data, partition, val_fraction=0.1, seed=0)
     with quiet(), _single_thread(), seeded_generators(seed=0):
         clients.setup("fit")
@@ -134,76 +125,13 @@ def run_demo(
         trainer.fit(task, datamodule=clients)
     shift = next((row["fed/batch_norm_shift"] for row in table.rounds if "fed/batch_norm_shift" in row), 0.0)
     _say(f"\nBatchNorm: {_DECISIONS[trainer.federation.batch_norm_decision]} (shift {shift:.2f} after round 1).")
-    result = DemoResult(table.rounds, Path(logger.log_dir), Path(logger.log_dir) / "demo.png")
-    parts = split.split(data.train_dataset, trainer.federation.schedule.seed)
-    labels = labels_of(data.train_dataset, background=split.background)
-    counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in parts.values()]
-    tiles = [
-        _predict(trainer.federation.client_model(client), client, clients.val[client], mean, std)
-        for client in list(clients.val)[:_NUM_PICTURES]
-    ]
-    draw(result, data, np.stack(counts), tiles)
+    result = DemoResult(table.rounds, Path(logger.log_dir), Path(logger.log_dir) / "report.html")
     _say(
         "\nTensorBoard (steps are batches; `epoch` is the round, from 0):"
         f"\n    {_program('tensorboard')} --logdir {out}"
-        f"\nCurves and predictions:\n    {result.picture}"
-        f"\nReport, for a browser:\n    {result.log_dir / 'report.html'}"
+        f"\nReport with curves and predictions, for a browser:\n    {result.report}"
     )
     return result
-
-
-def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: Sequence[tuple[str, Tensor]]) -> None:
-    """Draws the clients' class shares, the curves of logged values, and one held-out prediction per client."""
-    from matplotlib.figure import Figure  # requires the extra `demo`
-
-    colors = default_colors(data.num_classes)
-    figure = Figure(figsize=(12, 7.5), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.25), squeeze=False).flat
-    skew, loss, score = above.subplots(1, 3)
-
-    bottom = np.zeros(len(counts))
-    for number, (name, color) in enumerate(zip(data.class_names, colors, strict=True)):
-        if counts[:, number].any():
-            skew.bar(range(len(counts)), counts[:, number], 0.9, bottom, color=[v / 255 for v in color], label=name)
-            bottom += counts[:, number]
-    skew.set(title="Training images by dominant class", xlabel="client", ylabel="images", ylim=(0, 1.3 * bottom.max()))
-    skew.legend(fontsize="small", ncols=3, loc="upper center")
-
-    numbers = range(1, len(result.rounds) + 1)
-    for axes, name, label, line_color in (
-        (loss, "train_loss", "clients, training", "tab:blue"),
-        (loss, "val_loss", "global model, validation", "tab:orange"),
-        (score, "fed/val_pixel_acc/mean", "pixel accuracy", "tab:green"),
-        (score, "fed/val_miou/mean", "mean IoU", "tab:red"),
-    ):
-        axes.plot(numbers, [row[name] for row in result.rounds], "o-", label=label, color=line_color)
-    loss.set(title="Loss", xlabel="round", ylim=(0, None))
-    score.set(title="Validation scores of the round's clients", xlabel="round", ylim=(0, 1))
-    for axes in (loss, score):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    for axes in (skew, loss, score):
-        axes.xaxis.get_major_locator().set_params(integer=True)
-
-    grid = below.subplots(3, len(tiles), squeeze=False)
-    for column, (title, picture) in enumerate(tiles):
-        for row, (name, tile) in enumerate(zip(("input", "truth", "prediction"), picture.chunk(3, dim=2), strict=True)):
-            grid[row, column].imshow(tile.permute(1, 2, 0).numpy(), interpolation="nearest")
-            grid[row, column].set(xticks=[], yticks=[], ylabel=name if column == 0 else "")
-        grid[0, column].set_title(title, fontsize="small")
-    figure.savefig(result.picture, dpi=100)
-
-
-def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std: float | None) -> tuple[str, Tensor]:
-    scores = SegmentationScores(model.num_classes)
-    examples = [held_out[index] for index in range(len(held_out))]
-    images, masks = (torch.stack([example[part] for example in examples]) for part in (0, 1))
-    with evaluating(model):
-        logits = model(images)
-    scores.update(logits, masks)
-    colors, guess = default_colors(model.num_classes), logits.argmax(1)
-    tile = segmentation_grid(images[:1], masks[:1], guess[:1], colors, mean, std, padding=0)
-    return f"client {client}: {float(scores.compute()['miou']):.2f}", tile
 
 
 @contextmanager
