@@ -22,6 +22,7 @@ from lightning_fed.aliases import warn_of_two
 from lightning_fed.atomic_files import folders_of, protect_checkpoints
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.console import round_number
 from lightning_fed.data.federated import evaluated_client
 from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import PlannedVisit, Population
@@ -518,9 +519,12 @@ class Federation(TrainerCallback):
                 exception.add_note(f"This fit writes files to {', '.join(folders_of(trainer))}.")
             self._fit.synchronisation.abort()
             self._loop.end_training(pl_module)
-            checkpoint = last_checkpoint(trainer)
+            checkpoint, place = last_checkpoint(trainer), round_number(trainer.current_epoch)
+            if self._is_fit and trainer.is_global_zero:
+                origin = f"from the end of round {self.rounds}" if self.rounds else "the initial model"
+                _log.info("The fit ended in round %d of %s. The model is %s.", place, trainer.max_epochs, origin)
             if checkpoint is not None and trainer.is_global_zero:
-                words = "The fit ended early. Resume: `fit(..., ckpt_path=%r)`, or the same command with --ckpt_path %s"
+                words = "Resume: `fit(..., ckpt_path=%r)`, or the same command with --ckpt_path %s"
                 _log.info(words, checkpoint, shlex.quote(checkpoint))
         finally:
             self._loop.detach()  # Lightning does not call `teardown` after an exception

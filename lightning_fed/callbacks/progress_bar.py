@@ -40,7 +40,9 @@ class _ByRound(ProgressBar):
             metrics.setdefault("loss", f"{float(self._outputs['loss']):.3f}")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Federation) and callback.current_client is not None:
-                metrics["client"] = str(callback.current_client)
+                places = {visit.client: place for place, visit in enumerate(callback.cohort.visits, start=1)}
+                name = callback.current_client
+                metrics = {"client": f"{name} ({places.get(name, 1)} of {max(1, len(places))})", **metrics}
         return metrics
 
     def _description(self, epoch: int) -> str:

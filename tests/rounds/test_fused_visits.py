@@ -432,9 +432,9 @@ def test_the_progress_bar_shows_the_same(fit, monkeypatch):
         drawn[visits] = bar.drawn
     assert drawn["fused"] == drawn["lightning"]
     assert [(n, metrics["client"], "loss" in metrics) for n, _, metrics in drawn["fused"][:3]] == [
-        (1, "ann", True),
-        (4, "bob", True),
-        (7, "cid", True),
+        (1, "ann (1 of 3)", True),
+        (4, "bob (2 of 3)", True),
+        (7, "cid (3 of 3)", True),
     ]
 
 
