@@ -1,1 +1,1 @@
-"""BatchNorm statistics: measurement on clients, pooling, and data without a client."""
+"""BatchNorm statistics: measurement on clients, pooling, and use for data from unknown clients."""

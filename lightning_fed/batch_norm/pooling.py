@@ -235,7 +235,7 @@ def recalibrate_batch_norm(
 
     Raises:
         ValueError: If there are no batches, a batch has no inputs or a single example, or the measured statistics are
-            not finite. The module then stays unchanged.
+            not finite. The module is then unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))

@@ -123,8 +123,8 @@ class Federation(TrainerCallback):
 
     Raises:
         ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
-        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
-            a partition.
+        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied, or if ``partition`` is
+            not a partition.
         MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round. In ``fit``, if
             ``visits="fused"`` but fused visits are not possible.
 

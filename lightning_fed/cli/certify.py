@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed certify`` with the command-line arguments ``args``. Exit status 1: a changed run."""
+    """Runs ``lightning-fed certify`` with the command-line arguments ``args``. Exit status 1 means a changed run."""
     parser = _parser()
     options = parser.parse_args(args)
     if (options.key is None) == (options.check is None):

@@ -1,4 +1,4 @@
-"""``lightning-fed replay``: repeats the aggregation of a kept round, also without a client or with another rule."""
+"""``lightning-fed replay``: repeats the aggregation of a kept round, also with fewer clients or another rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs ``lightning-fed replay`` with the command-line arguments ``args``. Exit status 1: another model."""
+    """Runs ``lightning-fed replay`` with the command-line arguments ``args``. Exit status 1 means a different model."""
     options = _parser().parse_args(args)
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.backends.kept_rounds.kept_round import load_round, replay_round

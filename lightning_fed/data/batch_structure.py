@@ -1,4 +1,4 @@
-"""Tensors in a batch at any depth, and the structure around the tensors."""
+"""Splits a batch into tensors, at any depth, and the structure of containers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def batch_structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """Returns the structure of a batch, equal for stackable batches; appends the tensors to ``tensors``."""
+    """Returns a batch's structure (equal for stackable batches), and appends the tensors to ``tensors``."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

@@ -52,7 +52,7 @@ def read_roles(path: Path) -> dict[str, str]:
     """Reads the text of every speaking role from a file: the role's speeches, joined by line breaks.
 
     The file is either gzipped JSON with ``roles`` (a list of names) and ``speeches`` (a list of pairs: a role's index
-    and a text); or a text file with blocks separated by empty lines, each with ``ROLE:`` as first line.
+    and a text), or a text file with blocks separated by empty lines, each with ``ROLE:`` as first line.
     """
     speeches: dict[str, list[str]] = {}
     if path.name.endswith(".json.gz"):

@@ -37,8 +37,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; the maximum number of stages (neighboring stages with few neurons are merged); or patterns
-            for entry names by stage.
+        choice: ``"auto"``, the maximum number of stages (neighboring stages with few neurons are merged), or for each
+            stage patterns for entry names.
 
     Raises:
         ValueError: If no stage exists, an entry matches no stage, a stage has no entries, or the neurons of a group are

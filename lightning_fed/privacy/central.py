@@ -259,7 +259,7 @@ class CentralDP(UpdateStep):
         return PrivateSum(self)
 
     def release(self, total: State, short_count: float) -> State:
-        """Computes the noised mean from the float64 sum of clipped updates; without clients the result is only noise.
+        """Computes the noised mean from the float64 sum of clipped updates. Without clients the result is only noise.
 
         ``short_count`` is the sum of 1/2 for each unclipped update and -1/2 for each clipped update.
         """

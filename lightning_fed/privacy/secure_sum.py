@@ -208,7 +208,7 @@ class RingSum(Held):
 
     @property
     def least(self) -> int:
-        """Minimum number of clients in the sum; with fewer clients the round fails."""
+        """Minimum number of clients in the sum. With fewer clients the round fails."""
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:

@@ -36,13 +36,14 @@ _MOST_PICTURES = 30
 class Report(L.Callback):
     """Writes ``report.html`` at the end of a fit: one file without links to other files or to the network.
 
-    The report has the curves and a table by round, scores by client, failures, sent bytes, seconds, method, update
-    steps, seed, versions and the command to resume. IoU by class and pictures come from
-    :class:`~lightning_fed.callbacks.ClientSegmentations`, if the Trainer has this callback. All numbers are logged
-    values: the callback evaluates nothing. A missing value is an empty cell. ``lightning-fed fit`` adds the callback.
+    The report contains curves and a table by round, scores by client, failures, sent bytes, seconds, method, update
+    steps, seed, versions and the command to resume. If the Trainer has the callback
+    :class:`~lightning_fed.callbacks.ClientSegmentations`, the report also contains IoU by class and pictures. All
+    numbers are logged values; the callback does not evaluate the model. A missing value is shown as an empty cell.
+    ``lightning-fed fit`` adds the callback.
 
-    After an exception the report shows the finished rounds. With ``CentralDP`` the report has no rows of clients. The
-    state in a checkpoint holds the logged values, so a resumed fit's report starts with the first round.
+    After an exception the report shows the finished rounds. With ``CentralDP`` the report contains no values of single
+    clients. Checkpoints contain the logged values, so the report of a resumed fit starts with the first round.
 
     Args:
         path: Path of the file; ``None`` for ``report.html`` next to the Trainer's logs.
@@ -157,7 +158,7 @@ class Report(L.Callback):
         )
 
     def _read_clients(self, trainer: L.Trainer) -> bool:
-        """Copies the clients' new scores. Returns whether an evaluation took place."""
+        """Copies the clients' new scores. Returns ``True`` if the clients were evaluated."""
         evaluation = _find(trainer, ClientEvaluation)
         results = None if evaluation is None else evaluation.results
         if results is None or results is self._last_results:

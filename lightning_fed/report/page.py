@@ -33,7 +33,7 @@ _CLASS_IOU = re.compile(r".*iou/(?P<name>.+)")
 
 @dataclass
 class ClientRow:
-    """A client's row: numbers of visits and failures, and the first and last (round, value) by name."""
+    """Report row for a client: numbers of visits and failures, and for each name the first and last (round, value)."""
 
     name: str
     visits: int = 0
@@ -62,10 +62,10 @@ class FitResults:
 
     Args:
         title: Heading.
-        facts: Texts by name, such as method and seed.
+        facts: Maps names, such as "method" and "seed", to texts.
         rounds: Logged values by round (from 0) and name.
         score: Name of the score in the table of clients; empty without scores.
-        higher_is_better: Direction of each score by name.
+        higher_is_better: Maps score names to true if higher values are better.
         clients: Rows of the table of clients.
         iou: IoU by client and class.
         classes: Names of the classes in ``iou``, in order.
@@ -155,7 +155,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _curves(results: FitResults, global_names: Sequence[str]) -> dict[str, dict[str, dict[int, float]]]:
-    """Groups the logged values into charts: all losses, and each score with mean and worst tenth of the clients."""
+    """Groups the logged values into charts: one for all losses, and for each score one with mean and worst tenth."""
     charts: dict[str, dict[str, dict[int, float]]] = {}
     for name in global_names:
         is_loss = "loss" in name
@@ -180,7 +180,7 @@ def _round_cells(round: int, values: Mapping[str, float], names: Sequence[str]) 
 
 
 def _client_cells(results: FitResults) -> list[dict[str, Any]]:
-    """Builds the rows of the clients, the worst score first and clients without a score last."""
+    """Builds the clients' rows, worst score first. Clients without a score are last."""
     is_higher = results.higher_is_better.get(results.score, True)
     rows: list[dict[str, Any]] = []
     for client in results.clients:

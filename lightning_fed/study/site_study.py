@@ -1,4 +1,4 @@
-"""A study with sites on other machines: one fit per model, and sums over cases after each fit."""
+"""A study with sites on other machines: one fit per model. After each fit, the sites send sums over cases."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ _NAME = re.compile(r"[\w.:=+\-]{1,100}")
 
 
 class SiteStudy(AskableCallback):
-    """Study of a federation with sites on other machines, one fit per model and seed.
+    """Study for a federation with sites on other machines, one fit per model and seed.
 
     Server and sites need this callback. After a fit, every site scores the fit's model on single cases, and stores the
-    scores in ``folder/sites``. The answer to the server has only sums over cases, for each pair of models in the study
-    and for each seed. With ``"local"`` and another model, the server writes the files of :func:`write_study`. The first
-    model other than ``"local"`` is the primary comparison. Every site also writes a table for the site's own use,
-    ``sites/<client>.md``. With a secure sum or central privacy no sums leave, and only the sites' tables exist.
+    scores in ``folder/sites``. The answer to the server contains only sums over cases, for each pair of models and each
+    seed. If the study has fits of ``"local"`` and of another model, the server writes the files of :func:`write_study`.
+    The first model other than ``"local"`` is the primary comparison. Every site also writes a table for the site's own
+    use, ``sites/<client>.md``. With a secure sum or central privacy the sites send no sums, and only the sites' tables
+    are written.
 
     For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 

@@ -31,8 +31,8 @@ class SegmentationTask(Task):
 
     - ``miou``: intersection over union over the pixels of the epoch, averaged over all classes in truth or prediction;
     - ``pixel_acc``: fraction of correct pixels;
-    - ``mdice``: Dice, averaged like ``miou``; with ``per_class``, ``iou/<class>`` and ``dice/<class>`` for all classes
-      in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
+    - ``mdice``: Dice, averaged like ``miou``. With ``per_class`` also ``iou/<class>`` and ``dice/<class>`` for all
+      classes in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
 
     Prediction returns class indices with shape ``(N, H, W)``, or values 0 and 1 with shape ``(N, H, W)`` in the mode
     ``"binary"`` and ``(N, num_classes, H, W)`` in the mode ``"multilabel"``.
@@ -53,8 +53,8 @@ class SegmentationTask(Task):
         loss: ``"ce"`` (cross-entropy), ``"dice"``, ``"jaccard"``, ``"tversky"``, ``"lovasz"``, ``"focal"``, or a sum
             (``"ce+dice"``), with options as in ``"ce+tversky:alpha=0.3:beta=0.7"``; ``"fedseg"`` for clients that label
             only some classes: in training, a pixel labelled ``ignore_index`` may have any class that is missing in the
-            batch (:func:`~lightning_fed.modules.absent_class_loss`); or a function of logits and target. A function
-            must handle ignored pixels itself, and is not a saved hyperparameter.
+            batch (:func:`~lightning_fed.modules.absent_class_loss`); or a function from logits and target to the loss.
+            A function must handle ignored pixels itself, and is not a saved hyperparameter.
         ignore_index: Class index of pixels without a label; None without such pixels.
         class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned.
         mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one logit), ``"multilabel"`` (independent logits).

@@ -19,7 +19,7 @@ from lightning_fed.method import register
 
 @register
 class Median(RobustAggregator):
-    """Coordinate-wise median of client models; for an even number of clients, the mean of the middle two values.
+    """Coordinate-wise median of client models. For an even number of clients, the mean of the middle two values.
 
     Requires at least ``2 f + 1`` clients. The number f does not change the result. Reference: Yin et al., ICML 2018.
 

@@ -104,7 +104,7 @@ class MultiKrum(RobustAggregator):
 class Bulyan(RobustAggregator):
     """Coordinate-wise mean of the values nearest to the median, over clients selected by repeated Krum.
 
-    Krum selects ``n - 2 f`` clients; for each coordinate the ``n - 4 f`` values nearest to the median are averaged.
+    Krum selects ``n - 2 f`` clients. For each coordinate the ``n - 4 f`` values nearest to the median are averaged.
     Requires at least ``4 f + 3`` clients; equals :class:`FairAvg` for f = 0. Reference: El Mhamdi et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.

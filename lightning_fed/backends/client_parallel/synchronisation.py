@@ -207,8 +207,8 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """Refuses settings and callbacks that do not work if several processes share a round's clients.
 
     Raises:
-        MisconfigurationException: For ``max_steps``, a client store that other processes cannot read, checkpoints
-            within a round, or a callback without ``share_round``.
+        MisconfigurationException: If the fit uses ``max_steps``, a client store that other processes cannot read,
+            checkpoints within a round, or a callback without ``share_round``.
     """
     if trainer.max_steps != -1:
         raise MisconfigurationException(

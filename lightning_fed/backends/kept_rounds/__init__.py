@@ -1,4 +1,4 @@
-"""Kept rounds: repeat a round from the kept updates, and certify a run."""
+"""Kept rounds: stores updates and models, to repeat a round and to certify a run."""
 
 from lightning_fed.backends.kept_rounds.kept_round import KeepRounds as KeepRounds
 

@@ -31,13 +31,13 @@ _TENSORS = "start", "model", "chain"  # in this file
 
 
 class KeepRounds(FederatedCallback):
-    """Keeps every round's updates and models on the server, for `lightning-fed replay` and `lightning-fed certify`.
+    """Stores every round's updates and models on the server, for `lightning-fed replay` and `lightning-fed certify`.
 
-    The folder contains all updates, also from clients with private data: protect the folder like the data.
+    The folder contains the updates of all clients, which may reveal private data: protect the folder like the data.
 
     Args:
         folder: The folder.
-        max_bytes: Maximum size. After each round, the oldest rounds are deleted.
+        max_bytes: Maximum size of the folder in bytes. After each round, the oldest rounds are deleted if necessary.
 
     Example:
         >>> import tempfile
@@ -50,7 +50,7 @@ class KeepRounds(FederatedCallback):
         self._count = 0
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Stores the global model, and deletes remains of an interrupted round."""
+        """Stores the global model, and deletes the files of an interrupted round."""
         policies = find_federation(trainer).policies
         entries = live_entries(module)
         self._start, self._count = (
@@ -102,7 +102,7 @@ class KeepRounds(FederatedCallback):
 
 
 def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpdate]]:
-    """Loads a kept round: its content and all received updates. Executes no code in the files."""
+    """Loads a kept round, with all received updates, without executing code from the files."""
     path = folder / f"round-{round:06d}"
     if not (path / _ROUND).exists():
         raise FileNotFoundError(f"Expected a complete round in {str(path)!r}: `KeepRounds` keeps rounds on the server.")
@@ -113,10 +113,11 @@ def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpd
 def replay_round(
     folder: Path, round: int, federation: Federation, without: Collection[Client] = ()
 ) -> tuple[State, State]:
-    """Repeats a round's aggregation, and returns the recorded and the repeated model; ``without`` leaves out clients.
+    """Repeats a round's aggregation, without the clients in ``without``. Returns recorded and repeated model.
 
-    ``federation`` needs the run's steps; another rule begins without state. Refuses sums and noise, because the server
-    has no single updates, or draws the noise.
+    ``federation`` must have the run's update steps. If the rule differs from the run's rule, the rule starts without
+    state. Secure sums are refused because the server has no single updates, and noise is refused because the server
+    draws the noise.
     """
     content, updates = load_round(folder, round)
     chain = federation.server.chain
@@ -142,7 +143,7 @@ def replay_round(
 def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
     """Writes a signed JSON text about all kept rounds: participants, method, steps, versions, metrics and digests.
 
-    Metrics include epsilon and evaluations. ``heads`` are the digests of the sites' records, which name every answer.
+    Metrics include epsilon and evaluations. ``heads`` are the digests of the sites' records, which list all answers.
     """
     rounds = [torch.load(path) for path in sorted(folder.glob(f"round-*/{_ROUND}"))]
     certificate = {
@@ -154,7 +155,7 @@ def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
 
 
 def find_changes(folder: Path, text: str, key: Ed25519PublicKey) -> list[str]:
-    """Names every difference between a certificate and the folder; an empty list means an unchanged run."""
+    """Lists all differences between a certificate and the folder; empty for an unchanged run."""
     try:
         certificate = json.loads(text)
         signature = bytes.fromhex(certificate.pop("signature"))

@@ -60,8 +60,9 @@ def find_outliers(
     At least three clients are compared. A client is an outlier if a value differs from the median by more than 100
     times the spread (the largest of the median distance to the median, the median, and 1). A client is also an outlier
     if only this client has a negative loss, and the loss is below the median by more than 10 median distances, the
-    median, and 1; or if a count per example is above 10 and above 10 times the median. The number of examples may be at
-    most 10 times the number in training or 10 times the median, and at most 1,000 times the median.
+    median, and 1. A client is also an outlier if a count per example is above 10 and above 10 times the median. The
+    number of examples may be at most 10 times the number in training or 10 times the median, and at most 1,000 times
+    the median.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
