@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_fi
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.partitions.partitioned import PartitionedData
 from lightning_fed.study.statistics import draw_cases
+
+_log = logging.getLogger(__name__)
 
 REPLICATES = 1000
 """Number of bootstrap replicates for metrics other than means over cases."""
@@ -228,6 +231,15 @@ def score_site(
     answer = _identity(kept, patient)
     if known and (key is None or is_mean):
         answer["scores"] = scores
+        if not is_mean:
+            _log.warning(
+                "The mean of %r over single cases of client %r is %.4g, but the value of all cases is %.4g: the study "
+                "compares means over single cases, because the value is not from one `torchmetrics` object.",
+                metric,
+                client,
+                math.fsum(known) / len(known),
+                whole.values[metric],
+            )
     if key is not None and is_mean and len(set(known)) == 1:
         # With F1, a perfect model has a mean by chance, and must be comparable with other models.
         answer |= {"value": whole.values[metric], "replicates": [whole.values[metric]] * REPLICATES}

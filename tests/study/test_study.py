@@ -248,6 +248,18 @@ def test_metrics_other_than_means_over_cases_are_bootstrapped(monkeypatch):
     assert answer_site(runs, 11) == ("replicates", {})
 
 
+def test_numbers_that_differ_from_the_mean_over_cases_are_named(caplog):
+    class Half(Perfect):
+        def on_test_epoch_end(self):
+            self.log("test_tenth", self.f1.compute() / 10)
+
+    scored("test_acc")
+    assert not caplog.records
+    found = scored("test_tenth", module=Half())["north"]
+    assert len(found["scores"]) == SIZES["north"]
+    assert "The mean of 'test_tenth' over single cases of client 'north' is" in caplog.text
+
+
 def test_a_perfect_model_is_comparable_with_other_models(monkeypatch):
     """The F1 of a perfect model equals the mean over cases, but the F1 of another model does not."""
     monkeypatch.setattr(site_scores, "REPLICATES", 20)
