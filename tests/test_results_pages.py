@@ -26,6 +26,7 @@ ELSEWHERE = {
     "benchmarks/results/performance.md": (),
     "benchmarks/results/method_costs.md": (),
     "docs/performance.md": (),
+    "docs/guides/asynchronous.md": ("0.5",),
     "docs/guides/baselines.md": ("0.1",),
     "docs/guides/segmentation.md": (),
     "docs/guides/merging.md": (),
