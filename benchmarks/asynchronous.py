@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import lightning as L
-from common import PAIRED, QUIET, machine, paired, parser, prepare, run_all, spread, table, write_section
+from common import QUIET, machine, paired, parser, prepare, run_all, spread, table, write_section
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import Durations, FedAsync, FedBuff
@@ -131,7 +131,8 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
         f"batches of 20, multilayer perceptron, SGD with rate {arguments.lr}, all weights by examples except FedAsync. "
         "Virtual seconds: 1 s per batch for the median client, and a standard deviation of 1 for the logarithm over "
         "clients. Accuracy on 2,000 held-out training images, at the last validation within the limit (every 5 visits, "
-        f"FedAvg 10). Seeds {', '.join(map(str, arguments.seeds))}. {PAIRED} {cpu / 60:.0f} CPU minutes on "
+        f"FedAvg 10). Seeds {', '.join(map(str, arguments.seeds))}. Differences: mean and 95 % "
+        f"interval by the paired t test, in bold without 0 in the interval. {cpu / 60:.0f} CPU minutes on "
         f"{machine(arguments.threads)}."
     )
     return "\n\n".join([words, table(header, rows)])

@@ -48,7 +48,7 @@ class AsynchronousRule(AveragingAggregator):
 
     Args:
         buffer: Number of arrivals per round.
-        staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights, or a pair
+        staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights; or a pair
             :math:`(a, b)` for the weight 1 up to :math:`\tau = b` and :math:`1 / (a (\tau - b) + 1)` above ("hinge").
         durations: Simulated durations of the visits.
         record: New file for the arrival order. A line contains round, client, start version and update hash.
