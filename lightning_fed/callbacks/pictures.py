@@ -97,14 +97,19 @@ def has_matplotlib() -> bool:
 
 
 def draw_matrix(
-    values: Tensor, cell: int, size: tuple[float, float], label: Callable[[Axes], None], largest: float = 1.0
+    values: Tensor,
+    cell: int,
+    size: tuple[float, float],
+    label: Callable[[Axes], None],
+    largest: float = 1.0,
+    lowest: float = 0.0,
 ) -> Tensor:
     """Draws numbers in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
-    Numbers ``(H, W)`` range from 0 to ``largest``. Without axes each number is a square of ``cell`` pixels; ``size`` is
-    in inches.
+    Numbers ``(H, W)`` range from ``lowest`` to ``largest``. Without axes each number is a square of ``cell`` pixels;
+    ``size`` is in inches.
     """
-    painted = paint_numbers(values / largest)
+    painted = paint_numbers((values - lowest) / (largest - lowest))
     if not has_matplotlib():
         return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
     from matplotlib.cm import ScalarMappable  # requires the extra `demo`
@@ -115,7 +120,7 @@ def draw_matrix(
     axes = figure.subplots()
     axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
     label(axes)
-    figure.colorbar(ScalarMappable(Normalize(0, largest), "viridis"), ax=axes)
+    figure.colorbar(ScalarMappable(Normalize(lowest, largest), "viridis"), ax=axes)
     return figure_pixels(figure)
 
 

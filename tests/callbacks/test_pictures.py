@@ -46,9 +46,9 @@ def test_a_matrix_has_one_color_scale_for_all_columns(figures, tmp_path):
     Table("score of", ["p", "q"], ["a", "b"], values).draw(tmp_path / "matrix.png")
     (figure,) = figures
     axes, bar = figure.axes
-    expected = pictures.paint_numbers(torch.tensor([[0.1, 1.0], [0.5, torch.nan]])).permute(1, 2, 0)
+    expected = pictures.paint_numbers(torch.tensor([[0.0, 1.0], [0.8 / 1.8, torch.nan]])).permute(1, 2, 0)
     assert torch.equal(torch.as_tensor(np.array(axes.get_images()[0].get_array())), expected)
-    assert bar.get_ylim() == (0, 2)
+    assert bar.get_ylim() == pytest.approx((0.2, 2))
     assert [text.get_text() for text in axes.texts] == ["0.2", "2", "1", "-"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("client", "score of")
 

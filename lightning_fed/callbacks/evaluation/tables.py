@@ -58,9 +58,10 @@ class Table:
         write_text_atomically(path.with_suffix(".csv"), self.csv())
 
     def draw(self, path: Path) -> None:
-        """Draws the numbers as a PNG file, with one colour scale from 0 for all cells."""
+        """Draws the numbers as a PNG file, with one colour scale for all cells."""
         values = torch.tensor([[self._value(row, column) for column in self.columns] for row in self.rows])
-        largest = max(float(values.nan_to_num(0.0).max()), 1e-12)
+        known = values[~values.isnan()]
+        lowest, largest = float(known.min()), max(float(known.max()), float(known.min()) + 1e-6)
 
         def label(axes: Axes) -> None:
             axes.set_xticks(range(len(self.columns)), self.columns, rotation=30, ha="right")
@@ -68,11 +69,11 @@ class Table:
             axes.set(ylabel=self.corner, xlabel="client")
             for index, row in enumerate(self.rows):
                 for place, column in enumerate(self.columns):
-                    color = "black" if values[index, place] > 0.6 * largest else "white"
+                    color = "black" if values[index, place] > 0.4 * lowest + 0.6 * largest else "white"
                     axes.text(place, index, self._cell(row, column, 3) or "-", ha="center", va="center", color=color)
 
         size = (3 + 0.8 * len(self.columns), 1.5 + 0.6 * len(self.rows))
-        save_picture(draw_matrix(values, 14, size, label, largest), path)
+        save_picture(draw_matrix(values, 14, size, label, largest, lowest), path)
 
     def _value(self, row: str, column: str) -> float:
         return float(self.values.get((row, column), math.nan))
