@@ -202,7 +202,7 @@ class Schedule:
         for client in always:
             if client not in chosen:
                 if client not in clients:
-                    raise OptionError(f"Expected a client {client!r}, because the client must be in every round.")
+                    raise OptionError(f"Expected a client {client!r}, needed in every round, but got none.")
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 

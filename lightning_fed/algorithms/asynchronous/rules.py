@@ -285,4 +285,4 @@ def _check_staleness(value: Staleness) -> float | tuple[float, float]:
     return check_nonnegative("staleness", value[0]), check_nonnegative("staleness", value[1])
 
 
-COMPANIONS[AsynchronousRule] = lambda rule: [AsynchronousRounds(rule)]
+COMPANIONS[AsynchronousRule] = lambda rule: [AsynchronousRounds(rule)]  # type: ignore[type-abstract]
