@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _ROUND_NAMES = ("fed/", "comm/", "clients/", "privacy/", "evaluation/")  # logged when a round ends
 _CLIENT_NAMES = ("client/", "evaluation/")  # logged by an evaluation on the clients
 _MOST_PICTURES = 30
+_KEY = "lightning_fed_report"  # in a checkpoint
 
 
 class Report(L.Callback):
@@ -109,20 +110,22 @@ class Report(L.Callback):
         if trainer.state.fn == "fit":
             self._write(trainer, pl_module)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Not in `state_dict`: `trainer.validate` without a report would warn of a missing callback.
+        checkpoint[_KEY] = {
             "rounds": {round: dict(values) for round, values in self._rounds.items()},
             "clients": {client: dict(entry) for client, entry in self._clients.items()},
             "higher_is_better": dict(self._higher_is_better),
             "validation_names": list(self._validation_names),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._reset()
-        self._rounds = {round: dict(values) for round, values in state_dict["rounds"].items()}
-        self._clients = {client: dict(entry) for client, entry in state_dict["clients"].items()}
-        self._higher_is_better = dict(state_dict["higher_is_better"])
-        self._validation_names = list(state_dict["validation_names"])
+        if state := checkpoint.get(_KEY):
+            self._rounds = {round: dict(values) for round, values in state["rounds"].items()}
+            self._clients = {client: dict(entry) for client, entry in state["clients"].items()}
+            self._higher_is_better = dict(state["higher_is_better"])
+            self._validation_names = list(state["validation_names"])
 
     def _record(self, trainer: L.Trainer, is_wanted: Callable[[str], bool], stale: tuple[str, ...]) -> None:
         federation = find_federation(trainer)
