@@ -40,7 +40,7 @@ class Report(L.Callback):
     The report contains curves and a table by round, scores by client, failures, sent bytes, seconds, method, update
     steps, seed, versions and the command to resume. If the Trainer has the callback
     :class:`~lightning_fed.callbacks.ClientSegmentations`, the report also contains IoU by class and pictures. All
-    numbers are logged values; the callback does not evaluate the model. A missing value is shown as an empty cell.
+    numbers are logged values; the callback does not evaluate the model. A missing value is shown as a dash.
     ``lightning-fed fit`` adds the callback.
 
     After an exception the report shows the finished rounds. With ``CentralDP`` the report contains no values of single
