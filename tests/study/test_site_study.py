@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("flwr")
 
-from lightning_fed import FederatedTrainer, Federation
+from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
 from lightning_fed.backends.wire.server import run_server
@@ -104,6 +104,16 @@ def test_sums_are_those_of_the_global_and_the_sites_models(trained):
         assert n == SIZES[site]
         assert (a - b) / n / variance**0.5 == pytest.approx(expected.statistic, rel=1e-9)
     assert study["megabytes"]["local"] == 0 < study["megabytes"]["fedavg"]
+
+
+def test_local_scores_are_those_of_training_alone(trained):
+    """A federation with only one site, in one process, has the site's local model."""
+    runs = json.loads((trained[0] / "sites" / "sites" / "south.json").read_text())["runs"]["local"]
+    L.seed_everything(3, verbose=False)
+    module = Net()
+    alone = FederatedTrainer(federation=Federation(seed=3), max_rounds=ROUNDS, **QUIET)
+    alone.fit(module, datamodule=FederatedDataModule({"south": cases("train")["south"]}, batch_size=8))
+    assert runs["3"]["scores"] == pytest.approx(losses(module, "south"), rel=1e-5)
 
 
 def test_the_network_gives_the_sums_of_one_process(trained, tmp_path):
