@@ -73,8 +73,6 @@ BUGS = {
     "the reply belongs to any client": (
         "packets.py", 'read_packet(packet, "request", "update", "fault", client=client)',
         'read_packet(packet, "request", "update", "fault")'),
-    "a short packet is filled with zeros": (
-        "packets.py", "start : start + size]), dtype=dtype)", "start : start + size].ljust(size)), dtype=dtype)"),
     "shares of a secure sum can be opened twice": (
         "secure_sum_client.py", "path.rename(claimed)", "claimed.write_bytes(path.read_bytes())"),
 }  # fmt: skip
