@@ -102,8 +102,8 @@ def test_the_readme_is_short_and_its_commands_exist(capsys):
 
 
 def test_the_commands_of_the_readme_are_make_targets():
-    targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.M))
-    named = {target for page in PAGES for target in re.findall(r"(?:^\s*|`)make (\w+)", page.read_text(), re.M)}
+    targets = set(re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.M))
+    named = {target for page in PAGES for target in re.findall(r"(?:^\s*|`)make ([\w-]+)", page.read_text(), re.M)}
     assert {"demo", "test"} <= named <= targets
 
 
