@@ -37,10 +37,10 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 
 @dataclass
 class _Share:
-    """Results of one process for a round, sent to all other processes.
+    """Data of one process after the visits of a round, sent to all other processes.
 
-    ``visit_costs`` maps clients to seconds per batch, and ``finals`` visit indices to the schedulers' final states.
-    ``stored`` contains client states (``ClientStore.share``), and ``noted`` the values yielded by callbacks in
+    ``visit_costs`` maps clients to seconds per batch, ``finals`` maps visit indices to the schedulers' final states,
+    ``stored`` contains client states (``ClientStore.share``), and ``noted`` contains the values yielded by callbacks in
     ``share_round``.
     """
 
@@ -93,7 +93,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._visit_start = time.perf_counter()
 
     def postpone_stop(self) -> None:
-        """Postpones a stop request of the Trainer until all processes can stop together, after the round."""
+        """Postpones a stop of the Trainer to the end of the round, so that all processes stop together."""
         trainer = self._trainer
         if trainer.should_stop:
             trainer.should_stop, self._should_stop = False, True
@@ -180,7 +180,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 class ParallelVisits(VisitDriver):
-    """Runs the visits assigned to this process, one of several. The batches of other processes are unknown."""
+    """Runs the visits assigned to this process. Does not know the batches trained by other processes."""
 
     may_end_early = False
 

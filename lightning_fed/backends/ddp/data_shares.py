@@ -17,10 +17,10 @@ from lightning_fed.messages import Client
 
 
 def share_population(population: Population, rank: int, size: int, seed: int) -> Population:
-    """Restricts a population's batches to the share for process ``rank`` among ``size`` processes.
+    """Restricts the batches of all clients to the share for process ``rank`` among ``size`` processes.
 
-    Numbers of examples remain the numbers for the whole client. Shares have equal numbers of batches, so some examples
-    may occur twice. Shuffling loaders use ``seed``, the visit's seed.
+    The reported number of examples remains the number for the whole client. Shares have equal numbers of batches, so
+    some examples may occur twice. Shuffling dataloaders use ``seed``, the visit's seed.
 
     Raises:
         OptionError: If a client's loader has no map-style data set, or has a custom sampler.
@@ -51,7 +51,7 @@ class SharedSource(ClientSource):
 
 
 def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndarray:
-    """Returns every ``size``-th item, starting at index ``rank``. Items repeat so that all shares have equal length.
+    """Returns every ``size``-th position, starting at index ``rank``. Positions repeat until shares have equal length.
 
     ``least`` is the minimum length of a share, because BatchNorm cannot train on one example.
 
@@ -65,7 +65,7 @@ def deal(positions: np.ndarray, rank: int, size: int, least: int = 1) -> np.ndar
 
 
 class SharedLoaders(LoaderClients):
-    """One loader per client. A ``DistributedSampler`` replaces each loader's sampler."""
+    """One dataloader per client. A ``DistributedSampler`` replaces each dataloader's sampler."""
 
     def __init__(self, loaders: Mapping[Client, Any], rank: int, size: int, seed: int) -> None:
         self._whole = LoaderClients(loaders)

@@ -1,4 +1,4 @@
-"""Processes that train a client's visits together. The process with the connection to the server supervises these."""
+"""Processes that train a client's visits together. The client's main process starts and stops these processes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Processes:
     def run(self, order: Any, judge: Callable[[Sequence[str]], None]) -> Any:
         """Sends an order to all processes, and returns the first process's answer.
 
-        ``judge`` checks the update's entry names when the first process asks. If a process fails or ends, all processes
-        are ended, and ``ClientFault`` is raised.
+        ``judge`` checks the entry names of the update, at the first process's request. If a process fails or ends, all
+        processes are ended, and ``ClientFault`` is raised.
         """
         if not self._running:
             self._start()

@@ -69,9 +69,9 @@ def _count_processes(trainer: Mapping[str, Any]) -> int:
 class DistributedRunner(ClientRunner):
     """Answers packets like the base class, but trains visits in several processes.
 
-    The processes start at the first visit and stay. Only this process checks orders, knows the keys of a secure sum,
-    and answers. Requests, measurements and evaluations run in this process, on one device. If a process ends or
-    raises, the others are ended, and the client misses the round.
+    The training processes start at the first visit and keep running. Only the main process checks orders, knows the
+    secret keys of a secure sum, and answers. Requests, measurements and evaluations run in the main process, on one
+    device. If a process ends or raises, all other processes are ended, and the client misses the round.
 
     Raises:
         MisconfigurationException: If a callback needs all data of a visit, because each process reads only a share, or
@@ -127,7 +127,7 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains this process's share of a visit. Returns the steps, update, fault, and the schedulers' final states.
+        """Trains this process's share of a visit. Returns step counts, update, fault, and the schedulers' final states.
 
         ``judge`` checks the entry names against the site's policy.
         """
@@ -146,7 +146,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Server side in one of several processes. The first process writes files after all processes have read."""
+    """Represents the server in one of several processes. The first process writes files after all processes read."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy

@@ -45,7 +45,7 @@ def split_bytes(data: bytes) -> list[memoryview]:
 
 
 def to_records(packet: Packet) -> RecordDict:
-    """Converts a packet (JSON text and tensor bytes) to Flower's records."""
+    """Converts a packet (JSON text and tensor bytes) to a Flower ``RecordDict``."""
     arrays = {
         str(i): Array(dtype="uint8", shape=(len(part),), stype=_STYPE, data=bytes(part))
         for i, part in enumerate(split_bytes(packet.data))
@@ -54,7 +54,7 @@ def to_records(packet: Packet) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> Packet:
-    """Converts Flower's records to a packet. Raises ``PacketError`` if text or tensors are missing."""
+    """Converts a Flower ``RecordDict`` to a packet. Raises ``PacketError`` if text or tensors are missing."""
     try:
         text, record = content["packet"]["text"], content["tensors"]
         arrays = [record[str(i)] for i in range(len(record))]
@@ -139,7 +139,7 @@ class FlowerTransport(Transport):
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Asks the client's node for its clients again, because the node restarted with other data."""
+        """Asks the client's node again for client names, because the node restarted with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]
@@ -227,7 +227,7 @@ class FlowerTransport(Transport):
 
 
 def read_node_key(node: int | str) -> int | bytes:
-    """Converts a node's public key to Flower's format. A node number is returned unchanged."""
+    """Converts a node's public key (text of a ``.pub`` file) to Flower's format. Returns a node number unchanged."""
     if not isinstance(node, str):
         return check_count("a client's node", node, lowest=0)
     try:

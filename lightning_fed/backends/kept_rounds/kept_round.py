@@ -67,7 +67,7 @@ class KeepRounds(FederatedCallback):
         self._count += 1
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Stores the result of the round, and deletes the oldest rounds above the maximum size."""
+        """Stores the new global model, and deletes the oldest rounds while the folder is larger than ``max_bytes``."""
         federation, entries = find_federation(trainer), live_entries(module)
         report = federation.server.report
         content = {
@@ -113,11 +113,11 @@ def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpd
 def replay_round(
     folder: Path, round: int, federation: Federation, without: Collection[Client] = ()
 ) -> tuple[State, State]:
-    """Repeats a round's aggregation, without the clients in ``without``. Returns recorded and repeated model.
+    """Repeats a round's aggregation, without the clients in ``without``. Returns the stored and the repeated model.
 
-    ``federation`` must have the run's update steps. If the rule differs from the run's rule, the rule starts without
-    state. Secure sums are refused because the server has no single updates, and noise is refused because the server
-    draws the noise.
+    ``federation`` must have the run's update steps. If the aggregation rule differs from the run's rule, the new rule
+    starts without state. Refuses secure sums, because the server stores no single updates, and noise, because the
+    server draws new noise.
     """
     content, updates = load_round(folder, round)
     chain = federation.server.chain
@@ -141,9 +141,9 @@ def replay_round(
 
 
 def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
-    """Writes a signed JSON text about all kept rounds: participants, method, steps, versions, metrics and digests.
+    """Returns signed JSON text about all stored rounds: clients, method, update steps, versions, metrics, file digests.
 
-    Metrics include epsilon and evaluations. ``heads`` are the digests of the sites' records, which list all answers.
+    Metrics include epsilon and evaluations. ``heads`` has the last digest in each site's record file of all answers.
     """
     rounds = [torch.load(path) for path in sorted(folder.glob(f"round-*/{_ROUND}"))]
     certificate = {

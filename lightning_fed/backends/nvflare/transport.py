@@ -19,12 +19,12 @@ from lightning_fed.messages import Client
 
 
 def to_shareable(packet: Packet) -> Shareable:
-    """Converts a packet to an NVFLARE record."""
+    """Converts a packet to an NVFLARE ``Shareable``."""
     return Shareable({"text": packet.text, "data": bytes(packet.data)})
 
 
 def from_shareable(content: Shareable) -> Packet:
-    """Converts an NVFLARE record to a packet. Raises ``PacketError`` if text or data are missing."""
+    """Converts an NVFLARE ``Shareable`` to a packet. Raises ``PacketError`` if text or data are missing."""
     text, data = content.get("text"), content.get("data")
     if not isinstance(text, str) or not isinstance(data, bytes):
         raise PacketError("the message is not from lightning-fed")

@@ -1,4 +1,4 @@
-"""Simulated network in virtual time, with a record of the correct result for every message."""
+"""Simulated network in virtual time, which knows the correct outcome of every message."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _TICK = 3.0  # seconds between a change of a connection and the server's reactio
 class Message:
     """A message to a client, and the delivery of its answer.
 
-    Times are in seconds, ``None`` before the event: ``arrived_at`` (the first answer, ``reply``, is available),
-    ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` is the
-    number of starts of the client's process at sending. ``is_damaged``: the network has changed the answer.
+    Times are in seconds, and ``None`` before the event: ``arrived_at`` (the first answer, ``reply``, is available),
+    ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` counts
+    the starts of the client's process before the message was sent. ``is_damaged``: the network has changed the answer.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Message:
 class Site:
     """A client's machine: handles messages one at a time, and sends the answers.
 
-    ``inspect`` is called with every answer sent by the site, and with true for a repeated order.
+    ``inspect`` is called with every answer sent by the site, and with true if the server repeated the order.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Site:
 
 
 class RehearsalTransport(Transport):
-    """Delivers messages in virtual time, and compares every result with the network's record."""
+    """Delivers messages in virtual time, and checks that the server handles every message correctly."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class RehearsalTransport(Transport):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Same as :meth:`Transport.ask`, with checks on each result and on the byte counts."""
+        """Calls :meth:`Transport.ask`, and checks byte counts and each outcome (answer, or reason for no answer)."""
         start = turn = self._world.now
         self._server.set_fuse(self._limit.seconds)
         before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())
@@ -298,7 +298,7 @@ class RehearsalTransport(Transport):
     def _judge(
         self, place: str, message: Message | None, answer: Answer, times: tuple[float, float], can_repeat: bool
     ) -> None:
-        """Compares a message's result with the network's record. ``times``: start of waiting, and deadline."""
+        """Checks a message's ``answer`` (or reason for no answer). ``times``: start of waiting, and deadline."""
         now, (turn, end), check = self._world.now, times, self._check
         if message is not None and message.given_up_at is not None:  # the client's turn may come later
             now = message.given_up_at

@@ -48,9 +48,9 @@ _MOST_VERSIONS = 4  # of a client's stored state in a run, independent of the nu
 class Plan:
     """A deployment to rehearse.
 
-    Every process calls ``federation`` and ``model``, and a client's process ``data`` (``None``: the profile's number of
-    batches). ``model_bytes`` is the real model's size (``None``: the size of ``model``). If not ``trains``,
-    :func:`train_stand_in` computes the updates.
+    Every process calls ``federation`` and ``model``. A client's process also calls ``data``; if ``data`` is ``None``,
+    the data are artificial. ``model_bytes`` is the real model's size; if ``None``, the size of ``model``. If ``trains``
+    is false, :func:`train_stand_in` computes the updates.
     """
 
     sites: Sites
@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass
 class RoundResult:
-    """A round's result: clients with a valid update, excluded clients with reasons, and the global model.
+    """State after a round: clients with a valid update, excluded clients with reasons, and the global model.
 
     ``is_new`` is true if the round changed the global model.
     """
@@ -79,11 +79,11 @@ class RoundResult:
 
 @dataclass
 class Outcome:
-    """Result from one rehearsal.
+    """Result of one rehearsal.
 
-    ``megabytes`` are sent and received, for the real model. ``failure`` is the reason for an end before the last round.
-    ``excluded`` counts rounds by client and reason. ``log`` has events as (seconds, machine, text), and
-    ``answer_seconds`` the times from a request to an answer.
+    ``megabytes`` is the traffic in both directions, for the real model. ``failure`` is the reason for an end before the
+    last round. ``excluded`` maps (client, reason) to a number of rounds. ``log`` lists events as (seconds, machine,
+    text). ``answer_seconds`` lists the times between request and answer.
     """
 
     seed: int
@@ -107,7 +107,7 @@ def rehearse(plan: Plan, seed: int) -> Outcome:
 
 
 class _Ledger(FederatedCallback):
-    """Records round results on the server."""
+    """Server callback that stores a :class:`RoundResult` for every round."""
 
     keeps_privacy = True
 

@@ -48,8 +48,8 @@ class StandIn(L.LightningModule):
 def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> tuple[State, State]:
     """Returns the state after a visit, and the client's tensors to store (the number of accepted visits).
 
-    One in four visits stores no tensors. Both results only depend on the arguments, so a lost, repeated or changed
-    update changes all later global models.
+    One in four visits stores no tensors. State and tensors only depend on the arguments, so a lost, repeated or
+    changed update changes all later global models.
     """
     generator = torch.Generator().manual_seed(visit.seed)
     count = stored.get(_COUNT, torch.zeros((), dtype=torch.int64)) + 1
@@ -108,7 +108,7 @@ class RehearsedRunner(ClientRunner):
 
 
 class _StandInFit(SimpleNamespace):
-    """Attributes of a fit read by :meth:`RemoteServerSide.start`."""
+    """Replacement for a fit, with only the attributes read by :meth:`RemoteServerSide.start`."""
 
     def __init__(self, module: L.LightningModule, federation: Federation, store: FolderStore) -> None:
         trainer = SimpleNamespace(

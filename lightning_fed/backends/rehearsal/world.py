@@ -68,7 +68,7 @@ class Machine:
         return self.is_up and all(not start <= time < end for start, end in self._plan_outages(time))
 
     def lost_since(self, start: int, now: float) -> float | None:
-        """Returns the time of the lost connection for process number ``start``, or ``None``."""
+        """Returns the time when process number ``start`` lost the connection, or ``None`` without a loss."""
         outage = next((begin for begin, end in self._outages if begin <= now < end), None)
         ended = self._ended_at.get(start)
         if ended is None or ended > now:
@@ -169,7 +169,7 @@ class Machine:
         self.end("")
 
     def set_fuse(self, seconds: float) -> None:
-        """Draws the time until the next failed file operation, for a process with some seconds to work."""
+        """Draws at random the next failing file operation (or none) for ``seconds`` of work in the process."""
         if self.fuse is None and self.random.random() < self.profile.disk_faults * seconds / DAY:
             self.fuse, self.is_fuse_deadly = self.random.randrange(40), self.random.random() < 0.5
 
@@ -272,7 +272,7 @@ class World:
         return int(self.time() * 1e9)
 
     def sleep(self, seconds: float) -> None:
-        """Advances time, and runs all events until then. Raises :class:`Killed` if the server's process ends."""
+        """Advances time by ``seconds``, and runs due events. Raises :class:`Killed` if the server's process ends."""
         machine, end = self.machine, self.now + seconds
         if machine is not None and machine.next_kill <= end:
             self.advance(machine.next_kill)
@@ -311,7 +311,7 @@ class World:
 
 
 class _Handler(logging.Handler):
-    """Adds the package's log lines to the events."""
+    """Log handler: adds the package's log lines to the simulated events."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

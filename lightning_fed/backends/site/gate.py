@@ -118,7 +118,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Checks and records an order (or a ``reply``). Returns the packet to send, or ``None`` to begin the visit."""
+        """Checks and logs an order or a ``reply``. Returns the packet to send, or ``None`` to begin the visit."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)
@@ -147,7 +147,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns matching patterns by rule name, and the answer's entry names. Refuses a forbidden answer."""
+        """Returns matching policy patterns by rule name, and all names in the answer. Refuses a forbidden answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Client program's settings for a site policy: method name, update steps (innermost first), callbacks."""
+    """Client program's settings that a site policy checks: method name, update steps (innermost first), callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -80,8 +80,8 @@ class Order:
     """Server's message to a site; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
 
     ``text`` has no signature. ``client`` is ``None`` in the query for client names. ``sum_size`` is the number of
-    clients in a secure sum, ``None`` if unknown, and ``stage`` is the step of the secure sum. ``head`` is the last line
-    of the site's record known to the server.
+    clients in a secure sum, or ``None`` if unknown. ``stage`` names the protocol step of the secure sum. ``head`` is
+    the number and digest of the last line in the site's record file known to the server.
     """
 
     answer: str
@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message before training. Returns matching patterns by rule name, or raises ``Refusal``."""
+        """Checks a server's message before training. Returns the policy's matching patterns, or raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -216,7 +216,7 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an answer before sending. Returns matching patterns by rule name, and the answer's entry names."""
+        """Checks an answer before sending. Returns the policy's matching patterns, and all names in the answer."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
@@ -364,7 +364,7 @@ def find_kind(text: str) -> str:
 
 
 def read_order(kind: str, text: str, data: bytes) -> Order | None:
-    """Reads a server's message, signed or not, as an :class:`Order`; ``None`` for an invalid message."""
+    """Reads a server's message, signed or not, as an :class:`Order`. Returns ``None`` if the message is invalid."""
     text, signature = split_signature(text)
     try:
         header = json.loads(text)["header"]

@@ -98,7 +98,7 @@ def read_record(path: Path) -> Iterator[Line]:
 
 
 def write_line(head: str, content: Mapping[str, Any]) -> bytes:
-    """Encodes ``content`` as the line after the line with digest ``head``."""
+    """Encodes ``content`` as the line of a record file after the line with digest ``head``."""
     text = json.dumps(dict(content), sort_keys=True).encode()
     return f"{_digest(head, text)} ".encode() + text + b"\n"
 
@@ -121,8 +121,8 @@ ROTATION = "rotation"
 class Record:
     """An append-only record, shared by one or more processes.
 
-    ``recent`` contains the lines from the 24 hours before ``last``. A missing file is created, unless a file with the
-    head exists.
+    ``recent`` contains the lines from the 24 hours before ``last``, the last line. A missing record file is created,
+    unless the file with the head exists.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -135,7 +135,7 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens and locks the record, and verifies all lines since the last call. Refuses a changed record."""
+        """Opens and locks the record, and verifies all lines added since the last call. Refuses a changed record."""
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"the record is missing, but {str(self._head)!r} contains the head of line {head[0]}")

@@ -13,7 +13,7 @@ _BYTES, _FILES = 10 * 2**20, 3  # bytes, so that a server cannot fill the disk
 
 
 def keep_log(folder: Path) -> None:
-    """Redirects the package's log records to a file in a folder, because error texts may contain data.
+    """Redirects the package's log messages to a file in a folder, because error texts may contain data.
 
     Other users cannot read the file. A second call with the same folder has no effect.
     """

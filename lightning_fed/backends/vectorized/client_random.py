@@ -1,4 +1,4 @@
-"""Random numbers under ``torch.func.vmap``, equal to the numbers drawn in a separate run for each example."""
+"""Random numbers under ``torch.func.vmap``, equal to the numbers drawn in a separate run for each client."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _WRITERS: set[Any] = {
 
 
 class PerClientRandom(TorchFunctionMode):
-    """Draws dropout masks and random tensors inside ``torch.func.vmap`` separately for each example.
+    """Draws dropout masks and random tensors inside ``torch.func.vmap`` separately for each index of the mapped axis.
 
-    ``vmap(..., randomness="different")`` draws for all examples at once, so the numbers differ from separate runs.
+    ``vmap(..., randomness="different")`` draws for all indices at once, so the numbers differ from separate runs.
     ``vmap`` handles all other random functions, with an error for the default ``randomness="error"``.
     """
 

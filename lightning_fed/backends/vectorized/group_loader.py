@@ -1,4 +1,4 @@
-"""Loader for simultaneous visits, with stacked batches and separate random generators."""
+"""Dataloader for simultaneous visits, with stacked batches and separate random generators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fed.data.round_loader import RoundLoader
 
 
 class GroupLoader(RoundLoader):
-    """Loader of a round with groups of simultaneous visits. A group's batches are lists of :class:`StackedBatch`.
+    """Dataloader of a round with groups of simultaneous visits. A group's batches are lists of :class:`StackedBatch`.
 
     Args:
         arguments: The arguments of :class:`RoundLoader`.
@@ -33,7 +33,7 @@ class GroupLoader(RoundLoader):
         draws: Whether visits also draw from Python's and NumPy's generators, not only from PyTorch's.
 
     Attributes:
-        numbers: Random generators for simultaneous visits; ``None`` in a single visit.
+        numbers: Random generators for simultaneous visits; in a single visit ``None``.
     """
 
     def __init__(self, *arguments: Any, size: int, is_equal: bool, draws: bool) -> None:
@@ -138,7 +138,7 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that yields a list; at the end appends a bool: whether Python's or NumPy's global generator was used.
+    """Context that yields a list, and finally appends true if the code drew from Python's or NumPy's global generator.
 
     Example:
         >>> with detect_draws() as has_drawn:
@@ -170,7 +170,7 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks batches (a mapping from client index to batch) in groups with equal structure, shapes and dtypes.
+    """Stacks the batches with equal structure, shapes and dtypes. The argument maps client indices to batches.
 
     Example:
         >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})

@@ -69,7 +69,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
-    """Raises ``Obstacle`` if the parameters and buffers in ``names`` cannot be stacked over clients."""
+    """Raises ``Obstacle`` if the parameters and buffers with these ``names`` cannot be stacked over clients."""
     known = set(names)
     names_by_storage: dict[int, str] = {}
     for name, value in tensors_by_path(module).items():

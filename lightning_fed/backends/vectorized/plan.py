@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measurement for models up to a size: fastest number of simultaneous clients, and speedup."""
+    """Measured values for models up to a certain size: fastest number of simultaneous clients, and speedup."""
 
     most_parameters: int
     has_convolutions: bool

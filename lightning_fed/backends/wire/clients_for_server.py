@@ -88,7 +88,7 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """Remote clients of a federation. ``client_store`` records the last round for which each client stored state."""
+    """Remote clients of a federation. ``client_store`` has the last round in which each client saved client state."""
 
     has_server = True
 
@@ -103,7 +103,7 @@ class RemoteClientSide(RemoteSide):
         self._server_entries: State = {}
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns no visits, because clients train remotely. Lightning runs one empty batch and waits for answers."""
+        """Returns no visits, because clients train remotely. Lightning runs one empty batch to wait for answers."""
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 
@@ -162,7 +162,7 @@ class RemoteClientSide(RemoteSide):
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: _RemoteVisit, request: _Reply | None) -> Flow:
-        """Runs the server side of a visit. Yields at request, training and answer, as :meth:`ClientVisit.run` does."""
+        """Runs the server side of a visit. Yields for request, training and answer, as :meth:`ClientVisit.run` does."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
             if not isinstance(request, Request):
@@ -386,7 +386,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps that a client reports for a visit: optimizer steps, steps by scheduler, and the loss scale's state."""
+    """Client's report on a visit: step counts of the optimizer and of each scheduler, and the loss scaler's state."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -394,7 +394,7 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Reads step counts and loss scale from an answer. Refuses implausible values."""
+    """Reads step counts and the loss scaler's state from an answer. Refuses implausible values."""
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after

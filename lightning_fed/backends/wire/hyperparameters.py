@@ -38,7 +38,7 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Selects the received ``numbers`` whose names exist in the local state ``like``. Refuses a different structure.
+    """Selects the received ``numbers`` with a name in the local state ``like``. Refuses a different structure.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
@@ -60,12 +60,12 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Class names of optimizers. For a wrapper, the class name of the wrapped optimizer."""
+    """Optimizer class names. For a wrapper, the class name of the wrapped optimizer."""
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Loads received options such as ``lr``. ``groups`` lists options by optimizer and parameter group."""
+    """Loads received options such as ``lr`` into ``optimizers``. ``groups[i][j]``: group j of optimizer i."""
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(

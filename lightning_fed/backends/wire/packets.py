@@ -78,9 +78,8 @@ class TrainRequest:
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
-        kept: Index of the round with the client's last valid update and stored state; -1 before such a round.
-        needed: Earliest round from which the server may resume. From earlier rounds, the client only needs the newest
-            state.
+            needed: Earliest round from which the server may resume. From earlier rounds, the client only needs the
+            newest client state.
         seed: Seed of the federation, for the construction of the model.
         frozen: Hash of the entries that are never sent. Server and client must have equal values.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
@@ -88,7 +87,7 @@ class TrainRequest:
         held: Hash of the entries that the client stores and the message omits; empty without such entries.
         keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the site record's last line known to the server; ``None`` before the first answer.
+        head: Number and digest of the last line in the site's record file that the server knows; at first ``None``.
         question: Query from a callback, outside of a round; ``None`` in a round.
     """
 
@@ -111,10 +110,10 @@ class TrainRequest:
 class Answer:
     """Report of a client, sent with the update.
 
-    ``after`` contains the step count of every per-step scheduler (``"steps"``) and the loss scale (``"scaler"``).
-    ``keeps`` is true if the client stored state for the next visit. ``unsent`` is the number of unchanged entries
-    omitted from the update. ``head`` is the number and digest of the last line in the site's record; ``None`` without a
-    site policy.
+    ``after`` contains the step count of every per-step scheduler (``"steps"``) and the loss scaler's state
+    (``"scaler"``). ``keeps`` is true if the client stored state for the next visit. ``unsent`` is the number of
+    unchanged entries omitted from the update. ``head`` is the number and digest of the last line in the site's record
+    file, or ``None`` without a site policy.
     """
 
     steps: int = 0
@@ -136,7 +135,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Creates a packet from a header (plain containers) and ``tensors``, dictionaries by group and name."""
+    """Creates a packet from a header (plain containers) and ``tensors``, nested dictionaries: group, name, tensor."""
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
     for group, state in tensors.items():
@@ -218,7 +217,7 @@ def is_answer(packet: Packet) -> bool:
 
 
 def is_client(key: object) -> bool:
-    """True if a value is a valid client key: a string, or an integer below 2^63.
+    """True if a value is a valid client name: a string, or an integer below 2^63.
 
     Example:
         >>> is_client("ann"), is_client(3), is_client(True), is_client(None)
@@ -242,7 +241,7 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
 
 
 def is_head(head: object) -> bool:
-    """True if a value is a record line's number and digest, or ``None``.
+    """True if a value is ``None``, or number and digest of a line in a site's record file.
 
     Example:
         >>> is_head([3, 64 * "a"]), is_head(None), is_head([0, ""])
@@ -355,7 +354,7 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
 
 
 def write_request(request: Request) -> Packet:
-    """Creates a packet from a client's request. Row indices shared by several entries are sent once."""
+    """Creates a packet from a client's request for rows. Row indices shared by several entries are sent once."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)

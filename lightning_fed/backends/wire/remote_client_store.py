@@ -1,4 +1,4 @@
-"""Latest round in which each remote client stored state. The state itself stays on the clients."""
+"""Latest round in which each remote client stored client state. The client state itself stays on the clients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RemoteClientStore(ClientStore):
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values()), **heads}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the rounds from a checkpoint. Refuses a checkpoint from a fit in one process."""
+        """Restores each client's round index from a checkpoint. Refuses a checkpoint from a fit in one process."""
         if "folder" in state or state.get("states"):
             raise ValueError(
                 "Expected a checkpoint of a fit with remote clients, but got client states from a single-process fit."

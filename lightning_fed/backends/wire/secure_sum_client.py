@@ -46,12 +46,12 @@ NOT_SUMMED = "the server has a secure sum, but its federation has none"
 
 
 class ClientSum:
-    """Client side of the secure sums in a run: keys, secret shares, and the masked update.
+    """Client side of the secure sums in a run: encryption keys, secret shares, and the masked update.
 
-    A round has four steps, each executed at most once: publish keys, share secrets, open other clients' shares, mask
-    the update and release shares. A file stores the values for the next step, because a new process may handle each
-    message. Each step deletes the previous step's file, and the last step stores no file. Therefore the client never
-    uses the same masks for two vectors, and releases only one share (of two) for every other client.
+    The protocol has four steps per round, each executed at most once: publish keys, share secrets, open other clients'
+    shares, mask the update and release shares. A file stores the values for the next step, because a new process may
+    handle each message. Each step deletes the previous step's file, and the last step stores no file. Therefore the
+    client never uses the same masks for two vectors, and releases only one share (of two) for every other client.
 
     A restarted sum (after a client sent unreadable shares, or the server was killed) has new keys. After releasing
     shares, the client only repeats the release for the same clients, because the difference between two sums would

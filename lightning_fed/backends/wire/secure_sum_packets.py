@@ -39,10 +39,10 @@ _TEXT = 2**12, 2**8  # characters in a reply: constant part, and per row
 class SumRequest:
     """Server's request to a client for one step of a secure sum.
 
-    The stages are: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares sealed by
-    ``peers`` (``"open"``); release shares for ``peers``, to unmask the survivors' sum (``"unmask"``, with ``survivors``
-    for every peer). ``least`` is the number of shares needed to restore a secret. ``rows`` contains for each peer the
-    published keys (``"shares"``), or the share sealed for the client (``"open"``; zeros for the client itself).
+    Values of ``stage``: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares encrypted
+    by ``peers`` (``"open"``); release shares for ``peers``, to unmask the sum of the remaining clients (``"unmask"``;
+    ``survivors`` marks these peers). ``least`` is the number of shares needed to restore a secret. ``rows`` contains
+    one byte string per peer: published keys (``"shares"``), or the share encrypted for the client (``"open"``).
     """
 
     stage: Stage
@@ -100,7 +100,7 @@ def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Reads a client's rows or fault. Raises ``PacketError`` if the answer is too large or from another client."""
+    """Reads a client's byte strings or fault. Raises ``PacketError`` for an answer too large or from another client."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(f"its answer is too large: {len(packet.text)} characters and {len(packet.data)} bytes")

@@ -58,7 +58,7 @@ SEALED = NONCE + 2 * SECRET + 16
 class SumError(ValueError):
     """Raised, with a reason, if a secure sum fails. The reason never contains received data.
 
-    ``dealer`` is the client whose shares seem faulty. If many other clients send false reports, this client may be
+    ``dealer`` is the client with seemingly faulty shares. If many other clients send false reports, ``dealer`` may be
     honest.
     """
 
@@ -177,7 +177,7 @@ def find_masks(
     """Computes the masks contained in a sum of masked vectors.
 
     Returns the sum of all masks, to be subtracted, and the clients with wrong but unneeded shares. ``shares`` maps
-    client and peer to a share: for a peer in the sum, of the peer's seed, and for a lost peer, of the pairing secret.
+    (client, peer) to a share: of the peer's seed if the peer's vector is in the sum, else of the pairing secret.
     ``positions`` are indices among the clients that shared secrets. Raises ``SumError`` if too few clients remain or
     restored secrets do not match the published rows.
     """

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if server program and client program differ. The text is sent, and contains no private data."""
+    """Raised if server program and client program differ. The error text goes to the server, without private data."""
 
 
 def find_public_reason(error: Exception) -> str:
@@ -65,7 +65,7 @@ def find_public_reason(error: Exception) -> str:
 class RemoteServer(ServerInterface):
     """Connection of a client to the server, for one broadcast and one update.
 
-    ``fault`` is the reason for a missing update, and ``asked`` the hash of the client's earlier request.
+    ``fault`` is the reason for a missing update, and ``asked`` is the hash of the client's request in this visit.
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -127,9 +127,9 @@ class RemoteServer(ServerInterface):
 class RemoteServerSide(RemoteSide):
     """Represents the server of a federation on a client, during one visit or one query.
 
-    ``judge_entries`` raises an error before training if the site's policy forbids an entry. ``held`` provides entries
-    from earlier messages. ``left`` is the final state of per-step schedulers and loss scale, if a later visit needs
-    this state.
+    ``judge_entries`` raises an error before training if the site's policy forbids an entry. ``held`` provides model
+    entries from earlier messages. ``left`` is the final state of per-step schedulers and loss scaler, if a later visit
+    needs this state.
     """
 
     has_server = False
@@ -161,7 +161,7 @@ class RemoteServerSide(RemoteSide):
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Sets optimizers, schedulers and client store for a round. ``ClientFault`` if client state is lost."""
+        """Sets optimizers, schedulers and client store for a round. Raises ``ClientFault`` if client state is lost."""
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
             keep_schedulers(trainer, [])

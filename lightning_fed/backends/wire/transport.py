@@ -35,8 +35,8 @@ class Deadline:
 
     Args:
         seconds: Seconds for all answers.
-        min_clients: Number of answers that limits the wait for all other clients to ``rest`` seconds; ``None`` for no
-            limit.
+        min_clients: Number of answers after which the server waits at most ``rest`` more seconds; if ``None``,
+            always the full ``seconds``.
         rest: Seconds for the remaining clients after ``min_clients`` answers.
         reconnect: Seconds for a disconnected client to reconnect.
 
@@ -72,7 +72,7 @@ class Transport(ABC):
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for clients (names or a number). Returns the names. ``TimeoutError`` after ``patience`` seconds."""
+        """Waits for clients (names, or a number). Returns names. Raises ``TimeoutError`` after ``patience`` seconds."""
 
     @abstractmethod
     def discover(self) -> None:
@@ -80,15 +80,15 @@ class Transport(ABC):
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Sends a packet, and returns the message's name, or ``None`` for a disconnected client."""
+        """Sends a packet. Returns a name for the message, or ``None`` if the client is disconnected."""
 
     @abstractmethod
     def pull(self, name: str) -> Answer | None:
-        """Returns the answer to a message, or ``None`` if the answer has not arrived."""
+        """Returns the answer to the message ``name``, or ``None`` if the answer has not arrived."""
 
     @abstractmethod
     def connection(self, client: Client) -> int | str | None:
-        """Returns the name of the client's connection, or ``None`` for a disconnected client."""
+        """Returns a name for the client's current connection, or ``None`` if the client is disconnected."""
 
     @abstractmethod
     def forget(self, client: Client) -> None:
@@ -110,8 +110,8 @@ class Transport(ABC):
         """Sends packets to clients, and yields the answers in the order of the packets.
 
         ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client. An answer that
-        arrives early stays in the network: only one answer is in memory, and sums have the same order in every run.
-        With ``min_clients``, answers are fetched immediately and stored in temporary files.
+        arrives early stays in the network: only one answer is in memory, and updates are summed in the same order in
+        every run. If ``min_clients`` is set, answers are fetched immediately and stored in temporary files.
         """
         self.discover()
         self._count_late()
