@@ -36,7 +36,7 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Record for a tensor with class scores: a layer's outputs, or a result computed only from these outputs.
+    """Source for a tensor with class scores: a layer's outputs, or a tensor computed only from these outputs.
 
     ``inputs`` are the indices of the batch tensors from which the outputs were computed. ``voids`` are the labels of
     masked positions.
@@ -51,9 +51,9 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Record for a tensor computed from labels: class indices, one-hot vectors, or ``labels == number``.
+    """Source for a tensor computed from labels: class indices, one-hot vectors, or ``labels == number``.
 
-    ``fills`` are pairs (replaced label, new label). The first is ``None`` if several labels are replaced.
+    ``fills`` are pairs (replaced label, new label). The replaced label is ``None`` if several labels are replaced.
     """
 
     leaves: frozenset[int]
@@ -69,7 +69,7 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Sources for a tensor in a traced step: indices of batch tensors and class losses, and perhaps layer outputs.
+    """Sources for a tensor in a traced training step: indices of batch tensors and class losses, perhaps layer outputs.
 
     If the sum over the tensor is a class loss, ``product`` is the index of this loss.
     """

@@ -66,17 +66,17 @@ class ClientSegmentations(L.Callback):
 
     Args:
         every_n_epochs: Rounds between two evaluations.
-        folder: Folder for the files; ``None`` for ``segmentation`` next to the Trainer's logs.
+        folder: Folder for the files; by default ``segmentation`` next to the Trainer's logs.
         class_names: Class names; further classes are shown by index. For a binary task, the name of class 1, or both
             names. By default ``class_names`` or ``classes`` of the module or the datamodule.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; by default a palette.
         mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
         std: Standard deviation used as divisor by the data pipeline.
         ignore_index: Class index of pixels without a label, or ``None``. ``"auto"``: in a fit, the label ignored by the
             loss, else 255 unless 255 is a class.
-        inputs: Position of the images in a batch: an index, key or function; ``None`` for common positions.
-        target: Masks in a batch: an index, key or function; ``None`` for the labels in the loss, found by one traced
-            training step. With ``None``, ``trainer.validate`` before any fit gives no scores, with a log line.
+        inputs: Position of the images in a batch: an index, key or function; by default common positions are tried.
+        target: Masks in a batch: an index, key or function; by default the labels in the loss, found by one traced
+            training step. With the default, ``trainer.validate`` before any fit gives no scores, with a log line.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.

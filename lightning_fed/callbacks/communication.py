@@ -67,8 +67,8 @@ class CommunicationReport(FederatedCallback):
     averaging. :meth:`table` shows means over clients and rounds per part; :attr:`rows` and :meth:`to_csv` contain
     single rounds.
 
-    The state is ``rows``, with the fields of :class:`Traffic` per round, client and part, and ``visits``, with counts
-    for early rounds.
+    The callback's state in checkpoints is ``rows``, with the fields of :class:`Traffic` per round, client and part, and
+    ``visits``, with visit counts for early rounds.
 
     Args:
         parts: Prefixes of entry names, one per part (``["model.head"]``; an entry belongs to the longest matching

@@ -77,14 +77,14 @@ class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
     Inside an epoch the round's clients train one after another in the same module, each starting from the server's
-    message. At the end the server aggregates. For ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint``
-    and schedulers with epoch interval, an epoch is a round.
+    broadcast. At the end the server aggregates. For ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint``
+    and learning-rate schedulers with epoch interval, an epoch is a round.
 
     Args:
         method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
             :class:`~lightning_fed.Method`, or the server's rule. The object is copied. Arguments that the method sets
             cannot be passed.
-        partition: Split of the training data into clients; ``None`` for a
+        partition: Split of the training data into clients; ``None`` if the data are a
             :class:`~lightning_fed.data.FederatedDataModule`.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
@@ -104,14 +104,14 @@ class Federation(TrainerCallback):
             (``"keep"``).
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
         faults: Limits to failures of clients (:class:`~lightning_fed.Faults`).
-        store: Storage for clients' state between visits: a folder (for many clients), a
-            :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
+        store: Storage for client state between visits: a folder (for many clients), a
+            :class:`~lightning_fed.client.client_store.ClientStore`, or by default memory.
         visits: Loop for the visits' batches; all loops have equal results. ``"fused"``: a loop that skips unused hooks.
             ``"lightning"``: Lightning's loop. ``"auto"``: fused if possible. :class:`~lightning_fed.Vectorized`:
             several clients at once. ``"fastest"``: chosen by model, cohort and device.
         steps: Update steps between a client's training and the new global model (:mod:`lightning_fed.steps`), innermost
             first, added after the method's steps. The objects are copied.
-        seed: Seed for the partition and the schedule; ``None`` for the seed of ``lightning.seed_everything``, or 0.
+        seed: Seed for the partition and the choice of clients; by default the seed from ``seed_everything``, or 0.
 
     Attributes:
         arguments: The constructor's arguments, by name.
@@ -261,7 +261,7 @@ class Federation(TrainerCallback):
 
     @property
     def open_visit(self) -> ClientVisit | None:
-        """Current visit with the client's model, messages and state; ``None`` between visits."""
+        """Current visit with the client's model, messages and client state; ``None`` between visits."""
         return None if self._loop.open_round is None else self._loop.open_round.driver.current
 
     @property
@@ -386,7 +386,7 @@ class Federation(TrainerCallback):
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks the Trainer, installs the loader for rounds, and adds the method's callbacks."""
+        """Checks the Trainer, installs the dataloader for rounds, and adds the federated method's callbacks."""
         self._is_fit, self.has_lost_entries = stage == "fit", False
         protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)
@@ -533,7 +533,7 @@ class Federation(TrainerCallback):
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Removes batch counts of an incomplete round, because a resumed fit (unless plain) repeats the round."""
+        """Removes batch counts of an incomplete round from the checkpoint, because a resumed fit repeats the round."""
         self._fit.progress.patch(checkpoint, self._fit.is_plain)
 
     def state_dict(self) -> dict[str, Any]:
@@ -557,7 +557,7 @@ class Federation(TrainerCallback):
         check_file(trainer.ckpt_path)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes after the checkpoint's last complete round. Refuses another method or other update steps."""
+        """Resumes after the checkpoint's last complete round. Refuses another federated method or update step."""
         if self._is_fit:
             check_option("method", state_dict.get("method", ""), self.method.name)
             check_steps(state_dict.get("steps"), self._describe_steps())
@@ -584,7 +584,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Steps of a per-step scheduler in ``rounds`` rounds. ``window`` is the number of batches per step."""
+        """Counts the steps of a per-step scheduler in ``rounds`` rounds. ``window``: batches per scheduler step."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 
@@ -647,7 +647,7 @@ def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
 
 
 def scheduler_steps(trainer: L.Trainer) -> int | float:
-    """Number of steps in a fit for a scheduler with ``interval="step"``.
+    """Number of steps in a fit of a learning-rate scheduler with ``interval="step"``.
 
     Use the number as ``total_steps`` of ``OneCycleLR``, or as ``num_training_steps`` of a warm-up, in
     ``configure_optimizers``. In a federation, a round advances the scheduler by the (median) number of steps in one

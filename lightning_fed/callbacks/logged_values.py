@@ -43,7 +43,7 @@ class LogCall:
 
     @property
     def reduction(self) -> str | None:
-        """Name of the reduction over batches; ``None`` for a reduction that Lightning does not support."""
+        """Name of the reduction over batches; ``None`` if Lightning does not support the reduction."""
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         return _REDUCTIONS.get(reduce_fx)
 
@@ -113,7 +113,7 @@ class LoggedValues:
 
     Attributes:
         batch: The current batch; ``None`` between batches.
-        suffix: Suffix for names of logged values with several loaders, as in Lightning.
+        suffix: Suffix for names of logged values with several dataloaders, as in Lightning.
         sums: Values logged since the last :meth:`results`, by name.
         metrics: Metrics logged since the last :meth:`results`, by name.
         directions: Maps metric names to true if higher values are better, for metrics that declare the direction.

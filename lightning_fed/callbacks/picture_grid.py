@@ -39,7 +39,7 @@ def segmentation_grid(
             as grey (the first channel), more channels as colours (the first three). Integers range from 0 to 255.
         truth: Class indices, shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels with ``ignore_index`` are grey.
         prediction: Class indices, same shape.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; by default a palette with black for class 0.
         mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
         std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
             outside 0 to 1 are rescaled.

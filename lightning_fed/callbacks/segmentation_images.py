@@ -46,20 +46,20 @@ class SegmentationImages(PeriodicPictures):
     Args:
         every_n_epochs: Epochs (rounds) between two grids.
         num_images: Number of rows.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; ``None`` for a palette with black for class 0.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; by default a palette with black for class 0.
         mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
         std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
             outside 0 to 1 are rescaled.
         ignore_index: Class index of pixels without a label, drawn in grey in the truth, or ``None``. ``"auto"``: in a
             fit, the label ignored by the loss, else 255 unless 255 is a class.
         maps: Additional columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
-        layer: Name of the layer with the features; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
+        layer: Name of the layer with the features; ``"auto"`` calls :func:`~lightning_fed.modules.find_feature_layer`.
         activation: Function that makes features non-negative, if the layer does not end with a ReLU.
         inputs: Images in a batch: an index, a key, or a function of the batch; by default as in :func:`find_inputs`.
         target: Position of the masks in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial training step. With the default, ``trainer.validate`` before a fit draws
             no picture, with a log line.
-        images: Positions of images in the validation loader, instead of the first ``num_images``.
+        images: Indices of images in the validation data, instead of the first ``num_images``.
 
     Raises:
         ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` has an invalid colour,
@@ -207,7 +207,7 @@ class SegmentationImages(PeriodicPictures):
 
 
 class _Predictions(NamedTuple):
-    """Predictions: for each image class indices ``(H, W)`` and number of classes; maps by name and image."""
+    """Predicted class indices ``(H, W)`` of each image, number of classes, and additional maps by name and image."""
 
     predictions: list[Tensor]
     num_classes: list[int]

@@ -46,7 +46,7 @@ _MOST_BATCHES = 5  # number of batches tried one after another, because a step m
 
 
 class TrainingTrace(NamedTuple):
-    """Record of a trial run of ``training_step``.
+    """Layers found in a trial run of ``training_step``.
 
     ``calls`` maps each layer's path (``""``: the module) to the arguments of the first call. ``trained`` are the layers
     whose outputs depend on trained parameters and contribute to the loss.
@@ -76,7 +76,7 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Function from a batch to labels, the ignored label (``"auto"`` if unknown), and the class names."""
+    """Function to read the labels in a batch, the ignored label (``"auto"`` if unknown), and the class names."""
 
     target: BatchKey
     void: VoidLabel
@@ -166,8 +166,8 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
     """Runs ``training_step`` once on a batch of one client, and restores all state.
 
     Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
-    that require gradients. The result is ``None`` if the step fails outside a fit or has no loss, or with manual
-    optimization.
+    that require gradients. Returns ``None`` if the step has no loss or (outside a fit) fails, or if the module uses
+    manual optimization.
     """
     try:
         return _trace(trainer, module)

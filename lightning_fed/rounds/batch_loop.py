@@ -96,7 +96,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Trains on the loader's next batch, with all hooks. Returns the step's outputs, the batch and its index."""
+        """Trains on the next batch, with all hooks. Returns the training step's outputs, batch and batch index."""
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         assert fetcher is not None
@@ -224,8 +224,8 @@ class BatchLoop:
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
     """Speeds up repeated calls of the module's ``log`` in training batches, until the returned object restores ``log``.
 
-    Lightning copies the options and moves the result to the value's device in every call. If options and device equal
-    the previous call, the faster ``log`` only updates the result. Logged values are equal bit for bit.
+    In every call, Lightning copies the options and moves the running value to a device. If options and device equal
+    the previous call, the faster ``log`` only updates the running value. Logged values are equal bit for bit.
     """
     results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
 

@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: provides the loader for each round, and ends each round.
+    """Runs the rounds inside a Trainer's fit: provides the dataloader for each round, and ends each round.
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
@@ -244,7 +244,7 @@ class RoundLoop:
         return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
-        """Checks that the Trainer uses the round's loader, not a loader passed directly to ``fit``.
+        """Checks that the Trainer uses the round's dataloader, not a dataloader passed directly to ``fit``.
 
         Also saves the global random generators until the end of the fit.
         """
@@ -296,7 +296,7 @@ class RoundLoop:
             fit.set_population(split(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
-        """Restores the Trainer's reload and validation intervals, after Lightning has requested the round's loader."""
+        """Restores the Trainer's reload and validation intervals, after Lightning requested the round's dataloader."""
         trainer = self.fit.trainer
         exchange_reload_interval(trainer, self._reload_interval)
         exchange_validation_time(trainer, self._validation_time)
@@ -324,7 +324,7 @@ class RoundLoop:
     # A round
 
     def _plan_round(self) -> RoundLoader:
-        """Replaces ``train_dataloader``: returns the next round's loader. The first batch opens the round."""
+        """Replaces ``train_dataloader``: returns the next round's dataloader. The first batch opens the round."""
         if self.is_ready:
             self.start_fit()
             if self._find_new_entries():
@@ -359,7 +359,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round when Lightning requests the loader's first batch. Ignores iteration by other code."""
+        """Opens the round when Lightning requests the dataloader's first batch. Ignores iteration by other code."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
@@ -426,7 +426,7 @@ class RoundLoop:
                 measure_own_statistics(self.fit, clients)
 
     def end_epoch(self) -> None:
-        """Abandons an open round, and makes Lightning request the loader of the next round before the next epoch."""
+        """Abandons an open round, and makes Lightning request the next round's dataloader before the next epoch."""
         self.cut_short()
         exchange_reload_interval(self.fit.trainer, 1)
         self.fit.progress.end_epoch()

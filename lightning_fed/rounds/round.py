@@ -52,7 +52,7 @@ class Round:
 
     Attributes:
         fit: The fit; ``fit.module`` contains the global model at the start of the round.
-        loader: Loader with the batches of all visits.
+        loader: Dataloader with the batches of all visits.
         cohort: The round's clients.
         local: Loads clients' models into the module, one after another.
         state: The global model's shared entries at the round's start.
@@ -181,7 +181,7 @@ class Round:
         return state is not None
 
     def aggregate(self) -> State | None:
-        """Returns the new shared entries, including changes by callbacks; ``None`` without a valid aggregate."""
+        """Returns the new shared entries, including changes by callbacks, or ``None`` without a valid aggregate."""
         state = self._server.finish_round()
         self._check_writes()
         if state is None:
@@ -203,7 +203,7 @@ class Round:
         return state if state is start else new  # the initial state if the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads shared entries, and resets the optimizers. ``counting``: indices of visits with valid updates."""
+        """Loads shared entries, and resets the optimizers. ``counting``: indices of the visits with valid updates."""
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 

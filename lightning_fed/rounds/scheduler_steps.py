@@ -14,7 +14,7 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts the steps of a per-step scheduler in ``rounds`` rounds. ``window`` is the number of batches per step."""
+    """Counts the steps of a per-step scheduler in ``rounds`` rounds. ``window``: batches per scheduler step."""
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):

@@ -280,7 +280,7 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """Plan for a fit's visits: classes of the driver and the loader, and the number of clients that train at once."""
+    """Plan for a fit's visits: classes of visit driver and dataloader, and the number of clients that train at once."""
 
     driver: Callable[..., VisitDriver] = VisitDriver
     loader: Callable[..., RoundLoader] = RoundLoader

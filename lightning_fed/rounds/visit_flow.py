@@ -56,7 +56,7 @@ class ClientVisit:
     Attributes:
         planned: The visit.
         memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.
-        main_batches: Number of batches for the received model, or ``None`` for all. A callback may train a second model
+        main_batches: Number of batches for the received model; if ``None``, all. A callback may train a second model
             on the remaining batches (:meth:`second_model`).
         trains_second_model: Whether the module currently contains the second model.
         step: The event of the next batch; ``None`` before the first and after the last batch.
@@ -162,7 +162,7 @@ class ClientVisit:
 
     @contextmanager
     def second_model(self, state: State) -> Iterator[Callable[[], State]]:
-        """Context with the model ``state`` in the module and new optimizers. Yields a function to copy all entries."""
+        """Context with ``state`` in the module, and new optimizers. Yields a function that copies all entries."""
         entries, snapshot = self._local.client_entries(), self._optimizers.capture()
         self._local.load_client_entries(state)
         self._optimizers.start_visit()
@@ -255,7 +255,7 @@ def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None
 
 
 def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
-    """Returns the callbacks whose server hooks run in this process; empty on a client's machine."""
+    """Returns the callbacks whose server hooks run in this process; on a client's machine, no callbacks."""
     return federated_callbacks(fit.trainer) if fit.has_server else []
 
 

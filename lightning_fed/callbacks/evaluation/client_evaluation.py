@@ -85,8 +85,8 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
         min_examples: Minimum number of examples; a client with fewer examples does not answer.
         lists: Patterns for the module's metrics (attribute paths) whose list states may be sent.
         withheld: Patterns for metrics whose states are never sent.
-        folder: Folder for the latest table: ``clients.csv``, and with matplotlib also ``clients.png``; ``None`` for no
-            files.
+        folder: Folder for the latest table: ``clients.csv``, and with matplotlib also ``clients.png``; if ``None``, no
+            files are written.
 
     Attributes:
         results: Results of the last evaluation by client; ``None`` before the first evaluation.
@@ -194,7 +194,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Evaluates the global model, or with ``own`` each client's model. Returns the reports of accepted clients."""
+        """Evaluates the global model, or if ``own`` each client's model. Returns the reports of accepted clients."""
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
@@ -458,7 +458,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
 
 
 class ClientsBatch:
-    """Loader for a server without data: one empty batch that represents the clients' validation or test data."""
+    """Dataloader for a server without data: one empty batch that represents the clients' validation or test data."""
 
     def __len__(self) -> int:
         return 1
@@ -468,7 +468,7 @@ class ClientsBatch:
 
 
 def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
-    """Returns the validation or test loaders by client, for clients with data in this process."""
+    """Returns the validation or test dataloaders by client, for clients with data in this process."""
     datamodule = datamodule_of(trainer)
     if not isinstance(datamodule, EvaluationData):
         return {}
@@ -476,7 +476,7 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """True if this process has clients' validation or test data. Does not build loaders."""
+    """True if this process has clients' validation or test data. Does not build dataloaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 

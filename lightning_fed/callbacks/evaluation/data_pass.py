@@ -79,7 +79,7 @@ def evaluate_data(
 
     Afterwards metrics, training modes and logs are restored, and unless ``keeps`` is true also parameters and buffers
     changed by a step. ``pool`` contains the processes that share the data. ``limit`` replaces the Trainer's limit on
-    batches per loader.
+    batches per dataloader.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
@@ -106,7 +106,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def record_states(place: int | None) -> None:
-        """Copies metric states into the report: after the loader at index ``place``, or after all loaders."""
+        """Copies metric states into the report, after dataloader number ``place`` or (``None``) after all data."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
@@ -353,7 +353,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Maps clients and state keys to values of scalar metrics, from the clients' states. Restores the metrics."""
+    """Maps clients and :func:`state_key` to scalar metric values, computed from the clients' metric states."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))
@@ -402,7 +402,7 @@ def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
-    """Limits a loader's batches like Lightning: ``limit`` is a number (int), or a share of all batches (float)."""
+    """Limits a dataloader's batches like Lightning: ``limit`` is a number (int), or a share of all batches (float)."""
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)

@@ -80,7 +80,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metric paths: list states of metrics in ``lists`` may be sent, states in ``withheld`` may not."""
+    """Patterns for metric paths. Metrics in ``lists`` may send list states; metrics in ``withheld`` send no states."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -331,7 +331,7 @@ class MetricStates(dict[str, MetricState]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
-        """Copies metric states to the CPU, for the loader with index ``place``, or for all loaders (``None``)."""
+        """Copies metric states to the CPU: states for dataloader number ``place`` or (``None``) for all data."""
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
 
     @classmethod
@@ -346,9 +346,9 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Loads states into the metrics, and returns values by key. Metrics whose ``compute`` raises are omitted.
+        """Computes metric values from the states with these ``keys``. Metrics whose ``compute`` raises are omitted.
 
-        Afterwards each metric has the state over all loaders.
+        Returns values by key (:func:`state_key`). Afterwards each metric has the merged state of all dataloaders.
         """
         for name, metric in metrics.items():  # a metric can depend on other metrics, so all states are loaded first
             _write_state(metric, self.get(name))
@@ -363,12 +363,12 @@ class MetricStates(dict[str, MetricState]):
 
 
 def state_key(metric: str, place: int | None = None) -> str:
-    """Key of a metric's state: ``metric`` is the metric's path, ``place`` a loader's index (``None``: all loaders)."""
+    """Dictionary key for a metric state, from the metric's path and the dataloader's index (``None``: all data)."""
     return metric if place is None else f"@{place}@{metric}"
 
 
 def metric_of(key: str) -> str:
-    """Returns the metric's path in a key from :func:`state_key`."""
+    """Returns the metric's path in a dictionary key from :func:`state_key`."""
     return key.split("@", 2)[-1] if key.startswith("@") else key
 
 

@@ -27,7 +27,7 @@ class EvaluationReport:
         num_samples: Number of examples.
         logged: Weighted sum and weight for each name that steps and batch hooks log per epoch.
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: For each logged name of a metric, the key in ``states``.
+        metrics: Maps each logged name of a metric to the metric's key in ``states``.
         values: Final values computed by the client: logged name to number.
         partial: Names of values that are not determined by sums and states, and have no result over all clients.
         shown: Names shown in the progress bar.

@@ -32,7 +32,7 @@ class SiteMatrix(FederatedCallback):
 
     Args:
         metric: Name of the value in the matrix, as logged by the validation step.
-        folder: Folder for files; ``None`` only writes to the log.
+        folder: Folder for files; if ``None``, the matrix is only logged.
 
     Raises:
         MisconfigurationException: In ``fit``, if personal entries make sent states incomplete, if privacy or
