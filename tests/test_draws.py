@@ -153,6 +153,7 @@ NEEDED = {
 }  # fmt: skip
 NO_OBJECTS = {  # messages, tables, functions, abstract classes
     "Aggregator",
+    "AsynchronousRule",
     "AveragingAggregator",
     "ClientReport",
     "ClientSummary",

@@ -48,8 +48,10 @@ ALLOWED = {
     "datamodule_of_handed": "a user's loader, of a data set that is to be split",
     "Shakespeare.evaluation_loader": "evaluation in order",
     "_loader_of": "a user's loader, of the examples of one client",
+    "SharedLoaders._share": "a process's part of a user's loader, with a sampler seeded by the visit",
+    "build_stand_in_data": "equal examples in order",
     # Seeded by visits.
-    "RoundLoader.__iter__": "the visit's seed",
+    "RoundLoader.seed": "the visit's seed",
     "Round.__init__": "the seed of the server's part of the round",
     "Round.close": "the seed of the server's part of the round",
     "ProcessSynchronisation.join": "the seed of the server's part of the round",
@@ -63,7 +65,7 @@ ALLOWED = {
     # Separate programs with seeds.
     "cli/adapt.py: run": "the command line",
     "cli/merge.py: run": "the command line",
-    "ClientRunner._carry_out": "the app of a client",
+    "ClientRunner._build_module": "the app of a client",
     "RemoteServerSide._answer": "likewise, before it evaluates",
     "run_server": "the app of the server",
     "seed_everything": "the function itself",

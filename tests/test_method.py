@@ -151,7 +151,7 @@ def test_options_of_its_callbacks():
         (
             lambda: build_method("fedprox", nu=1),
             ValueError,
-            r"'fedprox' to be among \['mu', 'row_.*\], but got \['nu'\]",
+            r"option of fedprox` to be one of \['mu', 'row_.*\], but got 'nu'. Did you mean 'mu'",
         ),
         (lambda: build_method("fedprox:mu"), ValueError, "`option=value`, but got 'mu' in 'fedprox:mu'"),
         (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "each option only once, but got 'mu' again"),

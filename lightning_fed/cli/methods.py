@@ -76,7 +76,7 @@ def describe_method(name: str) -> str:
     Example:
         >>> print(describe_method("fedprox"))
         fedprox
-            Average weighted by the number of examples; clients train with a proximal term.
+            Average weighted by the number of examples, of client models trained with a proximal term.
             Sends: 1 model down, 1 up.
             Keeps: nothing.
             Costs: no additional computation.

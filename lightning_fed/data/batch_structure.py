@@ -20,6 +20,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
     """Replaces all tensors of ``batch`` by new ``tensors``, in the order of :func:`batch_tensors`.
 
     Example:
+        >>> import torch
         >>> batch = {"image": torch.zeros(1), "name": "a"}
         >>> rebuild_batch(batch, iter([torch.ones(1)]))
         {'image': tensor([1.]), 'name': 'a'}

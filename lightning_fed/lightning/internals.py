@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden as is_overri
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-CallbackType = TypeVar("CallbackType", bound=L.Callback)
+_Callback = TypeVar("_Callback", bound=L.Callback)
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _numbers = itertools.count()  # used to mark ignored warnings
@@ -96,7 +96,7 @@ def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
     return callbacks
 
 
-def find_callbacks(trainer: L.Trainer, kind: type[CallbackType]) -> list[CallbackType]:
+def find_callbacks(trainer: L.Trainer, kind: type[_Callback]) -> list[_Callback]:
     """Returns the Trainer's callbacks with the class ``kind``, in order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
 

@@ -128,7 +128,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="but got -1 to 0"):
         segmentation_grid(image, mask, torch.tensor([[[0, -1], [0, 0]]]), COLORS)
     for colors in ([], [(0, 0)], [(0, 0, 256)]):
-        with pytest.raises(ValueError, match=r"\(red, green, blue\) from 0 to 255 per class"):
+        with pytest.raises(ValueError, match=r"\(red, green, blue\) per class, with values from 0 to 255"):
             SegmentationImages(class_colors=colors)
     with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
         SegmentationImages(every_n_epochs=0)

@@ -485,7 +485,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ),
         ("own.yaml --methods central -- --trainer.local_epochs 1 --trainer.local_steps 4", 1, "with `local_epochs`"),
         ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected no `personal` for `FedPer`"),
-        ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before'], but got ['lair']"),
+        ("own.yaml --methods fedmargin:lair=body", 2, "but got 'lair'. Did you mean 'layer'?"),
         ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' cannot run: Expected `passes`"),
         ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, because"),
         slow(

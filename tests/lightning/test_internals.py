@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.func import vmap
@@ -516,6 +517,24 @@ def test_hooks_of_gradients_are_seen():
     assert not internals.has_gradient_hooks(parameter)
     parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     assert internals.has_gradient_hooks(parameter), "torch keeps hooks of accumulated gradients elsewhere by now"
+
+
+def test_callbacks_are_found_by_class(plain_trainer):
+    first, second = ModelCheckpoint(), ModelCheckpoint(monitor="val_loss")
+    trainer = plain_trainer(callbacks=[first, LearningRateMonitor(), second], enable_checkpointing=True, logger=True)
+    assert internals.find_callbacks(trainer, ModelCheckpoint) == [first, second]
+
+
+def test_hooks_of_a_class_and_of_an_object_count():
+    class Overrides(L.LightningModule):
+        def on_train_batch_end(self, *arguments):
+            pass
+
+    module = L.LightningModule()
+    assert internals.implements(Overrides(), "on_train_batch_end", L.LightningModule)
+    assert not internals.implements(module, "on_train_batch_end", L.LightningModule)
+    module.on_train_batch_end = print
+    assert internals.implements(module, "on_train_batch_end", L.LightningModule)
 
 
 def test_every_function_has_a_test():

@@ -22,7 +22,7 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Client, ClientUpdate, State
-from lightning_fed.model.entries import copy_state, live_entries
+from lightning_fed.model.entries import copy_state, live_entries, parameter_entries
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 
@@ -81,7 +81,7 @@ class KeepRounds(FederatedCallback):
             "failed": [[client, reason] for client, reason in report.failed.items()],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "heads": {str(client): list(head) for client, head in getattr(federation.store, "heads", {}).items()},
-            "trainable": [name for name, value in module.named_parameters() if value.requires_grad],
+            "trainable": [name for value, name in parameter_entries(module).items() if value.requires_grad],
             "chain": federation.server.state_before,
             "start": self._start,
             "model": copy_state({name: entries[name] for name in self._start}),

@@ -120,11 +120,11 @@ class Site:
 
     def _transfer(self, content: Answer, arrive: Callable[[], None]) -> None:
         """Plans the arrival of a message or an answer, also late and twice."""
-        profile, random = self.machine.profile, self.machine.random
+        profile, draws = self.machine.profile, self.machine.random
         size = len(content.text) + len(content.data) * self.world.scale if isinstance(content, Packet) else 0.0
         arrival = self.machine.transfer(self.world.now, size)
-        for _ in range(1 + (random.random() < profile.duplicate)):
-            late = random.uniform(0, profile.outage) if random.random() < profile.delay else 0.0
+        for _ in range(1 + (draws.random() < profile.duplicate)):
+            late = draws.uniform(0, profile.outage) if draws.random() < profile.delay else 0.0
             self.world.at(arrival + late, arrive)
 
     def _deliver(self, message: Message, reply: Answer, start: int, is_damaged: bool) -> None:
@@ -137,14 +137,14 @@ class Site:
         message.answers.append(reply)
 
     def _damage(self, message: Message, reply: Answer) -> Answer:
-        profile, random = self.machine.profile, self.machine.random
+        profile, draws = self.machine.profile, self.machine.random
         if not isinstance(reply, Packet) or not reply.data:
             return reply
-        if random.random() < profile.cut:
+        if draws.random() < profile.cut:
             self.world.note(self.machine.name, f"sends an incomplete answer to {message.name}")
-            return replace(reply, data=reply.data[: random.randrange(len(reply.data))])
-        if random.random() < profile.bad:
-            kind = random.choice(("not a number", "text", "another client"))
+            return replace(reply, data=reply.data[: draws.randrange(len(reply.data))])
+        if draws.random() < profile.bad:
+            kind = draws.choice(("not a number", "text", "another client"))
             self.world.note(self.machine.name, f"sends an invalid answer to {message.name}: {kind}")
             if kind == "not a number":
                 return replace(reply, data=b"\xff" * len(reply.data))

@@ -346,7 +346,7 @@ def test_a_round_that_comes_to_nothing_leaves_the_last_global_model(federated_tr
         result(SpoiledAggregate()),
         result(Stop("on_train_batch_end", 2), error=KeyError),
     ]
-    monkeypatch.setattr("lightning_fed.rounds.round.measure_round", measure)
+    monkeypatch.setattr("lightning_fed.batch_norm.measurement.measure_round", measure)
     results.append(result(error=KeyError))
     for state, reference in results:
         assert_same(state, expected[0])

@@ -88,7 +88,7 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
             run.module = module
 
     run(FedMA(score="published", gamma=7.0) if kind == "fedma" else FedAvg(), 3, (4, 7, 6, 5))
-    words = r"but got 'net\.4\.weight' with shape \(5, \d+\) for the module's shape \(3, 6\)"
+    words = r"but 'net\.4\.weight' has shape \(5, \d+\) in the checkpoint, and \(3, 6\) in the module"
     with pytest.raises(
         ValueError, match=words if kind == "fedma" else "Expected `method` to be FedAvg, as in the checkpoint"
     ):

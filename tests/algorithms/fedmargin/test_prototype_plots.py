@@ -394,7 +394,7 @@ def test_refusals(tmp_path):
     for make in (PrototypePlots, AttentionMap):
         with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
             make(every_n_epochs=0)
-    with pytest.raises(ValueError, match="from 0 to 255 per class"):
+    with pytest.raises(ValueError, match="per class, with values from 0 to 255"):
         PrototypePlots(class_colors=[(0, 0, 256)])
 
 

@@ -537,9 +537,9 @@ def test_a_reason_is_a_line_of_the_log():
     [
         (
             SumRequest("keys", "0a", 3, "a", 2, ("a",), (), (b"",)),
-            "its 1 clients have duplicates or do not fit the step",
+            "1 clients has duplicates, or is not allowed in the step 'keys'",
         ),
-        (SumRequest("shares", "0a", 3, "a", 2), "its 0 clients have duplicates or do not fit the step"),
+        (SumRequest("shares", "0a", 3, "a", 2), "0 clients has duplicates, or is not allowed in the step 'shares'"),
         (
             SumRequest("shares", "0a", 3, 1, 2, tuple(range(10_001)), (), (bytes(PUBLIC),) * 10_001),
             "its list of clients is invalid",
