@@ -240,7 +240,7 @@ class Downlink(UpdateStep):
     contain compression errors and recent changes, at most the size of two models.
 
     Args:
-        step: Compression step. ``Downlink`` must follow all steps that change the new model.
+        step: Update step that compresses. ``Downlink`` must follow all update steps that change the new model.
 
     Raises:
         ValueError: If the rule has several global models or client-specific shapes.
@@ -299,7 +299,7 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def restore(self, client_model: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
-        """Client side: decodes the compressed entries of a broadcast, using the client's model and the extras."""
+        """Client side: decodes the compressed entries of a broadcast, using the client's model and extra tensors."""
         state, number = dict[str, Tensor](), int(client_model.get(VERSION, -1)) + 1
         while number and number <= int(extras.get(VERSION, -1)):
             codes = without_prefix(extras, f"{CODES}{number}:code:")

@@ -16,7 +16,7 @@ class OptionError(ValueError):
 class BadUpdate(ValueError):
     """Raised for an invalid update. The client is excluded from the round, and the message is logged as the reason.
 
-    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` must raise the exception before changing any state.
+    :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` must raise the exception before changing the rule.
 
     Example:
         >>> raise BadUpdate("it sends no prototypes")
@@ -28,7 +28,7 @@ class BadUpdate(ValueError):
 class BadUpdates(ValueError):
     """Raised for updates found invalid after all visits of a round. Maps each excluded client to a reason.
 
-    A key other than a client, such as the key of a secure sum, stands for all clients of the round.
+    A dictionary key that is not a client, such as the key for a secure sum, stands for all clients of the round.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:

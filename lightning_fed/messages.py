@@ -30,7 +30,7 @@ MOST_SAMPLES = 10**12  # larger reported numbers of examples are rejected
 
 
 def plain_keys(clients: Iterable[Client]) -> list[Client]:
-    """Client keys as Python objects, because NumPy scalars do not load with ``weights_only=True``."""
+    """Client names and numbers as Python objects, because NumPy scalars do not load with ``weights_only=True``."""
     return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 
@@ -40,7 +40,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def file_name(client: Client) -> str:
-    """Converts a client's key with any characters to a safe file name."""
+    """Converts a client's name (with any characters) or number to a safe file name."""
     return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
 
 
@@ -56,7 +56,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """Selects tensors by name, without tensors equal to an earlier tensor.
+    """Selects tensors from a dictionary, without tensors equal to an earlier tensor in the dictionary.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ def with_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
 
 
 def without_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
-    """Selects the entries with a prefix in the name, and removes the prefix."""
+    """Selects the entries whose names start with ``prefix``, and removes the prefix from the names."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -90,7 +90,7 @@ class Request:
     """Message from a client to the server before a visit.
 
     Args:
-        client: The client's key.
+        client: The client's name or number.
         rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so that the order reveals nothing
             about the client. Equal rows for several entries, such as a layer's weight and bias, are sent once.
         extras: Additional tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
@@ -129,7 +129,7 @@ class Broadcast(_Message):
     Args:
         round: Version of the sent model: index, from 0, of the round that starts from this model.
         state: Entries for the client's initial model.
-        extras: Further tensors from the method (control variates, ...).
+        extras: Further tensors from the federated method (control variates, ...).
         rows: Row indices of sliced entries in ``state``, copied from the client's :class:`Request`.
         unsent: Names of entries in ``state`` already on the client, and not sent. Set by the server.
     """
@@ -146,10 +146,10 @@ class ClientUpdate(_Message):
     """Message from one client to the server after a visit's training.
 
     Args:
-        client: The client's key.
+        client: The client's name or number.
         num_samples: Number of local examples: the client's weight in an average.
         state: Entries after the training (not differences).
-        extras: Further tensors from the method (prototypes, statistics, ...).
+        extras: Further tensors from the federated method (prototypes, statistics, ...).
         metrics: Numbers to log.
         rows: Row indices of sliced entries in ``state``. The server sets these to the rows in the broadcast, so that a
             client cannot write to other rows.
@@ -174,7 +174,7 @@ class ClientUpdate(_Message):
 
 
 def find_bad_count(num_samples: object) -> str | None:
-    """Describes the error in a number of examples; ``None`` for a valid number."""
+    """Describes the error in a number of examples; returns ``None`` if the number is valid."""
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
     if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
         return None

@@ -22,8 +22,8 @@ from lightning_fed.steps.update_step import UpdateStep
 class Method:
     """A server-side rule with update steps, callbacks and settings of a federation.
 
-    An :class:`~lightning_fed.Aggregator` is also a method, whose callbacks are given in :func:`register`, without
-    settings.
+    An :class:`~lightning_fed.Aggregator` is also a federated method: callbacks are arguments of
+    :func:`register`, and settings are missing.
 
     Args:
         aggregator: The server-side rule, or a method to extend, by name or as an object.
@@ -64,7 +64,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Class name of the method (for a plain :class:`Method`, the rule)."""
+        """Class name of the federated method, or of the rule if the method is a plain :class:`Method`."""
         return type(self.aggregator if type(self) is Method else self).__name__
 
 
@@ -78,7 +78,7 @@ _MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
 
 
 def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Sequence[Callback]] | None = None) -> Any:
-    """Decorator, with or without arguments, that registers a method under the class name in lower case.
+    """Decorator, with or without arguments, that registers a federated method under the class name in lower case.
 
     Args:
         method: A subclass of :class:`Method` or :class:`~lightning_fed.Aggregator`. The arguments of ``__init__`` are
@@ -105,7 +105,7 @@ def method_names() -> list[str]:
 
 
 def find_method(name: str) -> type[Method] | type[Aggregator]:
-    """Finds a method's class by name, in any case, with or without underscores (``"trimmed_mean"``).
+    """Finds a federated method's class by name, in any case, with or without underscores (``"trimmed_mean"``).
 
     An unregistered class is named by its import path (``"my_project.FedMine"``). An unknown name raises ``ValueError``.
     """
@@ -145,7 +145,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
-    """Builds a method from a name and options, or from a rule. A method object is returned unchanged.
+    """Builds a federated method from a name and options, or from a rule. A method object is returned unchanged.
 
     The name may include options (``"fedss:num_negatives=40"``). ``options`` are arguments of the method or of a
     callback.
@@ -171,7 +171,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Maps the options for a method or callback to defaults, or to ``inspect.Parameter.empty``."""
+    """Maps the options of a federated method or callback to default values, or to ``inspect.Parameter.empty``."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}
@@ -205,7 +205,7 @@ def _with_options(callback: Callback, options: Mapping[str, Any]) -> Callback:
 
 
 def method_key(name: str) -> str:
-    """Converts a name to a lookup key: lower case, without underscores."""
+    """Converts a method's name for comparisons: lower case, without underscores."""
     return name.lower().replace("_", "")
 
 

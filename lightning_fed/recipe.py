@@ -49,8 +49,8 @@ COMMANDS = {
 def remembered_subclasses() -> Iterator[None]:
     """Caches the subclasses of each class until more modules are imported, so that recipes are parsed faster.
 
-    For every string in the place of a module, such as a network name, jsonargparse searches over a thousand subclasses
-    of ``nn.Module``. The patched function is private. If this function is missing, parsing is slower.
+    If a string is given instead of a module, such as a network name, jsonargparse searches over a thousand subclasses
+    of ``nn.Module``. The patched jsonargparse function is private. If this function is missing, parsing is slower.
     """
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:
@@ -78,7 +78,7 @@ class FederatedCLI(LightningCLI):
     ``JSONARGPARSE_DEBUG=true`` restores tracebacks.
 
     Args:
-        args: Command line arguments; ``None`` for the arguments of the process.
+        args: Command line arguments; if ``None``, the arguments of the process.
         run: Whether to run the first word of the command line as a command. Otherwise the objects are only created.
     """
 
@@ -135,7 +135,7 @@ class FederatedCLI(LightningCLI):
             self.parser.error(str(error), error)
 
     def before_fit(self) -> None:
-        """Adds the report, unless the recipe has a report."""
+        """Adds the callback ``Report`` to the Trainer, unless the recipe already contains a ``Report``."""
         callbacks = callbacks_of(self.trainer)
         if not any(isinstance(callback, Report) for callback in callbacks):
             callbacks.append(Report())

@@ -23,8 +23,8 @@ class RoundInfo:
         trainable: Names of the trained entries; ``None`` if unknown.
         untrained: Names of parameters without gradient and of constant buffers, which visits rarely change.
         sliced: Names of entries of which clients receive only some rows.
-        seed: The federation's seed. A step derives random numbers from seed, round and client.
-        refused: Maps clients with an invalid answer in this round to the reason.
+        seed: The federation's seed. An update step derives random numbers from seed, round and client.
+        refused: Maps clients with an invalid update in this round to the reason.
     """
 
     round: int
@@ -65,7 +65,7 @@ class RuleCapabilities:
     def held_rows(self) -> Mapping[str, Tensor]:
         """Maps each sliced entry to the rows aggregated in the last round: int64 indices, shape ``(rows,)``.
 
-        An entry is omitted if a client trained all its rows.
+        An entry is omitted if at least one client trained all rows of the entry.
         """
         return {}
 
@@ -82,10 +82,10 @@ class RuleCapabilities:
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
-        """Returns the shared entries of the client's model; ``None`` for the global model.
+        """Returns the shared entries of the client's model, or ``None`` if the client uses the global model.
 
-        Returns the same object for clients with the same model. The server writes BatchNorm statistics into the
-        tensors.
+        Clients with the same model get the same dictionary. The server overwrites BatchNorm statistics in the returned
+        dictionary's tensors.
         """
         return None
 
@@ -98,7 +98,7 @@ class RuleCapabilities:
 
 
 class Aggregator(RuleCapabilities, ABC):
-    """Server side of a method: prepares broadcasts, receives updates, and aggregates the new global state.
+    """Server side of a federated method: prepares broadcasts, receives updates, and aggregates the new global state.
 
     Between :meth:`start` and :meth:`aggregate`, updates arrive in any order, and :meth:`merge` adds the updates from
     another process. Averaging rules should need only O(model) memory.
@@ -118,7 +118,7 @@ class Aggregator(RuleCapabilities, ABC):
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from the global model's shared entries, and discards all earlier updates.
 
-        With several processes, the method is called twice per round. After the second call, :meth:`merge` adds all
+        With several processes, ``start`` is called twice per round. After the second call, :meth:`merge` adds all
         updates.
         """
 
@@ -126,7 +126,7 @@ class Aggregator(RuleCapabilities, ABC):
     def broadcast(self, request: Request) -> Broadcast:
         """Returns the broadcast for a client's request, with whole entries. The server then selects the requested rows.
 
-        The caller does not change the tensors.
+        The server does not change the returned tensors.
         """
 
     @abstractmethod
@@ -143,10 +143,10 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """Computes the new shared entries from all updates (at least one); ``None`` for a round without a new model.
+        """Computes the new shared entries from all updates (at least one), or ``None`` to keep the old model.
 
         If a rule excludes clients after comparing all updates, the rule removes these updates and raises
-        :class:`BadUpdates`. The server calls the method again if enough updates remain.
+        :class:`BadUpdates`. The server calls ``aggregate`` again if enough updates remain.
         """
 
     def metrics(self) -> dict[str, float]:
@@ -154,7 +154,7 @@ class Aggregator(RuleCapabilities, ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State between rounds (such as server momentum or prototypes): tensors and primitives.
+        """Returns the rule's state between rounds (such as server momentum or prototypes): tensors and primitives.
 
         Only :meth:`aggregate` may change the state, and must create new tensors instead of writing into old tensors,
         because after a failed round the server restores the state from the round's start.
@@ -162,4 +162,4 @@ class Aggregator(RuleCapabilities, ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from :meth:`state_dict`."""
+        """Restores the rule's state from :meth:`state_dict`."""

@@ -146,7 +146,7 @@ class Ditto(Method):
         lam: Strength :math:`\lambda`. With 0 clients train separately; a large value keeps personal models near the
             global model. The authors tune :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
         local_epochs: Epochs per visit for training the global model.
-        personal_epochs: Epochs per visit for training the personal model; ``None`` for ``local_epochs``.
+        personal_epochs: Epochs per visit for training the personal model; if ``None``, ``local_epochs``.
         aggregator: Method for the global model, by name or as an object.
 
     Raises:

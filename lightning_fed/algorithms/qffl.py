@@ -52,7 +52,7 @@ class QFFL(ChannelRule):
 
     Args:
         q: Exponent, at least 0; larger values increase the weight of large losses. The authors use 0.001 (text) to 5.
-        lipschitz: Constant :math:`L`, positive; ``None`` for the inverse of the server's learning rate in the round.
+        lipschitz: Constant :math:`L`, positive; if ``None``, the inverse of the server's learning rate in the round.
 
     Raises:
         MisconfigurationException: In ``fit``, if the module uses manual optimization, or if ``lipschitz`` is ``None``

@@ -38,7 +38,7 @@ class Attack:
 
     @property
     def needs_population(self) -> str:
-        """Reason for an error message if the attack requires the list of all clients, or an empty string."""
+        """Text for an error message if the attack requires the list of all clients, otherwise an empty string."""
         is_drawn = isinstance(self.clients, int)
         return "it draws the malicious clients from all clients: name the malicious clients instead" if is_drawn else ""
 

@@ -23,7 +23,7 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class HonestSteps:
     """Running mean and standard deviation of the honest updates in a round, and one honest update.
 
-    ``first`` is the update from the client with the smallest key, independent of arrival order. Memory is O(model).
+    ``first`` is the update from the client with the smallest hash of the client's name. Memory is O(model).
 
     Example:
         >>> honest = HonestSteps()

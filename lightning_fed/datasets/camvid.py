@@ -54,7 +54,7 @@ class CamVid(FileDataModule):
     Args:
         data_dir: Folder that contains the file or the folder, or the npz file itself.
         image_size: Height and width in pixels, to resize frames (area averages when shrinking, otherwise bilinear) and
-            masks (nearest pixel). None for the original size. Most networks need multiples of 32.
+            masks (nearest pixel). If None, the original size. Most networks need multiples of 32.
         group_by: Natural client of a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
         frames_per_client: Approximate number of frames per run. The runs of a drive have nearly equal lengths.
         augment: Whether to mirror training frames at random.

@@ -30,7 +30,7 @@ class ClientSummary:
     """Summary of one client's data.
 
     Args:
-        client: The client's key.
+        client: The client's name or number.
         num_examples: Number of examples.
         counts: Pixels (or examples) per class, shape ``(classes,)``, int64. Empty without classes.
         num_ignored: Pixels (or examples) without a class.
@@ -164,7 +164,7 @@ def report_clients(
 
     Args:
         population: The clients.
-        num_classes: Number of classes; ``None`` for the largest label plus one.
+        num_classes: Number of classes; if ``None``, the largest label plus one.
         class_names: Class names.
         ignore_index: Label for "no class". Negative labels also mean no class.
 
@@ -231,7 +231,7 @@ def _summarize(population: Population, client: Client, ignore_index: int | None)
 
 
 def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
-    """Counts a batch's pixels or examples by class, and those without a class. Empty if targets are not classes."""
+    """Counts a batch's pixels or examples by class and without class. No counts if targets are not classes."""
     try:
         labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1

@@ -49,9 +49,9 @@ class Shakespeare(FederatedDataModule):
     with Matched Averaging", ICLR 2020.
 
     Args:
-        data_dir: Folder that contains the file, or the file itself; None for generated text.
+        data_dir: Folder that contains the file, or the file itself; if None, generated text.
         min_samples: Minimum number of samples per client, counted with `stride` 1; shorter roles are skipped.
-        max_clients: Maximum number of clients: the first roles in the file. None for all roles.
+        max_clients: Maximum number of clients: the first roles in the file. If None, all roles.
         seq_length: Characters per window.
         stride: Number of characters between window starts; a larger stride gives fewer samples with less overlap.
         every_step: Whether the target is the next character at every position in a window, or only at the last

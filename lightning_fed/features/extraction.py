@@ -32,7 +32,7 @@ def extract_features(
         model: LightningModule or any other module, called with the inputs of each batch.
         batches: Batches, such as a ``DataLoader`` without shuffling.
         layer: Layer with the features as output; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
-        max_samples: Maximum number of vectors, drawn without replacement; ``None`` for all vectors.
+        max_samples: Maximum number of vectors, drawn without replacement; if ``None``, all vectors.
         inputs: Position of the inputs in a batch: index, key or function; by default the first element,
             ``batch["image"]``, ``["x"]``, ``["input"]``, the plurals, or the batch itself.
         seed: Seed for the sample.

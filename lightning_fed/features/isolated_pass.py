@@ -42,7 +42,7 @@ def isolated_pass(
     is_muted: bool = True,
     is_training: bool = False,
 ) -> Iterator[None]:
-    """Context in evaluation mode that hides logged values and metric updates from the Trainer.
+    """Context manager: sets evaluation mode, and hides logged values and metric updates from the Trainer.
 
     Inside, ``log`` replaces ``self.log``, and metrics are reset (``torchmetrics`` objects among submodules, or in a
     list or dictionary of a submodule). Afterwards the context restores metrics, parameters, buffers, modes, and
@@ -53,10 +53,10 @@ def isolated_pass(
         module: The user's module.
         log: Function to call instead of ``module.log``; by default values are ignored.
         gradients: Whether to enable gradients.
-        is_reloaded: Whether the caller reloads parameters and buffers afterwards, so that copies are not needed.
+        is_reloaded: Whether parameters and buffers are overwritten after the context, so copies are not needed.
         is_alone: Whether metrics are computed without synchronisation, because other processes may run other code.
         is_muted: Whether to mute the loggers, because the Trainer's pass already writes pictures to the loggers.
-        is_training: Whether each layer retains the training mode.
+        is_training: Whether each layer keeps the current mode (training or evaluation).
     """
     metrics = find_metrics(module)
     stand_in = OverriddenMethod(module, "log", log or _ignore)
@@ -124,7 +124,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies the attributes of module, submodules and metrics restored by :func:`isolated_pass`, by name."""
+    """Copies all attributes (of module, submodules and metrics) restored by :func:`isolated_pass`, by name."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -175,7 +175,7 @@ def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: An
 
 
 def loss_in(output: Any) -> Any:
-    """Returns the loss in the output of ``training_step``; ``None`` for a skipped batch."""
+    """Returns the loss in the output of ``training_step``, or ``None`` if the batch was skipped."""
     return output["loss"] if isinstance(output, Mapping) else output
 
 
@@ -288,7 +288,7 @@ def _never() -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
-    """Context for evaluation mode without gradients; yields the layers' training modes, restored at the end."""
+    """Context manager: sets evaluation mode without gradients. Yields the layers' earlier modes, restored at exit."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

@@ -49,7 +49,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Name of the child module that extracts features in a segmentation model; ``None`` for other modules."""
+    """Name of the child module that extracts features in a segmentation model; ``None`` in other models."""
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
         if encoder in parts and any(follower in parts for follower in followers):
@@ -97,7 +97,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
 
 def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
-    """Number of classes: the classifier's logits, but 2 for a single logit; ``None`` without a classifier."""
+    """Number of classes: the number of logits, or 2 if this is 1; ``None`` if no classifier is found."""
     name = find_classifier(module, optimized)
     if name is None:
         return None

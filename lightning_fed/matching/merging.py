@@ -80,7 +80,7 @@ class MatchedAverage:
             matches neurons one to one and preserves widths; ``"none"`` averages without matching.
         order: Group order, and entries used to compare neurons: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: Larger values add more neurons; ``None`` for the default of ``score``.
+        gamma: Larger values add more neurons; if ``None``, the default of ``score``.
         passes: Maximum matching passes over the networks per group.
         sweeps: Maximum number of alignment sweeps over all networks. With ``"grow"`` sweeps precede the matching.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average them.
@@ -141,7 +141,7 @@ class MatchedAverage:
 
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules, with equal architecture and widths.
-            module: Module that receives the merged state, changed in place; ``None`` for a copy of the first module.
+            module: Module that receives the merged state, changed in place; if ``None``, a copy of the first module.
             example_input: Input for ``forward``, used for tracing; by default taken from ``data`` or
                 ``example_input_array``.
             data: Batches used to measure BatchNorm's running statistics, such as a ``DataLoader``. The batches are read

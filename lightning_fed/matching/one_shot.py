@@ -103,7 +103,7 @@ def match_states(
         mode: ``"grow"`` adds neurons, ``"permute"`` only permutes, ``"none"`` averages without matching.
         weights: Network weights, greater than 0; equal by default.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
-        max_growth: Maximum width of a group as a multiple of a single network's width; ``None`` for no limit;
+        max_growth: Maximum width of a group as a multiple of a single network's width; if ``None``, no limit;
             ``"auto"`` for 1.25 with the marginal score, and no limit with the published score.
         sweeps: Maximum number of alignment sweeps over all networks and groups.
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.

@@ -25,7 +25,7 @@ class MeanEntropy(Float64Mean):
         level: Kind of the values: ``"softmax"`` for logits, ``"feature"`` for features.
         activation: Function that makes features non-negative.
         normalize: Whether to divide by the logarithm of the number of channels, so that the result is in 0 to 1.
-        ignore_index: Label of void pixels; ``None`` without void pixels, ``"auto"`` for 255 unless 255 is a class.
+        ignore_index: Label of void pixels; ``None`` if no pixel is void, ``"auto"`` for 255 unless 255 is a class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:

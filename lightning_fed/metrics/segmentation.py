@@ -26,8 +26,8 @@ class SegmentationScores(Metric):
     Args:
         num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
         mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for one class, ``"multilabel"`` for any number.
-        ignore_index: Label of ignored pixels; ``None`` without such pixels.
-        class_names: Class names; ``None`` for indices.
+        ignore_index: Label of ignored pixels; ``None`` if no pixel is ignored.
+        class_names: Class names; if ``None``, indices.
         per_class: Whether the result contains scores per class.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 

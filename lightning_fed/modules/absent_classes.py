@@ -34,7 +34,7 @@ def absent_class_loss(
         logits: Shape ``(N, num_classes, *size)``.
         target: Class indices, or ``unlabelled``; integers, shape ``(N, *size)``.
         unlabelled: Target for unlabelled pixels.
-        classes: Classes :math:`C`; ``None`` for the classes in ``target``, as in the authors' program.
+        classes: Classes :math:`C`; if ``None``, the classes in ``target``, as in the authors' program.
 
     Raises:
         ValueError: If ``target`` contains a class outside ``classes`` or the logits.

@@ -40,7 +40,7 @@ class Look(PartitionOfPartition):
         polarity: Share of clients with inverted images, in [0, 1].
         mean: Mean subtracted by the data set (one number, or one per channel).
         std: Standard deviation used as divisor by the data set. Without mean and std, images must range from 0 to 1.
-        seed: Seed for the appearances; ``None`` for the federation's seed.
+        seed: Seed for the appearances; if ``None``, the federation's seed.
 
     Raises:
         ValueError: If a strength is negative or not finite, or a share is outside [0, 1]; while reading, if an image is

@@ -41,7 +41,7 @@ class IID(NumberedPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        seed: Seed for the split; ``None`` for the federation's seed.
+        seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
         >>> import torch
@@ -75,9 +75,9 @@ class QuantitySkew(NumberedPartition):
         distribution: Distribution of sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"`` (as
             in the FedProx data).
         sigma: Standard deviation of the log-sizes for ``"lognormal"``, at least 0.
-        min_size: Minimum number of samples per client, reached by repeated draws; ``None`` for the first reachable size
+        min_size: Minimum number of samples per client, reached by repeated draws; if ``None``, the first reachable size
             among 10, 5, 2 and 1.
-        seed: Seed for the split; ``None`` for the federation's seed.
+        seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
         >>> import torch
@@ -143,7 +143,7 @@ class PermutedPixels(PartitionOfPartition):
 
     Args:
         partition: Partition of the data set: `IID` as in the paper, or `LabelsPerClient` as in the paper's program.
-        seed: Seed for the permutations; ``None`` for the federation's seed.
+        seed: Seed for the permutations; if ``None``, the federation's seed.
 
     Raises:
         TypeError: If ``partition`` is not a partition.

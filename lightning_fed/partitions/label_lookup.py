@@ -57,7 +57,7 @@ def labels_of(
         dataset: A data set with ``__len__`` and ``__getitem__``.
         label_fn: Function from a sample to a label: a number or a string.
         ignore_index: Value of void pixels in a mask; ``None`` if no pixel is void.
-        background: Background class in masks, also the label of a mask without foreground; ``None`` without background.
+        background: Background class in masks, also the label of a mask without foreground; ``None`` if masks have none.
 
     Raises:
         TypeError: If the data set cannot be read by index.

@@ -86,14 +86,14 @@ class Dirichlet(LabelPartition):
         alpha: Concentration, greater than 0: small values give a strong skew, ``inf`` gives none. ``"per_client"`` also
             allows 0, which gives every client one class (if possible, a class with enough samples).
         definition: ``"per_class"`` or ``"per_client"``.
-        min_size: Per class: minimum number of samples per client, reached by repeated draws; ``None`` for the first
+        min_size: Per class: minimum number of samples per client, reached by repeated draws; if ``None``, the first
             reachable size among 10, 5, 2 and 1.
         balance: Per class: whether a client with :math:`N / K` samples receives no further classes, as in NIID-Bench's
             code.
         label_fn: Function from a sample to a label, used instead of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
+        ignore_index: Value of void pixels in masks; ``None`` if no pixel is void.
         background: Background class in masks; ``None`` if no class is background.
-        seed: Seed for the split; ``None`` for the federation's seed.
+        seed: Seed for the split; if ``None``, the federation's seed.
         prior: Per client: :math:`\pi`, the class shares in the data (``"empirical"``) or equal shares (``"uniform"``).
 
     Example:
@@ -191,9 +191,9 @@ class Shards(LabelPartition):
         num_clients: Number of clients, at least 1.
         shards_per_client: Shards per client, at least 1; in the paper 2 shards of 300 samples for 100 clients (MNIST).
         label_fn: Function from a sample to a label, instead of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
+        ignore_index: Value of void pixels in masks; ``None`` if no pixel is void.
         background: Background class in masks; ``None`` if no class is background.
-        seed: Seed for the split; ``None`` for the federation's seed.
+        seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
         >>> import torch
@@ -256,9 +256,9 @@ class LabelsPerClient(LabelPartition):
             ``"even"``: numbers of clients per label differ by at most one. ``"consecutive"``, as in FedProx's program:
             client k has the labels k, k + 1, ... mod C.
         label_fn: Function from a sample to a label, instead of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
+        ignore_index: Value of void pixels in masks; ``None`` if no pixel is void.
         background: Background class in masks; ``None`` if no class is background.
-        seed: Seed for the split; ``None`` for the federation's seed.
+        seed: Seed for the split; if ``None``, the federation's seed.
         sigma: Standard deviation of the logarithm of the clients' shares per label; 0 for equal shares.
         min_per_label: Minimum number of samples per client and label.
 

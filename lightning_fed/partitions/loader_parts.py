@@ -18,7 +18,7 @@ LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Returns a loader's sampler, batch size and ``drop_last``, or (custom batch sampler, ``None``, ``False``)."""
+    """Returns sampler, batch size and ``drop_last``; if the batch sampler is custom (batch sampler, None, False)."""
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(batches) is BatchSampler:
         return batches.sampler, batches.batch_size, batches.drop_last
@@ -26,7 +26,7 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def is_whole(sampler: Any, dataset: Any) -> bool:
-    """True for a torch sampler with every example of ``dataset`` exactly once per pass."""
+    """True if a torch sampler draws every example in ``dataset`` exactly once per pass."""
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
         return False
     return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)

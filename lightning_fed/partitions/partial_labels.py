@@ -35,7 +35,7 @@ class PartialLabels(PartitionOfPartition):
         classes_per_client: Number of annotated classes per client, in addition to ``always``.
         always: Classes that every client annotates (for example a background).
         ignore_index: Label for pixels without annotation.
-        seed: Seed for choosing classes; ``None`` for the federation's seed.
+        seed: Seed for choosing classes; if ``None``, the federation's seed.
         mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for any number of classes per pixel.
 
     Raises:

@@ -27,7 +27,7 @@ class PartitionError(OptionError):
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
-    """Creates a random generator, seeded by purpose, seed and further keys."""
+    """Creates a random generator, seeded by the text ``purpose``, the seed, and the integers ``keys``."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()), *keys)))
 
 
@@ -101,7 +101,7 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Repeats ``draw`` (sample counts) until each client has ``min_size`` samples.
+    """Repeats ``draw``, a function that draws sample counts, until each client has ``min_size`` samples.
 
     Counts have shape ``(clients,)`` or ``(clients, classes)``. ``min_size=None`` stands for the first reachable size
     among 10, 5, 2 and 1.

@@ -62,7 +62,7 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a client's part of a pass: indices of examples (among the client's), and each example's batch index.
+        """Returns a client's part of a pass: indices among the client's examples, and each example's batch index.
 
         The pass has index `number` in the round, and index `epoch` in the fit (for samplers with ``set_epoch``).
         """

@@ -86,7 +86,7 @@ class CentralDP(UpdateStep):
         noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm.
         epsilon: Epsilon after all rounds, from which the noise is computed; alternative to ``noise_multiplier``.
         adaptive: Whether the clipping norm follows a quantile of the update norms (Andrew et al. 2021).
-        max_epsilon: The fit stops before a round in which epsilon would exceed this value; ``None`` for ``epsilon``.
+        max_epsilon: The fit stops before a round in which epsilon would exceed this value; if ``None``, ``epsilon``.
         sampling: ``"poisson"`` draws each client independently, with a much smaller epsilon and a random cohort size.
             ``"fixed"`` draws a fixed number of clients.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
@@ -95,7 +95,7 @@ class CentralDP(UpdateStep):
 
     Raises:
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
-            given, or if the method is not supported. In a fit, if clients would send other values.
+            given, or if the method is not supported. In a fit, if clients would send values without noise.
 
     Note:
         Logs ``privacy/epsilon`` and ``privacy/delta`` for all rounds so far, ``privacy/noise_std`` (of the sum, per
@@ -176,7 +176,7 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Sets budget and noise key before a fit. Raises ``ValueError`` if a resumed fit has another budget."""
+        """Sets budget and secret noise key before a fit. Raises ``ValueError`` if a resumed fit has another budget."""
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
@@ -302,7 +302,7 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Returns an entry's noise, float64, from key, round and name; ``""``: the count of unclipped updates."""
+        """Returns noise, float64, from secret key, round and entry name (``""``: count of unclipped updates)."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
@@ -335,7 +335,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update. A mean over n clients is added n times. Clips again, because of rounding errors."""
+        """Adds a clipped update (a mean over n clients: n times). Clips again, because of rounding errors."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(

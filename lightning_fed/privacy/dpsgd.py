@@ -101,7 +101,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
     ``training_step``.
 
     On Flower, each client draws its noise and batches, and keeps its account. Each visit draws a new key and discards
-    the key afterwards, so a repeated visit is charged again. The account is a file in the client's ``store`` and
+    the key afterwards, so a repeated visit counts again. The account is a file in the client's ``store`` and
     includes all fits. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon appears in the
     client's log.
 
@@ -200,7 +200,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Clipping norm and delta, as text for checkpoints. :meth:`load_state_dict` compares the noise multiplier."""
+        """Describes clipping norm and delta in checkpoints. The noise multiplier is stored in ``state_dict``."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
@@ -253,7 +253,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Excludes clients whose visit would exceed the budget."""
+        """Excludes clients whose visit would exceed the privacy budget."""
         visit = self._planned(trainer)
         self._read_account(trainer, client)
         earlier = self._accounts.get(client)
@@ -409,7 +409,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Computes the noise for ``epsilon`` before the first step, for ``times`` visits with each account."""
+        """Computes the noise for ``epsilon`` before the first optimizer step, for ``times`` visits of each client."""
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
             return
@@ -524,7 +524,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         return _DrawnBatches(loader, self)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yields the batches of an epoch without a federation, starting after the steps so far."""
+        """Yields the batches of an epoch in a fit without a federation, drawn from key and step number."""
         assert self._key is not None
         account, sampling = self._accounts[None], PoissonSampling(self._key)
         start = account.steps

@@ -161,7 +161,7 @@ class ExampleGradients:
 
 
 def of_samples(samples: Tensor) -> Gradients:
-    """Wraps per-example gradients, shape ``(examples, ...)``."""
+    """Converts per-example gradients, shape ``(examples, ...)``, to :class:`Gradients`."""
 
     def weigh(rows: _Rows, factors: Tensor) -> Tensor:
         return (factors @ samples[rows].flatten(1)).view(samples.shape[1:])
@@ -170,7 +170,7 @@ def of_samples(samples: Tensor) -> Gradients:
 
 
 def _rule(layer: nn.Module, inputs: Tensor, signal: Tensor, is_only: bool) -> dict[nn.Parameter, Gradients] | None:
-    """Returns parameter gradients from a layer's inputs and output gradients; ``None`` for layers without a formula."""
+    """Computes parameter gradients from a layer's inputs and output gradients; ``None`` if no formula is known."""
     kind, weight, bias = type(layer), cast(Any, getattr(layer, "weight", None)), getattr(layer, "bias", None)
     is_convolution = kind in _CONVOLUTIONS and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if not is_convolution and kind not in (nn.Embedding, nn.Linear):

@@ -27,7 +27,7 @@ class PoissonSampling:
     batch size equals ``batch_size``.
 
     Args:
-        key: The key, a 128-bit integer.
+        key: Secret random key, a 128-bit integer.
 
     Example:
         >>> sampling = PoissonSampling(key=7)
@@ -51,7 +51,7 @@ class PoissonSampling:
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Returns the drawn indices. An empty batch is replaced by index 0, with a gradient to ignore."""
+        """Returns the drawn indices, or index 0 for an empty batch; the training then ignores the gradient."""
         positions = self.draw(client, round, number, num_samples, batch_size)
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""Base class for tasks with one network, one loss, torchmetrics, and an optimizer and schedule selected by name."""
+"""Base class for tasks with one network, one loss, torchmetrics, and an optimizer and scheduler selected by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Task(L.LightningModule, ABC):
         weight_decay: Weight decay. None uses the optimizer's default (0 for SGD, 0.01 for AdamW).
         optimizer_kwargs: Further arguments for the optimizer.
         scheduler: Class name in `torch.optim.lr_scheduler`, stepped per epoch (per round in federated training). A
-            ``ReduceLROnPlateau`` monitors ``val_loss``. None for a constant rate.
+            ``ReduceLROnPlateau`` monitors ``val_loss``. If None, the rate is constant.
         scheduler_kwargs: Arguments for the scheduler.
 
     Raises:
@@ -84,11 +84,11 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_network(self, name: str) -> nn.Module:
-        """Creates the network with this name, for a task built with a name instead of a module."""
+        """Creates the network called ``name``, if the task's argument ``model`` is a name instead of a module."""
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Creates metrics to update with (logits, target), logged as ``val_<key>`` and ``test_<key>``."""
+        """Creates metrics by name, updated with (logits, target) and logged as ``val_<name>`` and ``test_<name>``."""
 
     @abstractmethod
     def example_input(self) -> Tensor:

@@ -91,7 +91,7 @@ class CharLanguageTask(Task):
         dropout: Dropout between LSTM layers.
         every_step: Whether to predict the next character at every step instead of only at the last step (as in LEAF).
         lr: Learning rate.
-        **options: Optimizer and schedule, see `Task`.
+        **options: Optimizer and learning-rate scheduler, see `Task`.
 
     Raises:
         ValueError: If a choice is unknown, a number is outside the allowed range, or the optimizer refuses an argument.

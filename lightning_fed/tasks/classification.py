@@ -39,7 +39,7 @@ class ClassificationTask(Task):
         head_kwargs: ``scale`` and ``normalize`` for ``head="sampled_softmax"``.
         class_weights: Class weights in the loss; not allowed with ``head="sampled_softmax"``.
         label_smoothing: Fraction of the target distributed over all classes, between 0 and 1.
-        **options: Optimizer and schedule, see `Task`.
+        **options: Optimizer and learning-rate scheduler, see `Task`.
 
     Raises:
         ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.

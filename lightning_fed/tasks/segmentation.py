@@ -46,7 +46,7 @@ class SegmentationTask(Task):
         num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
         encoder_name: Encoder of the architecture, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
         encoder_weights: Pretrained encoder weights: ``"imagenet"`` (a download), or a file path with smp's or timm's
-            names; None for random weights. Pass None to ``load_from_checkpoint`` if the file is missing.
+            names; if None, random weights. Pass None to ``load_from_checkpoint`` if the file is missing.
         in_channels: Number of image channels.
         model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
         norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
@@ -59,12 +59,12 @@ class SegmentationTask(Task):
         class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned.
         mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one logit), ``"multilabel"`` (independent logits).
         per_class: Whether to log scores per class.
-        class_names: Class names in the log; None for indices.
-        tile: Height and width of tiles for prediction; None for whole images.
+        class_names: Class names in the log; if None, indices.
+        tile: Height and width of tiles for prediction; if None, whole images.
         tile_overlap: Minimum fraction of a tile that overlaps with the next tile, in [0, 1).
         per_image: Whether to average losses over images instead of pixels. :class:`~lightning_fed.privacy.DPSGD` needs
             this option with ignored pixels, and with losses other than cross-entropy.
-        **options: Optimizer and schedule, see `Task`.
+        **options: Optimizer and learning-rate scheduler, see `Task`.
 
     Raises:
         ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.

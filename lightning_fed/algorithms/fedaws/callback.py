@@ -50,8 +50,8 @@ class SpreadOut(FederatedCallback):
             length 0.57, ``lr=0.03``, ``k=10``), strength 10 rotated vectors by 67 degrees per round and undid the
             training; 0.1 was best.
         margin: Cosine distance :math:`\nu` below which ``"margin"`` separates two class vectors.
-        lr: Learning rate :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
-        comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; ``None`` for all.
+        lr: Learning rate :math:`\eta`; if ``None``, the layer's learning rate in this round's local training.
+        comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; if ``None``, all.
         normalize: Whether to preserve the lengths of class vectors.
         entry: Name of the weight with one row per class; ``"auto"`` finds the classifier in a trial training step.
 

@@ -38,8 +38,8 @@ class FedAwS(Method):
         server_lr: Learning rate of the server's averaging step.
         lazy_rows: Whether rows that no client trains in a round stay unchanged, also with momentum.
         row_weighting: Divisor for a row's summed change, see :class:`FedAvg`.
-        lr: Learning rate of the spread-out step; ``None`` for the last layer's rate in local training.
-        comparison: Number of classes to draw per round for the nearest-class search; ``None`` for all.
+        lr: Learning rate of the spread-out step; if ``None``, the last layer's rate in local training.
+        comparison: Number of classes to draw per round for the nearest-class search; if ``None``, all.
         normalize: Whether to preserve the lengths of class vectors.
         head: Name of the :class:`~lightning_fed.modules.SampledSoftmaxHead`; ``"auto"`` for a model with one such
             layer.

@@ -57,7 +57,7 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
         classes: Classes :math:`C` to separate, int64, shape ``(classes,)``.
         k: Number of neighbours, at least 1; limited by the number of candidates.
-        comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; ``None`` for all.
+        comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; if ``None``, all.
 
     Raises:
         ValueError: If ``weight`` is not a matrix, or ``k`` is not a positive integer.

@@ -28,7 +28,7 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
         weight: The weights :math:`\lambda`, shape ``(C,)``, any real numbers.
-        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
 
     Raises:
         ValueError: If shapes do not match.
@@ -90,7 +90,7 @@ def fuse_conv(
         reference: The global model's features :math:`E_g(x)`, in the same shape.
         weight: The weights, shape ``(C, 2C)``, with one row per output channel.
         bias: The bias :math:`b`, shape ``(C,)``, or ``None``.
-        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
 
     Raises:
         ValueError: If shapes do not match.

@@ -48,7 +48,7 @@ class MultiFusion(MixingOperator):
 
     Args:
         channels: Number of channels :math:`C`.
-        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
 
     Raises:
         ValueError: If ``channels`` is not a positive number.
@@ -91,7 +91,7 @@ class ConvFusion(FusionOperator):
         init: ``"default"`` as in PyTorch's convolutions and the authors' program, ``"local"`` to return local features,
             ``"average"`` to return the mean over local and global features. The last two set the bias to zero.
         bias: Whether to add a bias, as in the authors' program; the paper has no bias.
-        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
 
     Raises:
         ValueError: If ``init`` is unknown or ``channels`` is not positive.
@@ -162,7 +162,7 @@ def build_operator(
         channels: Number of channels.
         conv_init: For "conv", see :class:`ConvFusion`.
         conv_bias: For "conv": whether to add a bias.
-        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
+        channel_axis: Channel axis; if ``None``, the second axis, or the last of three axes.
 
     Example:
         >>> build_operator("multi", channels=8)

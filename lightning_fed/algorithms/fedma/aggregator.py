@@ -83,7 +83,7 @@ class FedMA(Aggregator):
             score, or 1 with the marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for
             an LSTM.
         passes: Maximum number of matching passes over the clients per group.
-        max_width: Maximum width of a group, as a multiple of a client's width; ``None`` for no limit; ``"auto"`` for
+        max_width: Maximum width of a group, as a multiple of a client's width; if ``None``, no limit; ``"auto"`` for
             1.25 with the marginal score, and no limit with the published score.
         prior_weight: Weight of a prior with mean 0; 1 equals the weight of one client. With 1 and
             ``weighting="uniform"`` the mean over *n* clients is multiplied by n/(n+1), as in the authors' program for

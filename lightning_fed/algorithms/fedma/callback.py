@@ -72,7 +72,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         pin: Patterns for entry names. Neurons keep their order in matching entries, and in all entries that clients do
             not send.
         extra_groups: Additional neuron groups, with a client's widths.
-        target: Position of the labels in a batch: index, key or function; ``None`` for the labels used in the loss. If
+        target: Position of the labels in a batch: index, key or function; if ``None``, the labels used in the loss. If
             the labels are not a single tensor, the output layer is averaged by numbers of examples, with a warning.
         inputs: Position of the inputs in a batch: index, key or function.
 

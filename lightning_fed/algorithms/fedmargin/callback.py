@@ -70,7 +70,7 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
             key ``"target"``, ``"label"``, ``"mask"`` or ``"y"``, or the plural of such a key. Labels are integers,
             shape ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
-        max_batches: Maximum number of batches in an exact pass; ``None`` for all.
+        max_batches: Maximum number of batches in an exact pass; if ``None``, all.
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes in LPM.
         lpm_before: Prototypes *before* in the LPM: from the downloaded weights, or from the client's last visit.

@@ -54,7 +54,7 @@ class RobustAggregator(Aggregator):
     refused update (NaN, wrong shape, implausible norm). A missing client may be honest.
 
     Args:
-        num_malicious: Number f of malicious clients per round; ``None`` for the largest number that the rule tolerates.
+        num_malicious: Number f of malicious clients per round; if ``None``, the largest number that the rule tolerates.
 
     Note:
         Logs ``fed/excluded``, the sum of the clients' excluded shares in this round. A share is 1 for a client without

@@ -38,7 +38,7 @@ class NormClipping(Method):
     :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs ``fed/shortened``.
 
     Args:
-        max_norm: Norm C, positive; ``None`` for the (lower) median of the norms in the round.
+        max_norm: Norm C, positive; if ``None``, the (lower) median of the norms in the round.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
@@ -70,7 +70,7 @@ class CenteredClipping(RobustAggregator):
     - For: federations with updates that change little between rounds.
 
     Args:
-        radius: Norm :math:`\tau`, positive; ``None`` for the median distance from :math:`v`, in each iteration.
+        radius: Norm :math:`\tau`, positive; if ``None``, the median distance from :math:`v`, in each iteration.
         iterations: Number of iterations.
         num_malicious: See :class:`RobustAggregator`.
 

@@ -149,7 +149,7 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
     Args:
         gram: Inner products between client updates and, in the last row and column, the previous center.
-        radius: Norm :math:`\tau`; ``None`` for the median distance to the center, in each iteration.
+        radius: Norm :math:`\tau`; if ``None``, the median distance to the center, in each iteration.
         iterations: Number of iterations.
 
     Example:

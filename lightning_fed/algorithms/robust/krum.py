@@ -69,7 +69,7 @@ class MultiKrum(RobustAggregator):
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
-        num_selected: Number of clients in the mean; ``None`` for ``n - f``.
+        num_selected: Number of clients in the mean; if ``None``, ``n - f``.
 
     Raises:
         ValueError: If ``num_selected`` is not a positive integer.

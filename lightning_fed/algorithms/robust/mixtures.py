@@ -104,7 +104,7 @@ class NearestNeighborMixing(TolerantMixture):
     """Replaces each update by the mean of the ``n - f`` nearest updates, including this update (NNM, AISTATS 2023).
 
     Args:
-        num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
+        num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.
@@ -118,7 +118,7 @@ class AdaptiveClipping(TolerantMixture):
     r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms to the next lower norm (ARC).
 
     Args:
-        num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
+        num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.

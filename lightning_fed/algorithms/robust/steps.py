@@ -96,7 +96,7 @@ class Steps:
             combine: Maps n updates at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``, and for
                 each update the number of values used, shape ``(n,)``. Adding a constant to all updates must add the
                 constant to the result.
-            chosen: Indices of the updates to use; ``None`` for all.
+            chosen: Indices of the updates to use; if ``None``, all.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen
         counts = torch.zeros(len(indices), dtype=torch.float64)

@@ -52,7 +52,7 @@ def mean_average_precision_at_r(
         r: Number R, at least 1, equal for all queries as in FedSS (missing neighbours are irrelevant), or "relevant"
             for the number of other images in the query's class (a query without such images is skipped).
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
-        gallery: Embeddings of the images to search, shape ``(m, d)``; ``None`` for all other queries.
+        gallery: Embeddings of the images to search, shape ``(m, d)``; if ``None``, all other queries.
         gallery_labels: Classes of the images to search, shape ``(m,)``.
         chunk_size: Number of queries, and of images, per block.
 
