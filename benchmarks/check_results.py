@@ -16,6 +16,7 @@ from typing import Any
 
 import appearance
 import batch_norm_decision
+import fedfusion
 import hospitals
 import label_skew
 import merging
@@ -56,6 +57,16 @@ def of_settings(rows_of: Callable[[dict[str, list[dict[str, Any]]]], list[list[s
     return lambda study: rows_of({name.replace("_", " "): runs for name, runs in read_runs(study).items()})
 
 
+def of_fedfusion(study: str) -> list[list[str]]:
+    results = [run for runs in read_runs(study).values() for run in runs]
+    results.sort(key=lambda run: (run["method"] == fedfusion.LOCAL, run["method"] == fedfusion.CONTROL))
+    tables = [fedfusion.score_table(results, fedfusion.MONITORS, 5), fedfusion.operator_table(results)]
+    for monitor in fedfusion.MONITORS[:-1]:
+        shown = [{**run, "monitor": monitor} for run in results]
+        tables.append(fedfusion.milestone_table(shown, fedfusion.milestones_of(shown, 5)))
+    return [line[2:-2].split(" | ") for part in tables for line in part.splitlines()[2:]]
+
+
 TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "hospitals-measured": ("hospitals", of_hospitals),
     "hospitals-deeplab-measured": ("hospitals-deeplab", of_hospitals),
@@ -64,6 +75,7 @@ TABLES: dict[str, tuple[str, Callable[[str], list[list[str]]]]] = {
     "appearance-measured": ("appearance", of_appearance),
     "batch_norm_decision": ("batch_norm_decision", of_settings(batch_norm_decision.rows_of)),
     "label_skew": ("label_skew", of_settings(label_skew.rows_of)),
+    "fedfusion-cifar10_classes-ten-seeds": ("fedfusion-cifar10_classes", of_fedfusion),
     "merging": ("merging", of_merging),
     "unpaired": ("", lambda _: unpaired.rows()),  # from other tables
 }
