@@ -64,7 +64,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Class name of the federated method, or of the rule if the method is a plain :class:`Method`."""
+        """Class name: the federated method's, or for a plain :class:`Method` the rule's."""
         return type(self.aggregator if type(self) is Method else self).__name__
 
 

@@ -1,4 +1,4 @@
-"""Channels: named tensors or numbers exchanged by a method in addition to the model, such as control variates."""
+"""Channels: tensors or numbers that a federated method exchanges in addition to the model, such as control variates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """Describes additional tensors of a method: form, direction of transmission, storage and limits.
+    """Describes additional tensors of a federated method: form, direction of transmission, storage and limits.
 
     Args:
         form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
@@ -57,7 +57,7 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Checks and returns an update's values for the channel ``title``, by entry (key ``""`` for one number)."""
+        """Checks and returns an update's values for the channel ``title``, by entry name (``""`` for one number)."""
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -163,7 +163,7 @@ class ChannelRule(AveragingAggregator):
     # Client side
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Raises an error before the fit if the method does not support the Trainer or the module."""
+        """Raises an error before the fit if the federated method does not support the Trainer or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
         """Returns gradient corrections by entry, constant during the visit, and stacked for vectorised visits."""
@@ -321,7 +321,7 @@ class ChannelCallback(FederatedCallback):
         self.rule.begin_round(trainer)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Stores a client's planned work in the rule, before weight steps change the client's number of examples."""
+        """Stores a client's planned work in the rule, before update steps change the client's number of examples."""
         if not any(channel.bounds == "work" for channel in self.rule.channels.values()):
             return
         visit = next(one for one in find_federation(trainer).cohort.visits if one.client == update.client)
@@ -397,7 +397,7 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """Returns an entry's correction, for vectorised visits stacked, with zeros for visits without a correction."""
+        """Returns an entry's gradient correction, or for vectorised visits a stack (zeros if a visit has none)."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

@@ -46,7 +46,7 @@ def pass_over_data(
 
 
 def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: int) -> Tensor | None:
-    """Runs ``training_step`` on batch ``number`` of a loader and returns the loss; ``None`` for a skipped batch."""
+    """Runs ``training_step`` on the batch with index ``number``. Returns the loss, or ``None`` if skipped."""
     loss: Tensor | None = loss_in(run_step(trainer, module, "training_step", batch, number))
     return loss
 
@@ -64,7 +64,7 @@ def refuse_rows(broadcast: Broadcast, method: str) -> None:
     """Refuses clients that receive only some rows of an entry, because the method stores whole models on the clients.
 
     Raises:
-        MisconfigurationException: If the broadcast has entries with partial rows.
+        MisconfigurationException: If the broadcast contains only some rows of an entry.
 
     Example:
         >>> import torch

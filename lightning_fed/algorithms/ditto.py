@@ -143,11 +143,11 @@ class Ditto(Method):
     - For: heterogeneous clients that need personal models, also in federations with malicious clients.
 
     Args:
-        lam: Strength :math:`\lambda`. With 0 clients train separately; a large value keeps personal models near the
+        lam: Strength :math:`\lambda`. With 0, clients train separately; a large value keeps personal models near the
             global model. The authors tune :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
         local_epochs: Epochs per visit for training the global model.
         personal_epochs: Epochs per visit for training the personal model; if ``None``, ``local_epochs``.
-        aggregator: Method for the global model, by name or as an object.
+        aggregator: Federated method for the global model, by name or as an object.
 
     Raises:
         ValueError: If ``lam`` is negative or not finite, or a number of epochs is below 1.

@@ -32,7 +32,7 @@ class FedAvgM(Method):
         lr: Server learning rate :math:`\alpha`.
         momentum: Momentum :math:`\beta`; the authors tune :math:`\beta` in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
         nesterov: Use Nesterov momentum.
-        aggregator: Method for :math:`\bar w`, by name or as an object.
+        aggregator: Federated method for :math:`\bar w`, by name or as an object.
         lazy_rows: See :class:`ServerOptimizer`.
     """
 

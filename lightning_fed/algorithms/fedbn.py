@@ -23,7 +23,7 @@ class FedBN(Method):
     - For: clients with different input statistics, such as scanners or cameras.
 
     Args:
-        aggregator: Method for the other layers, by name or as an object.
+        aggregator: Federated method for the other layers, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if the model has no BatchNorm.

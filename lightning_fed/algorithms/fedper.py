@@ -34,7 +34,7 @@ class FedPer(Method):
 
     Args:
         head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
-        aggregator: The method for the base, by name or as an object.
+        aggregator: Federated method for the base, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if a selector matches nothing, or if ``"auto"`` cannot identify the classifier.

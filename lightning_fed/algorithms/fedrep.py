@@ -133,7 +133,7 @@ class FedRep(Method):
         body_epochs: Epochs per visit for the body, possibly 0; by default 1, or the rest of
             ``local_epochs``.
         local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.
-        aggregator: Method for the body, by name or as an object.
+        aggregator: Federated method for the body, by name or as an object.
 
     Raises:
         ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or the sum differs from ``local_epochs``;

@@ -25,7 +25,7 @@ class FixBN(Method):
 
     Args:
         after: Number of rounds in the first stage. The paper uses half of all rounds.
-        aggregator: Method for averaging, by name or as an object.
+        aggregator: Federated method for averaging, by name or as an object.
 
     Example:
         >>> from lightning_fed import Federation

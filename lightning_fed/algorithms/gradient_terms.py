@@ -34,7 +34,7 @@ class GradientTerm(FederatedCallback):
 
     @abstractmethod
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """Computes the term to add to a parameter's gradient; ``None`` for a parameter without a term."""
+        """Computes the term to add to a parameter's gradient, or returns ``None`` if the parameter has no term."""
 
     def use_broadcast(self, module: nn.Module, broadcast: Broadcast) -> None:
         self.tensors = {
@@ -55,7 +55,7 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds ``factor * term(parameter)``, times the loss scale, to each gradient in an optimizer, unless ``None``."""
+    """Adds ``factor * term(parameter)``, times the loss scale, to an optimizer's gradients; skips terms ``None``."""
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

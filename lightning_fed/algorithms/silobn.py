@@ -27,7 +27,7 @@ class SiloBN(Method):
 
     Args:
         unseen: Normalisation of data from clients without statistics, see :class:`~lightning_fed.LocalStatistics`.
-        aggregator: Method for the shared entries, by name or as an object.
+        aggregator: Federated method for the shared entries, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if the model has no BatchNorm.

@@ -121,13 +121,13 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the model state in a checkpoint's content; ``content`` may also be a state."""
+    """Returns the model state in a checkpoint's content; ``content`` may also be a model state."""
     state: dict[str, Any] = content.get("state_dict", content)
     return state
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Raises ``ValueError`` if the module and ``state`` have different entry names; the error names ``label``."""
+    """Raises ``ValueError`` if the module and ``state`` have different entry names; the message contains ``label``."""
     expected, actual = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

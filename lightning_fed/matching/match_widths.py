@@ -54,7 +54,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class WidthRatio(NamedTuple):
-    """Two layer widths with a ratio fixed by the architecture, and their names (layer or entry, ``0.weight``)."""
+    """Two layer widths with a ratio fixed by the architecture, and for each the name of a layer or entry."""
 
     producer: str
     out_width: int

@@ -23,7 +23,7 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 class UnionFind:
     """Disjoint sets of ids with constraints. Only neurons with equal constraints are exchangeable.
 
-    - ``"apart"``: used in the same slice of a tensor.
+    - ``"apart"``: neurons in one slice of a tensor; other slices of the tensor are used separately.
     - ``"within"``: reduced together (by a mean, a norm or attention), so the result depends on the number of neurons.
     - ``"block"``: reduced within one group of a group normalization; whole groups can be exchanged.
     """

@@ -279,7 +279,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits positions ``(neurons, copies)`` into runs (first column, start, repeat); ``None`` if impossible."""
+    """Splits positions ``(neurons, copies)`` into runs (first column, start, repeat); ``None`` if irregular."""
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:

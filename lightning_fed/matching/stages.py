@@ -88,10 +88,10 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the entries of output layers: layers after all hidden layers with as many rows as the last layer.
+    """Finds the entries of output layers. Output layers follow all hidden layers, and have the last layer's row count.
 
-    A layer whose neurons are not permuted may precede the output layer. Running statistics and integers are excluded.
-    ``names`` are entry names in the last stage; ``form`` contains all exchanged entries.
+    Layers between hidden and output layers, running statistics and integer entries are not returned. ``names`` are
+    entry names in the last stage; ``form`` contains all exchanged entries.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

@@ -82,7 +82,7 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Traces an exported network. ``names`` maps program names to entry names, ``constants`` to other buffers."""
+        """Traces an exported network. ``names`` maps exported names to entry names, ``constants`` to values."""
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})

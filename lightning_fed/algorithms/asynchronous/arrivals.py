@@ -125,7 +125,7 @@ class VirtualOrder(Order):
         return arrived
 
     def versions(self, round: int) -> Collection[int]:
-        """Start versions in use before ``round``. Deletes all other times, because the population may change."""
+        """Start versions in use before ``round``. Deletes the clocks planned for all rounds but the next."""
         self.clock = self._planned.get(round, self.clock)
         self._planned = {later: clock for later, clock in self._planned.items() if later == round + 1}
         return {arrival.version for arrival in self.clock.flying}

@@ -186,8 +186,8 @@ def full_gradient(
 ) -> State:
     """Computes the gradients of the mean loss over all batches by entry name; batches are weighted by examples.
 
-    The gradient of an unused parameter is zero. The result is empty if no batch had a loss. ``is_reloaded`` states that
-    the caller reloads the module's parameters and buffers afterwards.
+    The gradient of an unused parameter is zero. The result is empty if no batch had a loss. With
+    ``is_reloaded``, the module's parameters and buffers may change, because other values are loaded afterwards.
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]

@@ -146,8 +146,8 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    A module without a classifier must have a layer with a name such as ``encoder``. Error messages call ``at``
-    ``option``.
+    A module without a classifier must have a layer with a name such as ``encoder``. In error messages,
+    ``option`` is the name of the argument ``at``.
     """
     if at != "auto":
         return find_extractor(module, at, network)

@@ -11,7 +11,7 @@ from lightning_fed.algorithms.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches the outputs of a fixed network by sample. The key is a hash of the sample's content.
+    """Caches the outputs of a fixed network by sample. The cache key is a hash of the sample's content.
 
     A changed sample, for example after augmentation, is not found in the cache. A sample's features must not depend on
     other samples (BatchNorm in evaluation mode). ``hits`` and ``misses`` are numbers of samples found and not found. If

@@ -41,7 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers unable to handle changed tensor shapes; with ``grows``, also changes within a pass."""
+    """Refuses optimizers that do not support new tensor shapes in a fit, or with ``grows`` within a pass."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"
@@ -57,7 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses a checkpoint if module and file (pairs in ``shapes``) differ in an axis outside ``growable``."""
+    """Refuses a checkpoint if module and file (shape pairs by entry) differ in an axis outside ``growable``."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):

@@ -30,8 +30,8 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
     attention so far; grey marks clients absent from a round. Axis labels need matplotlib (extra ``demo``). Other
     loggers receive no pictures. The Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
 
-    State: ``last_epoch``, the round with the last picture, and ``attention``, a dictionary from clients to attention
-    for each round.
+    State in checkpoints: ``last_epoch``, the round with the last picture, and ``attention``, a dictionary from clients
+    to attention for each round.
 
     Args:
         every_n_epochs: Rounds between two pictures, at least 1; the first picture is drawn in the first round.

@@ -75,7 +75,7 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
         class_reduction: Reduction over classes in LPM.
         lpm_before: Prototypes *before* in the LPM: from the downloaded weights, or from the client's last visit.
 
-    State: ``layer``, the feature layer. With a plain Trainer :attr:`prototypes` contains the last epoch's prototypes.
+    Saved state: the feature ``layer``. With a plain Trainer :attr:`prototypes` contains the last epoch's prototypes.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the layer does not exist, or the fit resumes with another

@@ -65,7 +65,7 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
 
 
 def lpm_key(margin: str, class_reduction: str) -> str:
-    """Key for a local prototype margin in the extras, such as ``"prototypes:lpm:semantic:mean"``.
+    """Dictionary key for a local prototype margin in an update's extras: ``"prototypes:lpm:semantic:mean"``.
 
     Example:
         >>> lpm_key("semantic", "mean")

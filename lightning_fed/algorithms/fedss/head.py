@@ -120,13 +120,13 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @property
     def held(self) -> SampledClasses | None:
-        """Classes that belong to the rows of the layer's weight; ``None`` for all classes."""
+        """Classes that belong to the rows of the layer's weight; ``None`` if the weight has rows for all classes."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
         """Sets the classes that belong to the layer's parameter rows, in row order.
 
-        The caller first sets the parameters' data to these rows, and calls :meth:`release` after restoring all rows.
+        Before the call, set the parameters' data to these rows. After restoring all rows, call :meth:`release`.
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)
@@ -176,7 +176,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Args:
             features: Features, shape ``(*, in_features)``.
-            target: Labels as in the step's batch, shape ``(*)``; -100 for no label.
+            target: Labels as in the batch of ``training_step``, shape ``(*)``; -100 for no label.
             reduction: Mean or sum over labelled examples, or one value per example.
         """
         check_option("reduction", reduction, Reduction)

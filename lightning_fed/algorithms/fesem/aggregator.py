@@ -135,7 +135,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Maps each centre index to the assigned clients' number of examples; ``None`` stands for no centre."""
+        """Maps each centre index to the assigned clients' number of examples; ``None``: clients without a centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)

@@ -125,7 +125,7 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Assumed malicious updates among ``count``: f minus refused clients, or the maximum if f is ``None``."""
+        """Assumed number of malicious updates among ``count``: f minus refused clients (f = ``None``: maximum)."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least

@@ -94,7 +94,7 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Assumed malicious updates among ``count``: f minus refused clients, or by default just below half."""
+        """Assumed number of malicious updates among ``count``: f minus refused clients, by default just below half."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
