@@ -126,7 +126,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parses a method from a recipe or the command line: ``name[:option=value[:option=value...]]``, with YAML values.
+    """Parses a federated method from a text ``name[:option=value[:option=value...]]``, with YAML values.
 
     Example:
         >>> parse_method("fedprox:mu=1e-2")

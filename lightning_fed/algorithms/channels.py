@@ -87,7 +87,7 @@ class Part:
     """Sums over the round's updates from clients whose bounded numbers have equal binary exponents.
 
     Two parts can be merged, in any order. The rule excludes whole parts, because one client cannot be removed from a
-    sum. ``means`` maps a channel to its mean; ``sums`` maps an entry to a further sum with a method ``merge``.
+    sum. ``means`` maps a channel to its mean; ``sums`` maps an entry to a further sum with a Python method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)

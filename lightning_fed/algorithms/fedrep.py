@@ -128,10 +128,10 @@ class FedRep(Method):
 
     Args:
         head: Personal entries: name pattern (``"head.*"``), module type, or several; ``"auto"`` finds the classifier.
-        head_epochs: Epochs per visit for the head, at least 1; by default 10, or the rest of
-            ``local_epochs``.
-        body_epochs: Epochs per visit for the body, possibly 0; by default 1, or the rest of
-            ``local_epochs``.
+        head_epochs: Epochs per visit for the head, at least 1; by default 10, or if ``local_epochs`` is given,
+            the remaining epochs.
+        body_epochs: Epochs per visit for the body, possibly 0; by default 1, or if ``local_epochs`` is given, the
+            remaining epochs.
         local_epochs: Sum of ``head_epochs`` and ``body_epochs``; may be omitted if both are given.
         aggregator: Federated method for the body, by name or as an object.
 

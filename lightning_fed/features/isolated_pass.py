@@ -180,7 +180,7 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Name of a step that runs the module without updating parameters, or ``None``."""
+    """Name of a Python method (``training_step``, ...) that runs the module without an optimizer step, or ``None``."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None

@@ -217,7 +217,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses unsupported settings, draws the key, and in a federation computes the noise for ``epsilon``."""
+        """Refuses unsupported settings, draws a secret key, and in a federation computes the noise for ``epsilon``."""
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
@@ -291,7 +291,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         self._round_accounts = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Adds the steps of the round to the accounts, logs epsilon, and stops the fit if the budget is exhausted."""
+        """Adds the round's noised steps to the privacy accounts. Logs epsilon. Stops the fit if no budget is left."""
         self._add_round()
         federation = federation_of(trainer)
         assert federation is not None
@@ -307,7 +307,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Adds a noised step to the account. Checks the loss on the first batch with several examples."""
+        """Adds a noised step to the privacy account. Checks the loss on the first batch with several examples."""
         visit = self._visit
         if visit is None:
             return

@@ -25,7 +25,7 @@ _CLIENT_HOOKS = (
 
 
 def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
-    """Returns the datamodule or module with the ``train_dataloader``. Refuses loaders passed to ``fit``."""
+    """Returns the datamodule or module with the method ``train_dataloader``. Refuses loaders passed to ``fit``."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner

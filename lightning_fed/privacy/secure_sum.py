@@ -166,7 +166,7 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns an update's tensors to be summed, including the weight. Raises ``BadUpdate`` for other extras."""
+        """Returns an update's tensors to be summed, including the weight. Raises ``BadUpdate`` for other tensors."""
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -179,7 +179,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Decodes a sum, and returns the mean as one update. Raises ``BadUpdates`` for an impossible total weight."""
+        """Decodes summed updates to a mean, as one update. Raises ``BadUpdates`` for an impossible total weight."""
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])

@@ -78,7 +78,7 @@ class Order(ABC):
 
     @abstractmethod
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns a round's arrivals, in order."""
+        """Returns a round's updates, sorted by arrival."""
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:

@@ -159,7 +159,7 @@ class AsynchronousRule(AveragingAggregator):
         self._versions = {version: model for version, model in versions.items() if version in needed}
 
     def _move(self, state: State, start: State, factor: float) -> State:
-        """Moves the current model by ``factor`` times the client's change, in float64; statistics stay in range."""
+        """Moves the current model by ``factor`` times the client's change, in float64; statistics stay valid."""
         moved = dict(state)
         trained = trained_entries(self._info, state)
         reference = {**self._state, **{name: self.reference(start)[name] for name in trained}}

@@ -65,7 +65,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Maps N model states to points, shape ``(N, N)``, float64, with distances equal to distances in ``names``."""
+    """Maps N model states to points, shape ``(N, N)``, float64, with the distances of the entries ``names``."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]
