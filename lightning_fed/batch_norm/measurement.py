@@ -292,7 +292,7 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation. Returns new BatchNorm statistics for the caller to store, or ``None``.
+    """Loads a client's model for evaluation. Returns newly measured BatchNorm statistics (not yet stored), or ``None``.
 
     ``measure_round`` is the round of the global model in ``state``. A client whose statistics are from another round
     measures again. With ``None`` no client measures. The result is empty, with one warning in the log, if the client
@@ -330,7 +330,7 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
     Args:
         module: Any module with BatchNorm layers.
         batches: The data, such as a ``DataLoader``.
-        inputs: The inputs in a batch: an index, a key, or a function of the batch; ``None``: the first.
+        inputs: The inputs in a batch: an index, a key, or a function of the batch; by default the first element.
 
     Returns:
         The copy, in evaluation mode.
@@ -438,9 +438,9 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's data, and returns tensors by name.
+    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's data, normalised with batch statistics.
 
-    The layers normalise with batch statistics. The caller reloads the module. See :meth:`InputStatistics.as_extras`.
+    Changes the module's buffers, which must be loaded again. Returns :meth:`InputStatistics.as_extras`.
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():
@@ -461,7 +461,7 @@ def measure_statistics(
     load: Callable[[Visit], None],
     clock: VisitClock | None = None,
 ) -> list[tuple[Client, State]]:
-    """Measures BatchNorm inputs in one pass over each client's data, with the time limit ``clock``. Returns reports.
+    """Measures BatchNorm inputs in one pass over each client's data, with the time limit ``clock``, for pooling.
 
     Clients that cannot measure are excluded, with a log line. Afterwards the module contains the last client's model.
     """

@@ -53,7 +53,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Returns each used layer's mean and biased variance, ``(channels,)``, and position count, ``()``, by name."""
+        """Returns each used layer's mean and biased variance, ``(channels,)``, and number of positions, by name."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -104,10 +104,10 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits the position counts in client reports, in proportion to the clients' (limited) numbers of examples.
+    """Limits the numbers of positions in client reports, in proportion to the clients' (limited) numbers of examples.
 
     The limit is the median number of positions per example. The client with the largest ratio of limited to reported
-    examples keeps the original count.
+    examples keeps the original number.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.
@@ -230,8 +230,8 @@ def recalibrate_batch_norm(
     Args:
         module: Module, changed in place. Called with the inputs of each batch.
         batches: Batches, such as a ``DataLoader``. Batches are moved to the module's device.
-        inputs: Index, key or function for the inputs; ``None`` for the first element or a key such as ``"image"``.
-        run: Function that runs the module on a batch; ``None`` for ``forward`` with the inputs.
+        inputs: Index, key or function for the inputs; by default the first element or a key such as ``"image"``.
+        run: Function that runs the module on a batch; by default ``forward`` with the inputs.
 
     Raises:
         ValueError: If there are no batches, a batch has no inputs or a single example, or the measured statistics are

@@ -28,7 +28,7 @@ class UnseenStatistics:
 
     Args:
         module: The module. Its hooks remain until :meth:`remove` or the end of a ``with`` block.
-        layers: Names of BatchNorm layers; ``None`` for all BatchNorm layers.
+        layers: Names of BatchNorm layers; by default all BatchNorm layers.
 
     Attributes:
         is_active: Whether to use batch statistics instead of running statistics.

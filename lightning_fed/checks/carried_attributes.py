@@ -160,7 +160,7 @@ class CarriedAttributes:
         return not (isinstance(owner, nn.Module) and _is_width(owner, attribute))
 
     def end_round(self, round: int) -> None:
-        """Logs attributes with values from earlier visits. Refuses these in optimizers, schedulers and callbacks."""
+        """Logs attributes with values from earlier visits. In optimizers, schedulers and callbacks, raises an error."""
         self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
@@ -228,7 +228,7 @@ class CarriedAttributes:
         return "; ".join(dict.fromkeys(advice))
 
     def stop(self) -> None:
-        """Stops the search: removes descriptors from classes, and overrides from metrics and callbacks."""
+        """Stops the search: removes descriptors from classes, and method overrides from metrics and callbacks."""
         for method in reversed(self._methods):
             method.restore()
         self._methods.clear()

@@ -110,7 +110,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Freezes the buffers ``unset`` (:func:`unset_buffers`), logs the names, and returns all entries' policies."""
+    """Freezes the buffers ``unset`` (from :func:`unset_buffers`), logs the names, and returns all entries' policies."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -187,7 +187,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Disables ``requires_grad`` for frozen parameters, and returns these parameters so that the caller can restore."""
+    """Disables ``requires_grad`` for frozen parameters. Returns these parameters, to enable ``requires_grad`` again."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

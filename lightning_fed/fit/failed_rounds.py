@@ -44,7 +44,7 @@ class FailedRounds:
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Records a round as failed or successful. ``errors`` are the exceptions of failed clients in this process.
+        """Counts a round as failed or successful. ``errors`` are the exceptions of failed clients in this process.
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions

@@ -53,7 +53,7 @@ class RoundProgress:
         self._is_cut = False
 
     def start_round(self, trainer: L.Trainer) -> None:
-        """Records Lightning's counts of epochs, batches and steps, before the round's first batch."""
+        """Remembers Lightning's counts of epochs, batches and steps, before the round's first batch."""
         self._first_step = trainer.global_step
         self._correct = partial(
             restart_epoch,
@@ -108,7 +108,7 @@ class RemoteSide(ABC):
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the round's clients for this process. ``drawn()`` draws the whole cohort from the schedule."""
+        """Returns the round's clients for this process. ``drawn()`` draws the whole cohort of clients."""
         return drawn()
 
     @abstractmethod
@@ -174,10 +174,10 @@ class FederatedFit:
         decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
         num_measured: Number of rounds with reported statistics.
         reports: Newest BatchNorm report by client, from rounds with too few reports for the decision.
-        model_round: Index of the last round with a new global model; -1 for no round.
+        model_round: Index of the last round with a new global model; -1 before such a round.
         fastest: Choice of ``visits="fastest"``: clients at once (0 before the choice), and the measured gain.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: The client whose BatchNorm statistics are in the module, outside visits; ``None`` for no client.
+        served_client: The client whose BatchNorm statistics are in the module, outside visits, or ``None``.
     """
 
     trainer: L.Trainer
@@ -259,12 +259,12 @@ class FederatedFit:
 
     @property
     def unseen(self) -> str:
-        """BatchNorm statistics for data that belong to no client (``LocalStatistics.unseen``); empty if shared."""
+        """Option ``LocalStatistics.unseen``, for data that belong to no client; empty for shared statistics."""
         return "" if self.own_statistics is None else self.own_statistics.unseen
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model for the clients' BatchNorm measurements; ``None`` without measurements."""
+        """Round of the global model with which clients measure BatchNorm; ``None`` if clients do not measure."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property
@@ -314,7 +314,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies for entries without a policy. Returns ``True`` if the module had such entries."""
+        """Determines the policies of entries without a policy. Returns ``True`` if the module had such entries."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
@@ -343,7 +343,7 @@ class FederatedFit:
             self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
 
     def record_warning(self, subject: str) -> bool:
-        """Records a warning about ``subject``. Returns ``True`` only for the first such warning in the fit."""
+        """Remembers a warning about ``subject``. Returns ``True`` only for the first such warning in the fit."""
         is_first = subject not in self.warned
         self.warned.add(subject)
         return is_first

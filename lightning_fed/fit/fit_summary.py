@@ -81,7 +81,7 @@ def describe_end(
 ) -> str:
     """Formats a fit's results as a table: ``totals`` (:attr:`RoundLog.totals`), duration, and last logged values.
 
-    With ``recalibrates``, clients receive each new model twice, to measure BatchNorm's statistics.
+    If ``recalibrates``, clients receive each new model twice, to measure BatchNorm's statistics.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
@@ -111,7 +111,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Maps titles (for the best checkpoint with score and round) to the paths of a fit's logs and checkpoints."""
+    """Maps titles to paths of a fit's logs and checkpoints. The best checkpoint's title contains score and round."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

@@ -69,7 +69,7 @@ class VisitsAtOnce(ABC):
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Plans simultaneous visits before the first round. Returns ``None``, with a log line, if not possible.
+        """Plans simultaneous visits before the first round. If not possible, logs the reason and returns ``None``.
 
         The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`. ``fit.module`` contains the global model.
         """
@@ -84,8 +84,8 @@ class Faults:
         max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
             ends with an error. A round in which all clients raise the same error ends the fit at once. A fit without
             any successful round ends with an error. With ``None`` the fit continues after any failure.
-        visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; ``None`` for
-            no limit. Requires Unix, and a fit in the main thread.
+        visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; by default no
+            limit. Requires Unix, and a fit in the main thread.
 
     Example:
         >>> from lightning_fed import Federation

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 class RoundLog:
     """Writes a round's values to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
 
-    The step is the number of batches so far, as for Lightning's own values, and ``epoch`` is the round. The logging
+    The logged step is the number of batches so far, as for Lightning's values, and ``epoch`` is the round. The logging
     guide defines the values: ``fed/clients``, ``fed/stragglers``, ``fed/dropped``, ``fed/failed``, ``fed/num_samples``,
     ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
     ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
@@ -84,8 +84,8 @@ class RoundLog:
     ) -> None:
         """Logs a round, given the server's report and the shared entries ``before`` and ``after`` the round.
 
-        ``measured`` contains the aggregator's metrics by name; ``parameters`` names the trained entries. With
-        ``is_private`` only ``measured`` is logged.
+        ``measured`` contains the aggregator's metrics by name; ``parameters`` names the trained entries. If
+        ``is_private``, only ``measured`` is logged.
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # without totals, which the summary would publish

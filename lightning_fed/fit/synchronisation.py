@@ -32,7 +32,7 @@ class RoundSynchronisation:
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges the updates and reports of all processes, after the last visit.
 
-        With ``is_cut`` (the fit ended in this process before the round's last visit), all processes raise an error.
+        If ``is_cut`` (the fit ended in this process before the round's last visit), all processes raise an error.
         """
 
     def check_state(self, local: LocalModel) -> None:

@@ -85,7 +85,7 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings unsuitable for the lengths of a round's visits, such as gradient accumulation.
+    """Refuses Trainer settings unsuitable for the number of batches in visits, such as gradient accumulation.
 
     The only client of a federation trains as in a plain fit, with nearly any setting.
     """
@@ -206,7 +206,7 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
-    """Returns the obstacle to fused visits; ``None`` if fused visits are possible."""
+    """Describes the obstacle to fused visits; ``None`` if fused visits are possible."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {

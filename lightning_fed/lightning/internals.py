@@ -109,7 +109,7 @@ def datamodule_of(trainer: L.Trainer) -> Any:
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
     """Returns the training and validation data passed to ``fit``; ``None`` for missing data.
 
-    The fit loop and the validation loop store loaders, or an object with loader hooks, in a data source.
+    The fit loop and the validation loop store dataloaders, or an object with dataloader hooks, in a data source.
     """
     sources = (getattr(loop, "_data_source", None) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop))
     data = [getattr(source, "instance", None) for source in sources]
@@ -150,7 +150,7 @@ def is_validating(trainer: L.Trainer) -> bool:
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Sets the Trainer's stage (``"validation"``, ``"test"`` or a previous stage). Returns the previous stage.
+    """Sets the Trainer's stage (``"validation"``, ``"test"`` or a value returned before). Returns the previous stage.
 
     The attribute is ``stage`` in the Trainer's state.
     """
@@ -161,7 +161,7 @@ def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
 
 
 def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
-    """Sets the number of epochs between reloads of the training loader. Returns the previous number.
+    """Sets the number of epochs between reloads of the training dataloader. Returns the previous number.
 
     The Trainer reads ``reload_dataloaders_every_n_epochs`` at the start of every epoch.
     """
@@ -173,7 +173,7 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
     """Sets the time of the last validation to ``seconds``, unless ``None``. Returns the previous time.
 
-    If ``val_check_interval`` is a duration, Lightning resets this time whenever a loader is requested.
+    If ``val_check_interval`` is a duration, Lightning resets this time whenever a dataloader is requested.
     """
     before: float | None = getattr(trainer, "_last_val_time", None)
     if seconds is not None:
@@ -182,7 +182,7 @@ def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float
 
 
 def loader_to_overfit(loader: Any) -> Any:
-    """Returns training loaders without shuffling, as Lightning with ``overfit_batches`` does."""
+    """Returns training dataloaders without shuffling, as Lightning with ``overfit_batches`` does."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     _resolve_overfit_batches(combined, RunningStage.TRAINING)
@@ -190,7 +190,7 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
-    """Returns loaders with distributed samplers, as Lightning does for a plain fit in several processes."""
+    """Returns dataloaders with distributed samplers, as Lightning does for a plain fit in several processes."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     stage = TrainerFn.FITTING, RunningStage.TRAINING
@@ -199,7 +199,7 @@ def distribute_loader(trainer: L.Trainer, loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Runs Lightning's warning about loaders with few workers, as in a plain fit."""
+    """Runs Lightning's warning about dataloaders with few worker processes, as in a plain fit."""
     for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
         _worker_check(trainer, part, "train_dataloader")
 
@@ -243,7 +243,7 @@ def end_with_batch(trainer: L.Trainer) -> None:
 
 
 def batches_in_epoch(trainer: L.Trainer) -> int:
-    """Number of batches started in the epoch. Directly after a resume: number of batches before the checkpoint."""
+    """Number of batches started in the epoch. Directly after a resume, the number of batches before the checkpoint."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
@@ -353,7 +353,7 @@ def move_log_position(trainer: L.Trainer, count: int) -> None:
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Makes Lightning step only the schedulers ``configs``. Lightning reads the strategy's list at every step."""
+    """Makes Lightning step only the schedulers in ``configs``. Lightning reads the strategy's list at every step."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 
@@ -366,7 +366,7 @@ def loss_scaler(trainer: L.Trainer) -> Any:
 
 
 def loss_scaler_key(trainer: L.Trainer) -> str:
-    """Returns the checkpoint key of :func:`loss_scaler`'s state: the name of the plugin's class."""
+    """Returns the key of :func:`loss_scaler`'s state in the checkpoint dictionary: the plugin's class name."""
     return type(trainer.precision_plugin).__qualname__
 
 

@@ -47,7 +47,7 @@ class Report(L.Callback):
     clients. Checkpoints contain the logged values, so the report of a resumed fit starts with the first round.
 
     Args:
-        path: Path of the file; ``None`` for ``report.html`` next to the Trainer's logs.
+        path: Path of the file; by default ``report.html`` next to the Trainer's logs.
 
     Raises:
         MisconfigurationException: In ``fit``, if the Trainer has no federation.

@@ -33,7 +33,7 @@ _CLASS_IOU = re.compile(r".*iou/(?P<name>.+)")
 
 @dataclass
 class ClientRow:
-    """Report row for a client: numbers of visits and failures, and for each name the first and last (round, value)."""
+    """Table row for a client: numbers of visits and failures, and by logged name the first and last (round, value)."""
 
     name: str
     visits: int = 0
@@ -84,7 +84,7 @@ class FitResults:
 
 
 def render_page(results: FitResults) -> str:
-    r"""Builds the page. All names and texts are escaped.
+    r"""Builds the HTML page from a fit's results. All names and texts are escaped.
 
     Example:
         >>> page = render_page(FitResults("FedAvg", {"seed": "0"}, {0: {"val_acc": 0.5}}))
@@ -180,7 +180,7 @@ def _round_cells(round: int, values: Mapping[str, float], names: Sequence[str]) 
 
 
 def _client_cells(results: FitResults) -> list[dict[str, Any]]:
-    """Builds the clients' rows, worst score first. Clients without a score are last."""
+    """Builds the rows in the table of clients, worst score first. Clients without a score are last."""
     is_higher = results.higher_is_better.get(results.score, True)
     rows: list[dict[str, Any]] = []
     for client in results.clients:

@@ -1,4 +1,4 @@
-"""Tables and the forest plot of a study, from the sites' sums."""
+"""Tables and the forest plot of a study, from the sites' sums over cases."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Creates a study from :func:`~lightning_fed.compare.run_comparison`'s results; ``megabytes``: sent by model."""
+    """Creates a study from :func:`~lightning_fed.compare.run_comparison`'s results. ``megabytes``: traffic by model."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:
@@ -130,7 +130,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
 
 
 def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
-    """Mean gain over all sites with a known variance, by random effects. For a single site, the site's gain."""
+    """Mean gain over all sites with a known variance, by a random-effects model. For a single site, the site's gain."""
     used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
     gains = [row.gain for row in used if row.gain is not None]
     if not gains:

@@ -70,7 +70,7 @@ class SiteScores(AskableCallback):
     Args:
         metric: Name of a logged value: ``"val_acc"``, or ``"test_acc"`` for test data.
         stage: ``"validation"`` or ``"test"``.
-        patient: Key for the patients in a dictionary batch; ``None`` if all cases are independent.
+        patient: Key of the patient names in a dictionary batch; ``None`` if all cases are independent.
 
     Attributes:
         scores: For each site: the fingerprints of the cases (``cases``), ``patients``, and ``scores``; for an area
@@ -104,7 +104,7 @@ class SiteScores(AskableCallback):
         write_text_atomically(path, json.dumps(self.state()))
 
     def load(self, path: Path) -> bool:
-        """Loads saved scores. Returns false if the file is missing, or has another metric, stage or patient key."""
+        """Loads scores from a file. Returns false if the file is missing, or was saved with other arguments."""
         saved = json.loads(path.read_text()) if path.exists() else {}
         if saved | {"scores": self.scores} != self.state():
             return False
@@ -264,9 +264,9 @@ def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str
 def bootstrap(
     module: L.LightningModule, client: Client, key: str, groups: Sequence[Sequence[MetricStates]]
 ) -> list[float]:
-    """Computes the metric ``key`` for bootstrap replicates of a site's cases, drawn equally for all models.
+    """Computes a metric (named ``key``) for bootstrap replicates of a site's cases, drawn equally for all models.
 
-    ``groups`` has a list of states for each independent case or patient.
+    ``groups`` has a list of metric states for each independent case or patient.
     """
     with isolated_pass(module):
         metrics = named_metrics(module)

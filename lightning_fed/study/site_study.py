@@ -54,7 +54,7 @@ class SiteStudy(AskableCallback):
         metric: Name of a logged value: ``"test_acc"``, or ``"val_acc"`` for validation data.
         folder: Folder for the study's files, the same folder in all fits of the study.
         stage: ``"test"`` or ``"validation"``.
-        patient: Key for the patients in a dictionary batch; ``None`` if all cases are independent.
+        patient: Key for patient names in a dictionary batch; ``None`` if all cases are independent.
         min_support: Smallest number of cases for an answer, set at the site; see :func:`answer_site`.
 
     Raises:
@@ -201,7 +201,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
-    """Reads a site's sums. Raises ``BadUpdate`` for other names or lists. A site with few cases sends no sums."""
+    """Reads a site's sums. Raises ``BadUpdate`` for wrong names or lengths. A site with few cases sends no sums."""
     answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
     parts = ["all", *map(str, seeds)]
     if not update.extras:
