@@ -48,7 +48,7 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names of a folder's files durable, on systems with such a call."""
+    """Writes a folder's file names to disk (``fsync``), on systems with this call."""
     with suppress(OSError):  # Windows and some network file systems
         descriptor = os.open(folder, os.O_RDONLY)
         try:

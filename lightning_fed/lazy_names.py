@@ -42,7 +42,7 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
     """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
     ``package`` and ``door`` are ``__name__`` and ``__file__`` of the package. ``__init__.pyi`` lists the names. A name
-    without ``as`` is only for features in this package, and not public.
+    imported there without ``as`` is only for features in this package, and not public.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""``lightning-fed methods``: lists the methods with costs and options."""
+"""``lightning-fed methods``: lists the federated methods with costs and options."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Ends ``round``: keeps new tensors of ``clients`` (with valid updates), and removes all other new tensors."""
+        """Ends ``round``: keeps new tensors of ``clients`` (with valid updates), and deletes all other new tensors."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
@@ -60,11 +60,11 @@ class ClientStore(ABC):
         """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Returns the changes of ``round`` in this process in picklable form, for :meth:`join` in other processes."""
+        """Returns the tensors stored by this process in ``round``, for :meth:`join` in other processes."""
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Adds the changes of another process. ``share`` is the result of :meth:`share` in the other process."""
+        """Adds the tensors stored by another process: ``share`` is the return value of :meth:`share`."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:

@@ -146,7 +146,7 @@ class LocalModel:
     ) -> None:
         """Loads a client's model: shared entries from ``state``, personal entries from the store (or ``stored``).
 
-        With ``trains`` the model is for training or measurement, with copies of sliced entries. Otherwise the model is
+        If ``trains``, the model is for training or measurement, with copies of sliced entries. Otherwise the model is
         for evaluation: the stored BatchNorm statistics (or ``statistics``), and entries of a separate model in the
         client's memory (``OWN_MODEL``), replace the shared entries.
         """
@@ -281,7 +281,7 @@ def memory_of(stored: State) -> State:
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes, as a change in ``round``, a client's stored callback tensors whose names start with ``prefix``."""
+    """Deletes a client's stored callback tensors whose names start with ``prefix``, as a change made in ``round``."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)

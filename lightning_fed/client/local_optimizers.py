@@ -88,7 +88,7 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Records the schedulers' state for visit index ``position``. Returns packed buffers in ``"keep"`` mode."""
+        """Stores the schedulers' state for visit index ``position``. Returns packed buffers in ``"keep"`` mode."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
@@ -152,7 +152,7 @@ class LocalOptimizers:
         ]
 
     def capture(self, buffers: bool = True) -> dict[str, Any]:
-        """Copies hyper-parameters, scheduler states and loss scale, and with ``buffers`` the optimizers' buffers."""
+        """Copies hyper-parameters, scheduler states and loss scale; if ``buffers``, also the optimizers' buffers."""
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy_tree(scheduler.state_dict()) for scheduler in self.step_schedulers],

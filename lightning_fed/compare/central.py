@@ -79,7 +79,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """Loader with one epoch per round. An epoch consists of consecutive batches from passes over the wrapped loader."""
+    """Dataloader with one epoch per round. An epoch has consecutive batches from passes over the wrapped dataloader."""
 
     # Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
 
@@ -127,7 +127,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(RevertingCallback):
-    """Replaces the training loader in a fit by :class:`_Rounds`, and freezes the recipe's frozen entries."""
+    """Replaces the training dataloader in a fit by :class:`_Rounds`, and freezes the recipe's frozen entries."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

@@ -39,17 +39,17 @@ class Plan:
         recipe: The recipe's path.
         methods: The methods.
         seeds: The seeds.
-        stragglers: Fractions of stragglers; ``None`` for the fraction in the recipe.
+        stragglers: Fractions of stragglers; by default the fraction in the recipe.
         out: Folder for the results.
-        monitor: Name of the compared metric; ``None`` for the metric in the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` or ``"min"``; ``None`` for the mode in the recipe's ``ModelCheckpoint``, or else a guess from
+        monitor: Name of the compared metric; by default the metric in the recipe's ``ModelCheckpoint``.
+        mode: ``"max"`` or ``"min"``; by default the mode in the recipe's ``ModelCheckpoint``, or else a guess from
             the metric's name.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` is replaced by the run's seed.
-        minutes: Time limit. A round begins only if a round with the longest duration so far would end in time. ``None``
-            for no limit.
-        sites: Data with a score for every case (``"validation"`` or ``"test"``); ``None`` for no scores by case.
-        patient: Key for the patients in a batch, see :class:`~lightning_fed.study.SiteScores`.
+        minutes: Time limit, by default none. A round begins only if a round with the longest duration so far would end
+            in time.
+        sites: Data with a score for every case (``"validation"`` or ``"test"``); if ``None``, no case has a score.
+        patient: Key of patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
     Raises:
         ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.

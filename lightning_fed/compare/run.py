@@ -63,7 +63,7 @@ class Run:
 
 
 class RoundCurve(Callback):
-    """Records every round's values and training time, and calls ``on_round`` with both. Stops at the deadline."""
+    """Stores every round's values and training time, and calls ``on_round`` with both. Stops at the deadline."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.

@@ -1,4 +1,4 @@
-"""Client data: partitions of data sets, client populations, and the loader for rounds."""
+"""Client data: partitions of data sets, client populations, and the dataloader for rounds."""
 
 from lightning_fed.lazy_names import attach_names as _attach_names
 

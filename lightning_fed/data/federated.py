@@ -39,8 +39,8 @@ class EvaluationData(L.LightningDataModule):
         val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
             loader or a list of loaders.
         test: Test data, in the same formats.
-        known_clients: Function that returns the clients. A mapping none of whose keys is a client contains named
-            loaders.
+        known_clients: Function that returns the client names. A mapping in which no key is a client contains named
+            dataloaders.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EvaluationData(L.LightningDataModule):
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
-        """Returns the validation loaders. For a mapping by client, one loader chains all clients' loaders."""
+        """Returns the validation dataloaders. For a mapping by client, one dataloader chains the clients' data."""
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
@@ -70,7 +70,7 @@ class EvaluationData(L.LightningDataModule):
         return self._is_of_clients(data) and bool(data)  # a loader may have no length
 
     def val_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Maps clients to validation loaders, created on access; empty unless ``val`` is a mapping by client."""
+        """Maps clients to validation dataloaders, created on access; empty unless ``val`` is a mapping by client."""
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
     def test_clients(self) -> Mapping[Client, Iterable[Any]]:
@@ -123,7 +123,7 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule for a training loader, which a partition splits into clients, and for validation loaders.
+    """Datamodule for a training dataloader, which a partition splits into clients, and for validation data.
 
     Args:
         train: The training loader.
@@ -224,7 +224,7 @@ class FederatedDataModule(EvaluationData):
         )
 
     def train_dataloader(self) -> Iterable[Any]:
-        """Returns a loader over the pooled data of all clients, for a plain ``L.Trainer``."""
+        """Returns a dataloader over the pooled data of all clients, for a plain ``L.Trainer``."""
         keys = client_keys(self.clients)
         clients = [self.clients[key] for key in keys]
         if all(isinstance(client, Dataset) for client in clients):
@@ -277,7 +277,7 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Iterates over one loader after another. `client` is the last batch's client, or ``None`` without clients.
+    """Iterates over one dataloader after another. `client` is the last batch's client, or ``None`` without clients.
 
     After an exception the client's remaining batches are skipped.
 
@@ -320,7 +320,7 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copies a loader with persistent workers, because a second iterator over the same loader would end the first."""
+    """Copies a dataloader with persistent workers, because a second iterator on one dataloader would end the first."""
     if isinstance(loader, ChainedLoaders):
         return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
     if not getattr(loader, "persistent_workers", False):
@@ -331,7 +331,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """Converts a client's evaluation data (one or several loaders) to a list of loaders.
+    """Converts a client's evaluation data (one or several dataloaders) to a list of dataloaders.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))

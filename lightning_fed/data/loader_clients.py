@@ -1,4 +1,4 @@
-"""Clients with one loader per client, read one after another in a round."""
+"""Clients with one dataloader per client, read one after another in a round."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class LoaderClients(Population):
             _end_workers(loader)
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Length of the client's loader, limited by ``overfit_batches`` except in an isolated pass."""
+        """Length of the client's dataloader, limited by ``overfit_batches`` except in an isolated pass."""
         length = sized_len(self._loader(client))
         return length if isolated else self.batches_to_overfit(length)
 
@@ -114,7 +114,7 @@ class LoaderClients(Population):
         return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass over the loader returns every example, without dropped or randomly drawn examples."""
+        """True if a pass over the dataloader returns every example, without dropped or randomly drawn examples."""
         return self._gives_all(self._loader(client))
 
     def _gives_all(self, loader: Any) -> bool:
@@ -239,7 +239,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Index of the loader that ends the pass: the shortest loader with ``"min_size"``, otherwise the longest."""
+        """Index of the dataloader that ends the pass: for mode ``"min_size"`` the shortest, otherwise the longest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
@@ -256,12 +256,12 @@ def inside(container: Any) -> Iterable[Any]:
 
 
 def has_loader(loaders: Any) -> bool:
-    """True if nested mappings and sequences contain a loader."""
+    """True if nested mappings and sequences contain a dataloader."""
     return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, inside(loaders)))
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses an array, a data set or a table as a client's loader."""
+    """Refuses an array, a data set or a table as a client's dataloader."""
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
     # A list may contain batches of equal type and shape.
@@ -287,7 +287,7 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context with seeded random generators of a loader; the earlier states are restored afterwards.
+    """Context with seeded random generators of a dataloader; the earlier states are restored afterwards.
 
     Raises:
         ValueError: If the loader has persistent workers, because the workers' random state belongs to training.
@@ -303,7 +303,7 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Returns the samplers of a loader, including nested samplers."""
+    """Returns the samplers of a dataloader, including nested samplers."""
     samplers: dict[int, Any] = {}
     waiting = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     while waiting:
@@ -322,14 +322,14 @@ def set_epoch(samplers: list[Any], epoch: int) -> None:
 
 
 def own_generators(owners: list[Any]) -> list[torch.Generator]:
-    """Returns the random generators in the attribute ``generator`` of loaders and samplers (``owners``)."""
+    """Returns the random generators in the attribute ``generator`` of dataloaders and samplers (``owners``)."""
     generators = [getattr(owner, "generator", None) for owner in owners]
     return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the generators of loaders and samplers (``owners``), and restores the states afterwards."""
+    """Context that seeds the generators of dataloaders and samplers (``owners``), and finally restores the states."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

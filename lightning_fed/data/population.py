@@ -35,7 +35,7 @@ class PlannedVisit:
         visit: The visit as scheduled.
         num_samples: Number of the client's examples.
         num_batches: Number of batches in the visit; for a loader without length, the maximum number.
-        fault: Reason why the visit failed; ``None`` for no failure.
+        fault: Reason why the visit failed; ``None`` without a failure.
         position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
@@ -84,22 +84,22 @@ class Population(ABC):
     """All clients and the clients' data.
 
     Args:
-        clients: The client keys in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
+        clients: The client names in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
         has_raised: Whether a traceback for an error in client data was already logged.
-        sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; ``None`` for
-            passes over all examples.
+        sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; if ``None``,
+            a visit passes over all examples.
         local_steps: Number of batches in a visit, also for loaders without length; ``None`` for whole passes.
         local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
         round: Current round. A sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` in every round.
         overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
             pass, without shuffling; 0 for all batches.
-        split_loader: The user's loader, if a partition splits the data set; ``None`` for clients with separate data.
+        split_loader: The user's dataloader, if a partition splits the data set; ``None`` if clients have separate data.
 
     Raises:
         ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.
-        TypeError: If a client's key is neither a str nor an int.
+        TypeError: If a client's name is neither a str nor an int.
     """
 
     has_raised = False
@@ -160,7 +160,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Limits a pass with ``per_epoch`` batches to ``overfit_batches`` batches; ``None`` for an unknown number."""
+        """Limits a pass with ``per_epoch`` batches to ``overfit_batches`` batches. ``None``: unknown number."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):
@@ -294,8 +294,8 @@ class LazyClients(Mapping[Client, Any]):
     """A mapping that builds client data on every access, for huge populations.
 
     Args:
-        clients: The client keys; a ``range`` of any length needs no memory.
-        build: Function from a client key to the client's data set or loader.
+        clients: The client names; a ``range`` of any length needs no memory.
+        build: Function from a client's name to the client's data set or dataloader.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -324,12 +324,12 @@ class LazyClients(Mapping[Client, Any]):
 
 
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
-    """Returns the keys of a mapping as a sorted sequence, so that the order of insertion does not matter.
+    """Returns the client names in a mapping, sorted, so that the order of insertion does not matter.
 
-    The keys of :class:`LazyClients` keep their order and are not copied. NumPy integers become Python integers.
+    The names in :class:`LazyClients` keep their order and are not copied. NumPy integers become Python integers.
 
     Raises:
-        TypeError: If a key is neither a str nor an int.
+        TypeError: If a name is neither a str nor an int.
         ValueError: If a name is longer than :data:`LONGEST_NAME`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Loader for one round, which Lightning reads as one epoch."""
+"""Dataloader for one round, which Lightning reads as one epoch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RoundLoader:
             yield None
 
     def seed(self, group: Sequence[PlannedVisit]) -> None:
-        """Seeds the generators for a visit, before the first fetch, because the data set may augment."""
+        """Seeds the random generators for a visit, before the first fetch, because the data set may augment."""
         seed_everything(group[0].visit.seed)
 
     def open_stream(self) -> Iterator[VisitBatch]:

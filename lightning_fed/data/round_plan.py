@@ -40,7 +40,7 @@ class PlannedRound:
     num_clients: int = 0  # in this process
 
     def record_failure(self, population: Population, client: Client, item: VisitBatch) -> str:
-        """Returns the reason for a client's failure from the error in ``item``. Logs the first such error in a fit."""
+        """Returns the reason for a client's failure, from the error in ``item``. Logs the first such error in a fit."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")

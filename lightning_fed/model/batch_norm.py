@@ -38,5 +38,5 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def find_measurement(module: nn.Module) -> ModuleType | None:
-    """Loads ``batch_norm.measurement``, the feature for BatchNorm's running statistics, if a module has such layers."""
+    """Imports ``batch_norm.measurement``, the code for BatchNorm's running statistics, if a module has such layers."""
     return load_feature("lightning_fed.batch_norm.measurement") if batch_norm_layers(module) else None

@@ -1,4 +1,4 @@
-"""Keys and seeds with equal values in all processes."""
+"""Seeds of random generators, and integers derived from client names, with equal values in all processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_fed.messages import Client
 
 
 def client_key(client: Client) -> int:
-    """Stable 64-bit key for a client name. Unlike ``hash``, the key is equal in all processes.
+    """Stable 64-bit integer for a client name. Unlike ``hash``, the integer is equal in all processes.
 
     Example:
         >>> client_key(7) == client_key(7), client_key(7) == client_key("7")
@@ -21,7 +21,7 @@ def client_key(client: Client) -> int:
 
 
 def derive_seed(seed: int, *keys: int) -> int:
-    """Derives a 32-bit seed from ``seed`` and all keys.
+    """Derives a 32-bit seed from ``seed`` and the integers ``keys``.
 
     Example:
         >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)

@@ -1,4 +1,4 @@
-"""Schedule for a fit (cohorts, stragglers, dropouts and seeds): a pure function from seed and round.
+"""Chooses each round's clients (cohort, stragglers, dropouts) and seeds: a pure function from seed and round.
 
 The schedule neither reads nor changes a global generator. Drawing a round takes O(cohort) time, not O(population).
 """
@@ -33,7 +33,7 @@ class Visit:
     """One client's planned local training in a round.
 
     Args:
-        client: The client's key.
+        client: The client's name.
         round: Index of the round, from 0.
         seed: Seed for all random draws in the visit (data order, dropout, ...).
         epochs: Passes over the client's data, if ``steps`` is ``None``.
@@ -71,10 +71,10 @@ class Cohort:
 
 @dataclass(frozen=True)
 class SecretSampling:
-    """Secret sampling of a round's clients: only the key can reproduce the draws.
+    """Secret sampling of a round's clients: only a secret key can reproduce the draws.
 
     Args:
-        key: The key, a 128-bit integer.
+        key: The secret key, a 128-bit integer.
         is_poisson: Whether each client is drawn independently, with probability ``clients_per_round``; otherwise the
             number of clients is fixed.
     """
@@ -118,14 +118,14 @@ class Schedule:
     drawn client fails to report with probability ``client_dropout``.
 
     Args:
-        seed: Seed of the schedule, not negative.
+        seed: Seed for the draws, not negative.
         clients_per_round: Number of clients (int), or fraction (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
         availability: Settings for stragglers and dropouts.
 
     Attributes:
-        secret: A secret sampling, independent of ``seed``; ``None`` to draw from ``seed``.
+        secret: A secret sampling, independent of ``seed``; if ``None``, clients are drawn from ``seed``.
 
     Example:
         >>> schedule = Schedule(seed=1, clients_per_round=2)
@@ -187,7 +187,7 @@ class Schedule:
         Args:
             round: Index of the round, from 0.
             clients: All clients, in a fixed order. Only the drawn items are read.
-            drawn: Index of an earlier round whose clients are drawn again; ``None`` to draw new clients.
+            drawn: Index of an earlier round whose clients are drawn again; by default, new clients are drawn.
             always: Clients in every cohort, drawn or not, and never stragglers or dropouts.
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)

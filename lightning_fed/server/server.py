@@ -27,7 +27,7 @@ _ALWAYS = -1  # the round of an entry with its initial value
 
 @dataclass
 class RoundReport:
-    """Results of a round.
+    """Server's report on a round.
 
     Args:
         round: Index of the round, from 0.
@@ -66,7 +66,7 @@ class RoundReport:
 
 
 class HeldEntries:
-    """Record of the untrained entries that each client already has, to avoid sending an entry twice.
+    """Untrained entries that each client already has, to avoid sending an entry twice.
 
     All clients start with the initial model. If the server changes an untrained entry, or an entry becomes untrained,
     the next broadcast to each client contains the entry. ``values`` are the untrained entries in the current or last
@@ -118,7 +118,7 @@ class HeldEntries:
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Records that ``clients`` have the model of ``round``. Does nothing while entries have initial values."""
+        """Remembers that ``clients`` have the model of ``round``. Does nothing while entries have initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
@@ -151,7 +151,7 @@ class ServerInterface(ABC):
         report: Report for the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions from updates in this process, without tracebacks.
-        held: Record of the untrained entries that each client already has.
+        held: Untrained entries that each client already has.
     """
 
     def __init__(self, chain: Chain, min_clients: int = 1) -> None:
@@ -191,7 +191,7 @@ class ServerInterface(ABC):
         """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in rule and steps. Called again before updates from several processes are merged."""
+        """Starts the round in rule and update steps. Called again before updates from several processes are merged."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
@@ -262,7 +262,7 @@ class Server(ServerInterface):
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the broadcast for a client, and records the names, shapes and dtypes of a valid update.
+        """Returns the broadcast for a client, and remembers the names, shapes and dtypes of a valid update.
 
         Refuses a request that does not match the model, and a request for rows if the rule does not support rows.
         """

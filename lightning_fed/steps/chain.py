@@ -81,7 +81,7 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Maps each step's name to a text with the step's options, innermost step first."""
+        """Maps each update step's name to a text with the step's options, innermost step first."""
         return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
     def callbacks(self) -> list[Any]:
@@ -120,7 +120,7 @@ class Chain:
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Applies all steps to a trained update. ``memory`` is the steps' state for the client, changed in place."""
+        """Applies all update steps to a trained update. ``memory``: the steps' client state, changed in place."""
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
             step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
