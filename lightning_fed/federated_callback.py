@@ -162,7 +162,7 @@ class FederatedCallback(TrainerCallback):
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Called after a client's model (``None``: the global model) is loaded outside visits, as in evaluation."""
+        """Called after loading a client's model (or if ``client`` is ``None``, the global model) outside visits."""
 
 
 class AskableCallback(FederatedCallback, ABC):

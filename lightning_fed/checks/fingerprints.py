@@ -65,7 +65,7 @@ def fingerprint(
 
 
 def parts(value: Any) -> Any:
-    """Returns a container's elements or an object's attributes; ``None`` for other values."""
+    """Returns a container's elements or an object's attributes, or ``None`` if a value has neither."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):

@@ -29,7 +29,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """Requirement for a package, and the installed version, or ``None`` for a missing package."""
+    """Requirement for a package, and the installed version, or ``None`` if the package is missing."""
 
     requirement: Requirement
     installed: str | None

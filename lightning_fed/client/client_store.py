@@ -68,7 +68,7 @@ class ClientStore(ABC):
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
-    """Creates a store from an argument: a store, a folder path, or ``None`` for memory."""
+    """Creates a store from a store, a folder path, or ``None`` (a store in memory)."""
     if store is None:
         return MemoryStore()
     return store if isinstance(store, ClientStore) else FolderStore(store)

@@ -32,7 +32,7 @@ class Partition(abc.ABC):
         """Returns the indices of each client's samples, by client. Each index occurs at most once."""
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """Returns a picklable function that transforms a client's samples; ``None`` for unchanged samples."""
+        """Returns a picklable function that transforms a client's samples, or ``None`` if samples stay unchanged."""
         return None
 
     def seed_of(self, federation_seed: int) -> int:

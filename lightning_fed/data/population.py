@@ -38,7 +38,7 @@ class PlannedVisit:
         fault: Reason why the visit failed; ``None`` without a failure.
         position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
-        epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
+        epoch_batches: Batches in one pass over the client's data; ``None`` if the data have no length.
         pass_batches: Number of batches in each pass, if a sampler returns passes with different lengths; otherwise
             empty.
         is_over: Whether the client has sent the update before the last batch.
@@ -90,7 +90,7 @@ class Population(ABC):
         has_raised: Whether a traceback for an error in client data was already logged.
         sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; if ``None``,
             a visit passes over all examples.
-        local_steps: Number of batches in a visit, also for loaders without length; ``None`` for whole passes.
+        local_steps: Number of batches in a visit, also if dataloaders have no length; if ``None``, whole passes.
         local_epochs: Number of passes in a visit if ``local_steps`` is ``None``.
         round: Current round. A sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` in every round.
         overfit_batches: The Trainer's option: number or fraction of a client's first batches used for training in every
@@ -235,7 +235,7 @@ def _device_module() -> Any:
 def seeded_generators(seed: int | None = None) -> Iterator[None]:
     """Context with the global generators seeded as in :func:`seed_everything`, and restored afterwards.
 
-    With ``seed=None`` the generators continue from their current states.
+    If ``seed`` is ``None``, the generators continue from their current states.
 
     Example:
         >>> seed_everything(1)

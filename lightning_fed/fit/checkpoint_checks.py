@@ -81,7 +81,7 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
     """Refuses to resume if update steps or privacy callbacks (order, options) differ from the checkpoint.
 
     ``then`` (the checkpoint) and ``now`` (the fit) map an update step's name to a text with the options. ``then`` is
-    ``None`` for a checkpoint without this mapping.
+    ``None`` if the checkpoint lacks this mapping.
     """
     old = "which the checkpoint does not record" if then is None else ", ".join(then.values()) or "none"
     new = ", ".join(now.values()) or "none"

@@ -19,8 +19,8 @@ from lightning_fed.server.schedule import Cohort
 class RoundSynchronisation:
     """Synchronises processes with shares of a round's clients. This base class, for one process, does nothing.
 
-    ``visit_costs`` are durations of earlier visits, used to balance the work, or ``None`` for one process. ``driver``
-    is the class that runs the visits, or ``None`` for :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
+    ``visit_costs`` are durations of earlier visits, used to balance the work, or ``None`` with one process. ``driver``
+    is the class that runs the visits; if ``None``, :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
     visit_costs: VisitCosts | None = None

@@ -107,7 +107,7 @@ def datamodule_of(trainer: L.Trainer) -> Any:
 
 
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
-    """Returns the training and validation data passed to ``fit``; ``None`` for missing data.
+    """Returns the training and validation data passed to ``fit``, each ``None`` if missing.
 
     The fit loop and the validation loop store dataloaders, or an object with dataloader hooks, in a data source.
     """
@@ -358,7 +358,7 @@ def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
 
 
 def loss_scaler(trainer: L.Trainer) -> Any:
-    """Returns the object whose state is the loss scale (the precision plugin); ``None`` for unscaled losses.
+    """Returns the object whose state is the loss scale (the precision plugin); ``None`` if losses are unscaled.
 
     Only precision plugins with loss scaling have a state.
     """

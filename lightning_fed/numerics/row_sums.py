@@ -101,7 +101,7 @@ class RowSums:
 
 
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
-    """Describes the error in ``rows``, the indices of requested rows in ``table``; ``None`` for valid indices."""
+    """Describes the error in ``rows``, the indices of requested rows in ``table``; ``None`` if all are valid."""
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():

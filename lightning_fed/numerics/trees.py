@@ -28,7 +28,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def move_tensors(tree: Any, device: torch.device | None) -> Any:
-    """Moves the tensors in a nested container to a device (``None`` for no move). Other leaves are unchanged.
+    """Moves the tensors in a nested container to a device, unless ``None``. Other leaves are unchanged.
 
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))

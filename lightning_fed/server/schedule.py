@@ -38,7 +38,7 @@ class Visit:
         seed: Seed for all random draws in the visit (data order, dropout, ...).
         epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
-        portion: A straggler's fraction, in (0, 1), of a single epoch; ``None`` for complete epochs.
+        portion: A straggler's fraction, in (0, 1), of a single epoch; ``None`` if all epochs are complete.
         is_straggler: Whether the client does only part of its local work.
     """
 

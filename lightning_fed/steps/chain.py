@@ -33,7 +33,7 @@ class Chain:
     Attributes:
         rule: Aggregation rule.
         steps: Update steps.
-        held: One item per step: the updates collected in this round, or ``None`` for a step that collects no updates.
+        held: One item per step: the updates collected in this round, or ``None`` if the step collects no updates.
 
     Raises:
         ValueError: If steps are incompatible with each other or with the rule.

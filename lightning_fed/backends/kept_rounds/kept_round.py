@@ -143,7 +143,7 @@ def replay_round(
 def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
     """Returns signed JSON text about all stored rounds: clients, method, update steps, versions, metrics, file digests.
 
-    Metrics include epsilon and evaluations. ``heads`` has the last digest in each site's record file of all answers.
+    Metrics include epsilon and evaluations. ``heads`` has the digest of the last line in each site's record file.
     """
     rounds = [torch.load(path) for path in sorted(folder.glob(f"round-*/{_ROUND}"))]
     certificate = {

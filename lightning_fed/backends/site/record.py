@@ -43,7 +43,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a record: number (from 1), digest and decoded JSON. The last line's digest is the head."""
+    """One line of a record file: number (from 1), digest and decoded JSON. The last line's digest is the head."""
 
     number: int
     digest: str
@@ -90,7 +90,7 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 
 def read_record(path: Path) -> Iterator[Line]:
-    """Reads and verifies a complete record under a shared lock. Raises ``RecordError`` for a changed line."""
+    """Reads and verifies a complete record file under a shared lock. Raises ``RecordError`` for a changed line."""
     with path.open("rb") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -119,7 +119,7 @@ ROTATION = "rotation"
 
 
 class Record:
-    """An append-only record, shared by one or more processes.
+    """An append-only record file, shared by one or more processes.
 
     ``recent`` contains the lines from the 24 hours before ``last``, the last line. A missing record file is created,
     unless the file with the head exists.
@@ -169,7 +169,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True if this record has a line with number and digest, or if the number belongs to an archived record."""
+        """True if this record file has a line with number and digest, or the number belongs to an archived file."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

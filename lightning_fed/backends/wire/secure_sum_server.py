@@ -165,7 +165,7 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Sends requests to all clients, and yields valid answers. If ``counts``, excludes all other clients."""
+        """Sends requests to clients, and yields valid answers. If ``counts``, excludes clients without answers."""
         report = self._server.report
         requests = {
             client: SumRequest(stage, self._run, report.round, client, self._sum.least, **fields(client))
