@@ -295,8 +295,8 @@ def load_own_model(
     """Loads a client's model for evaluation. Returns newly measured BatchNorm statistics (not yet stored), or ``None``.
 
     ``measure_round`` is the round of the global model in ``state``. A client whose statistics are from another round
-    measures again. If ``None``, no client measures. The result is empty, with one warning in the log, if the client
-    has no statistics because the training data are in another process.
+    measures again; if ``measure_round`` is ``None``, no client measures. The result is empty, with one warning in the
+    log, if the client has no statistics because the training data are in another process.
     """
     measured: State | None = None
     served: State | None = None  # `None` means the stored statistics

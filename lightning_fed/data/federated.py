@@ -36,8 +36,8 @@ class EvaluationData(L.LightningDataModule):
     """Datamodule with validation and test data, either common to all clients or separate by client.
 
     Args:
-        val: Validation data: loaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
-            loader or a list of loaders.
+        val: Validation data: dataloaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
+            dataloader or a list of dataloaders.
         test: Test data, in the same formats.
         known_clients: Function that returns the client names. A mapping in which no key is a client contains named
             dataloaders.
@@ -126,8 +126,8 @@ class LoaderDataModule(EvaluationData):
     """Datamodule for a training dataloader, which a partition splits into clients, and for validation data.
 
     Args:
-        train: The training loader.
-        val: Validation data: loaders as in ``Trainer.fit``, or a mapping by client.
+        train: The training dataloader.
+        val: Validation data: dataloaders as in ``Trainer.fit``, or a mapping by client.
         known_clients: Function that returns the clients; see :class:`~lightning_fed.data.federated.EvaluationData`.
 
     Example:
@@ -165,13 +165,13 @@ class FederatedDataModule(EvaluationData):
         batch_size: Examples per batch, for clients given as data sets.
         shuffle: Whether each epoch of each visit reads the examples in a new order.
         drop_last: Whether to drop a trailing batch that is not full.
-        num_workers: Worker processes for the loaders.
+        num_workers: Worker processes for the dataloaders.
         pin_memory: See ``DataLoader``.
         persistent_workers: Whether worker processes persist between rounds.
         collate_fn: Function from a list of samples to a batch.
 
     Raises:
-        TypeError: If ``clients`` is neither a mapping nor a sequence, or mixes data sets and loaders.
+        TypeError: If ``clients`` is neither a mapping nor a sequence, or mixes data sets and dataloaders.
         ValueError: If ``clients`` is empty.
 
     Example:

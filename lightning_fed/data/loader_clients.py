@@ -40,8 +40,8 @@ class LoaderClients(Population):
 
     Args:
         loaders: Maps clients to loaders. A client may have several loaders (a ``CombinedLoader``, mapping or sequence),
-            and a batch then contains one batch per loader. The mapping may build loaders on access.
-        is_plain: Whether the only client trains as in a plain fit; the loader then needs no length and no data set.
+            and a batch then contains one batch per dataloader. The mapping may build dataloaders on access.
+        is_plain: Whether the only client trains as in a plain fit; the dataloader then needs no length and no data set.
         class_numbers: Maps class names to class numbers. A client with contradictory numbers is refused.
     """
 
@@ -290,7 +290,7 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     """Context with seeded random generators of a dataloader; the earlier states are restored afterwards.
 
     Raises:
-        ValueError: If the loader has persistent workers, because the workers' random state belongs to training.
+        ValueError: If the dataloader has persistent workers, because the workers' random state belongs to training.
     """
     if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(

@@ -34,7 +34,7 @@ class PlannedVisit:
     Args:
         visit: The visit as scheduled.
         num_samples: Number of the client's examples.
-        num_batches: Number of batches in the visit; for a loader without length, the maximum number.
+        num_batches: Number of batches in the visit; for a dataloader without length, the maximum number.
         fault: Reason why the visit failed; ``None`` without a failure.
         position: Index of the visit in the round, from 0.
         error: Exception that caused the failure, if any, without traceback.
@@ -42,7 +42,7 @@ class PlannedVisit:
         pass_batches: Number of batches in each pass, if a sampler returns passes with different lengths; otherwise
             empty.
         is_over: Whether the client has sent the update before the last batch.
-        is_stream: Whether the visit ends when the client's loader ends.
+        is_stream: Whether the visit ends when the client's dataloader ends.
         is_counted: Whether to count examples during the first pass.
     """
 

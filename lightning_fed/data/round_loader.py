@@ -123,7 +123,7 @@ class RoundLoader:
         return self.population.stream(self.visits[self._first_of_stream :])
 
     def fetch(self, stream: Iterator[VisitBatch], positions: range, batches_left: int) -> tuple[Any, int]:
-        """Returns the next batch, and the number of remaining batches: 0 at the end of a loader without length."""
+        """Returns the next batch, and the number of remaining batches: 0 at the end of a dataloader without length."""
         planned = self.visits[positions[0]]
         is_given_up = planned.fault is not None or planned.is_over
         batch = None if is_given_up else self._fetch(stream, positions[0])
@@ -140,7 +140,7 @@ class RoundLoader:
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the user's training loader, for a module's ``setup`` (such as the data set)."""
+        """Returns an attribute of the user's training dataloader, for a module's ``setup`` (such as the data set)."""
         if name not in _OF_LOADER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:

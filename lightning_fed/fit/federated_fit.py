@@ -353,7 +353,7 @@ class FederatedFit:
         self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        """Reverts :attr:`changes`, and stops the visit clock and the loaders' worker processes, after the fit."""
+        """Reverts :attr:`changes`, and stops the visit clock and the dataloaders' worker processes, after the fit."""
         self.clock.stop()
         self.synchronisation.release()
         self.changes.close()

@@ -23,7 +23,7 @@ def share_population(population: Population, rank: int, size: int, seed: int) ->
     some examples may occur twice. Shuffling dataloaders use ``seed``, the visit's seed.
 
     Raises:
-        OptionError: If a client's loader has no map-style data set, or has a custom sampler.
+        OptionError: If a client's dataloader has no map-style data set, or has a custom sampler.
     """
     if isinstance(population, DatasetClients):
         if not isinstance(population.source, SharedSource):
