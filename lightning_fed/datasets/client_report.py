@@ -159,7 +159,7 @@ def report_clients(
 ) -> ClientReport:
     """Reads every client's training data once and summarises the data.
 
-    Training data include client transforms and random augmentation. The global generators are restored. Targets are
+    Training data include client transforms and random augmentation. Global random generators are restored. Targets are
     labels, shape ``(N,)``, class masks ``(N, H, W)``, or one binary mask per class, ``(N, classes, H, W)``.
 
     Args:

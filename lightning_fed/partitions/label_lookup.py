@@ -46,7 +46,7 @@ def labels_of(
     2. An attribute, or a table's column, named ``targets``, ``labels``, ``label``, ``target`` or ``y``.
     3. The labels in the parts of a ``Subset`` or ``ConcatDataset``; the second tensor in a ``TensorDataset``.
     4. Every sample: element 1 in a tuple or list, otherwise the entry or attribute ``label``, ``labels``, ``target``,
-       ``y`` or ``mask``. The source is logged, because reading can take long. The global generators are restored.
+       ``y`` or ``mask``. The source is logged, because reading can take long. Global random generators are restored.
 
     A target is a number, or an integer mask with shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is
     the dominant foreground class: the class with the most pixels, except ``ignore_index`` and ``background``. In a tie,

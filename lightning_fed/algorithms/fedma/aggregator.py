@@ -69,7 +69,7 @@ class FedMA(Aggregator):
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
             preserves widths; ``"none"`` averages without matching. With ``"grow"``, groups of fixed width are still
             matched one to one.
-        stages: ``"auto"``, the maximum number of stages (1 for one exchange), or for each stage patterns for entry
+        stages: ``"auto"``, the maximum number of stages (1: all in one round), or for each stage patterns for entry
             names.
         last_layer: Weights for the mean of output layers: class shares (``"class"``) or numbers of examples
             (``"size"``, also for models without classes). For class shares clients send the number of examples or
