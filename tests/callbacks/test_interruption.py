@@ -1,4 +1,4 @@
-"""An interrupted fit reports the round, and the round of the model."""
+"""An interrupted fit reports two round numbers: the current round, and the last round with a new model."""
 
 import logging
 
@@ -11,7 +11,7 @@ from tests.recorders import assert_same, state_of
 
 
 class Interrupts(FederatedCallback):
-    """Raises the error for Ctrl-C in the second visit of a round."""
+    """Raises the error for Ctrl-C in a second visit."""
 
     def __init__(self, round):
         self.round, self.visits, self.before = round, 0, None

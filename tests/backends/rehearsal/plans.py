@@ -1,4 +1,4 @@
-"""Deployments with every kind of fault, on which the package rehearses its server and clients."""
+"""Rehearsed deployments with all faults."""
 
 from dataclasses import replace
 from importlib.util import find_spec
