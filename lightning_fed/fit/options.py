@@ -147,7 +147,7 @@ class FitOptions:
 
     @property
     def visits_one_by_one(self) -> VisitsName:
-        """Loop for visits one by one: ``"fused"``, Lightning's loop, or an automatic choice."""
+        """Loop for visits one by one: ``"fused"`` (the package's loop), ``"lightning"`` (Lightning's) or ``"auto"``."""
         return "auto" if isinstance(self.visits, VisitsAtOnce) or self.visits == "fastest" else self.visits
 
     @property

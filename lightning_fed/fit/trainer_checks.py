@@ -185,8 +185,8 @@ def _check_saver(saver: ModelCheckpoint) -> None:
             "A checkpoint inside a round contains the model of the last complete round, but `ModelCheckpoint` would "
             f"name or select the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or set "
             "a constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, "
-            "save_top_k=0)`; for exceptions `OnExceptionCheckpoint`). With one client and averaging, "
-            "optimizer_state='keep' allows all names."
+            "save_top_k=0)`; for exceptions `OnExceptionCheckpoint`). With a single client in the "
+            "federation, averaging and optimizer_state='keep', all names and monitors are allowed."
         )
 
 

@@ -48,8 +48,7 @@ def client_app(
         store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
         bounds: Limits for work requested by the server; unlimited by default.
         policy: File with the site policy (:mod:`lightning_fed.backends.site`); if a given file is missing, no answer is
-            sent. By default ``site_policy.toml`` in ``store``; without traces of a policy in ``store``, all answers are
-            sent.
+            sent. By default ``site_policy.toml`` in ``store``; if ``store`` never had a policy, all answers are sent.
 
     Raises:
         ValueError: If ``trainer`` has an argument reserved for the server.
