@@ -198,11 +198,11 @@ def test_two_sites_with_policies(federated_trainer, tmp_path):
         key = f'key="{tmp_path / "keys" / "server"}"'
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2, more=key))
         for round in range(2):
-            refused = f"Round {round + 1}: client 'bob' is excluded: the site policy does not allow"
+            refused = f"Round {round + 1}: client 'bob' is excluded: the site does not answer this order"
             assert refused in deployment.log("run")
         assert deployment.log("run").count("is excluded") == 2
     compare(tmp_path / "run", here)
-    assert [line["rule"]["servers"] for line in lines_of(tmp_path / "store0")] == [public] * 5
+    assert {line["rule"]["servers"] for line in lines_of(tmp_path / "store0")} == {public}
     refused = [line["rule"].get("refused") for line in lines_of(tmp_path / "store1")]
     assert [rule for rule in refused if rule] == ["entries"] * 2
 

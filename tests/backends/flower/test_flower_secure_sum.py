@@ -148,7 +148,7 @@ def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_p
     assert [row["fed/failed"] for row in here.logged] == [row["fed/failed"] for row in there.logged] == [0, 5, 0]
     words = {
         "unmask": "3 clients have answered, but 4 are necessary",
-        "train": "the secure sum needs at least 4 clients",
+        "train": "the secure sum requires at least 4 clients",
     }
     words = words.get(stage, "are left")  # before training
     lost_on_flower = "does not help" if stage == "unmask" else "its answer cannot be read"
