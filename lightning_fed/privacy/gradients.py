@@ -67,7 +67,7 @@ class ExampleGradients:
         self.values: dict[nn.Parameter, Gradients] = {}
         self.is_recording = True
         self.anchor = torch.zeros((), requires_grad=True)  # a leaf for outputs without trained inputs
-        self._calls: Counter[nn.Module] = Counter()
+        self._calls: Counter[nn.Parameter] = Counter()  # tied layers share a parameter
         self._frozen: list[nn.Parameter] = []
         self._names = {layer: name for name, layer in module.named_modules()}
         self._layers = list(self._find_layers(module, set(parameters)))
@@ -134,13 +134,14 @@ class ExampleGradients:
         if output.requires_grad:
             # Inputs are detached now, because later operations may overwrite the output.
             activations = [value.detach() for value in inputs]
-            self._calls[layer] += 1
+            self._calls.update(layer.parameters(recurse=False))
             output.register_hook(partial(self._add, layer, activations))
         return output
 
     @torch.no_grad()
     def _add(self, layer: nn.Module, activations: list[Tensor], output_gradient: Tensor) -> None:
-        is_only = self._calls[layer] == 1  # with several calls the norm of the sum needs per-example gradients
+        # With several calls the norm of the sum needs per-example gradients.
+        is_only = all(self._calls[parameter] == 1 for parameter in layer.parameters(recurse=False))
         found = _rule(layer, activations[0], output_gradient.detach(), is_only)
         if found is None:
             sampler = self._samplers.get(type(layer), self._sampler_of_others)
@@ -150,12 +151,12 @@ class ExampleGradients:
             if not parameter.requires_grad:
                 continue
             earlier = self.values.get(parameter)
-            if earlier is not None and len(earlier.norms) != len(gradients.norms):
-                raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} receives {len(earlier.norms)} and {len(gradients.norms)} rows "
-                    "for one batch, so per-example gradients are unknown."
-                )
             if earlier is not None:
+                if len(earlier.norms) != len(gradients.norms):
+                    raise MisconfigurationException(
+                        f"The layer {self._names[layer]!r} receives {len(earlier.norms)} and {len(gradients.norms)} "
+                        "rows for one batch, so per-example gradients are unknown."
+                    )
                 gradients = of_samples(cast(Tensor, earlier.samples) + cast(Tensor, gradients.samples))
             self.values[parameter] = gradients
 

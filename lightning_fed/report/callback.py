@@ -23,7 +23,7 @@ from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluatio
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.evaluation.tables import row_name
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.report.page import ClientRow, FitResults, Picture, render_page
 
 _log = logging.getLogger(__name__)
@@ -211,6 +211,7 @@ class Report(L.Callback):
         steps = [text if text.startswith(name) else f"{name}: {text}"
                  for name, text in federation.server.chain.describe().items()]  # fmt: skip
         last = self._rounds[max(self._rounds)]
+        seconds = [values["seconds"] for values in self._rounds.values() if "seconds" in values]
         privacy = {name: f"{value:.4g}" for name, value in last.items() if name.startswith("privacy/")}
         checkpoint = _newest_checkpoint(trainer)
         facts = {
@@ -220,7 +221,7 @@ class Report(L.Callback):
             "clients": f"{clients}, {federation.schedule.cohort_size(clients)} in a round",
             "seed": str(federation.schedule.seed),
             **privacy,
-            "seconds": f"{sum(values.get('seconds', 0.0) for values in self._rounds.values()):.1f}, with evaluation",
+            "seconds": f"{sum(seconds):.1f} in {len(seconds)} complete rounds, with evaluation",
             "sent to clients": _megabytes(last, "comm/total_down_bytes"),
             "sent by clients": _megabytes(last, "comm/total_up_bytes"),
             "parameters": f"{sum(parameter.numel() for parameter in module.parameters()):,}",
@@ -235,7 +236,7 @@ class Report(L.Callback):
 
 
 def _find(trainer: L.Trainer, kind: type[Any]) -> Any:
-    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, kind)), None)
+    return next(iter(find_callbacks(trainer, kind)), None)
 
 
 def _megabytes(values: Mapping[str, float], name: str) -> str:

@@ -90,6 +90,13 @@ def pairs():
     return nn.Sequential(Pairs(), nn.Flatten(), nn.Linear(18, 4))
 
 
+def tied():
+    """An embedding and an output layer with one weight, as in language models; each alone has the short norm."""
+    net = nn.Sequential(nn.Embedding(40, 16), nn.Tanh(), nn.Linear(16, 40), nn.Flatten())
+    net[2].weight = net[0].weight
+    return net
+
+
 def positions():
     """Both forms of the norm for sequences: the first layer by positions, the second by entries."""
     return nn.Sequential(
@@ -124,6 +131,7 @@ NETS = {
     "text": (text, (5, 5), ()),
     "own layers": (own_layers, (5, 6), ()),
     "pairs": (pairs, (5, 5), ()),
+    "tied": (tied, (5, 2), ()),
     "positions": (positions, (5, 3, 6), ()),
     "small maps": (small_maps, (5, 8, 3, 3), ()),
     "other maps": (other_maps, (5, 3, 16), ()),
@@ -132,7 +140,7 @@ NETS = {
 
 def data_of(name, net_shape, target_shape):
     generator = torch.Generator().manual_seed(3)
-    if name in ("text", "pairs"):
+    if name in ("text", "pairs", "tied"):
         inputs = torch.randint(9, net_shape, generator=generator)
     else:
         inputs = torch.randn(net_shape, generator=generator, dtype=torch.float64)

@@ -78,7 +78,7 @@ class SharedLoaders(LoaderClients):
 
     def _share(self, client: Client) -> DataLoader[Any]:
         loader: Any = self._whole.loaders[client]
-        sampler = getattr(loader, "sampler", None)
+        sampler: Any = getattr(loader, "sampler", None)
         is_known = type(loader) is DataLoader and type(getattr(loader, "batch_sampler", None)) is BatchSampler
         if not is_known or isinstance(loader.dataset, IterableDataset) or type(sampler) not in (RandomSampler, InOrder):
             raise OptionError(
@@ -87,6 +87,11 @@ class SharedLoaders(LoaderClients):
                 f"{_REMEDY}"
             )
         shuffles = isinstance(sampler, RandomSampler)
+        if shuffles and (sampler.replacement or sampler.num_samples != len(loader.dataset)):
+            raise OptionError(
+                f"Expected the sampler of client {client!r} to draw every example once, but got replacement="
+                f"{sampler.replacement} and num_samples={sampler.num_samples}: {_REMEDY}"
+            )
         share: Any = DistributedSampler(loader.dataset, self._size, self._rank, shuffles, self._seed % 2**31)
         return DataLoader(
             loader.dataset,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.backends.ddp.data_shares import deal, share_population
@@ -80,4 +80,12 @@ def test_loaders_of_clients_are_divided(shuffle):
 def test_other_loaders_are_refused(loader):
     share = share_population(population(loader), 0, 2, seed=0)
     with pytest.raises(OptionError, match="client 'a' to be a DataLoader over a map-style data set"):
+        share.batches_per_epoch("a")
+
+
+@pytest.mark.parametrize("options", [{"replacement": True}, {"num_samples": 5}])
+def test_a_sampler_that_does_not_draw_every_example_once_is_refused(options):
+    data = TensorDataset(torch.arange(8))
+    share = share_population(population(DataLoader(data, 2, sampler=RandomSampler(data, **options))), 0, 2, seed=0)
+    with pytest.raises(OptionError, match="draw every example once, but got replacement"):
         share.batches_per_epoch("a")
