@@ -123,7 +123,7 @@ def test_numbers_in_the_report_are_the_logged_numbers(federated_trainer, tmp_pat
     for client, row in clients.items():
         assert row["val_acc"] == evaluation.results.values["val_acc"][client]
         assert row["gain"] == row["val_acc"] - logged[0][f"client/{client}/val_acc"]
-        assert (row["examples"], row["updates used"], row["failures"]) == (
+        assert (row["evaluated examples"], row["updates used"], row["failures"]) == (
             SIZES[client],
             3 - (client == ODD),
             client == ODD,
