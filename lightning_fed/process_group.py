@@ -86,7 +86,9 @@ class TorchProcessGroup(ProcessGroup):
         with _noting_dead_peers():
             dist.all_gather_object(headers, (rest, [_describe(tensor) for tensor in tensors], len(known)))
         if len({count for _, _, count in headers}) > 1:
-            raise RuntimeError("The processes do not know the same tensors. This is a bug in `lightning_fed`.")
+            raise RuntimeError(
+                "A message between processes refers to an unknown tensor. This is a bug in `lightning_fed`."
+            )
         for source, (pickled, forms, _) in enumerate(headers):
             received = self._broadcast_tensors(source, tensors if source == self.rank else None, forms)
             yield unpack(pickled, received, known)

@@ -41,7 +41,7 @@ def pass_over_data(
         planned.fault = planned.fault or f"its data raised {describe(faults[0])}"
         return None
     if result is None:
-        planned.fault = planned.fault or "its data gave no batch with a loss"
+        planned.fault = planned.fault or "`training_step` returned no loss for any batch of its data"
     return result
 
 

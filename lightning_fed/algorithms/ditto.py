@@ -77,8 +77,8 @@ class PersonalModel(GradientTerm):
         schedule = find_federation(trainer).schedule
         if schedule.local_steps is not None or schedule.local_epochs <= self.global_epochs:
             raise MisconfigurationException(
-                f"`PersonalModel(global_epochs={self.global_epochs})` needs more epochs per visit: set larger"
-                f" `local_epochs` and no `local_steps`, but got local_epochs={schedule.local_epochs} and"
+                f"Expected `local_epochs` to be larger than global_epochs={self.global_epochs} of `PersonalModel`, and"
+                f" no `local_steps`, but got local_epochs={schedule.local_epochs} and"
                 f" local_steps={schedule.local_steps}."
             )
 

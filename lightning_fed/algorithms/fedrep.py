@@ -60,9 +60,8 @@ class HeadThenBody(FederatedCallback):
         schedule = find_federation(trainer).schedule
         if schedule.local_steps is not None or schedule.local_epochs < self.head_epochs:
             raise MisconfigurationException(
-                f"`HeadThenBody(head_epochs={self.head_epochs})` needs at least as many epochs per visit: set"
-                f" `local_epochs` and no `local_steps`, but got local_epochs={schedule.local_epochs} and"
-                f" local_steps={schedule.local_steps}."
+                f"Expected `local_epochs` to be at least head_epochs={self.head_epochs} of `HeadThenBody`, and no"
+                f" `local_steps`, but got local_epochs={schedule.local_epochs} and local_steps={schedule.local_steps}."
             )
 
     def on_client_start(

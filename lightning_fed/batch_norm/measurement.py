@@ -270,8 +270,9 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
         fit.decision, fit.reports = decision, {}
     elif fit.record_warning("undecided"):
         _log.info(
-            "The choice of separate or pooled BatchNorm statistics is open after %d reports. It needs reports of %d "
-            "clients, in the first round of half the clients. Until then all clients use the latest pooled values.",
+            "BatchNorm: %d clients have reported statistics. To choose separate or pooled statistics, the server needs "
+            "reports from %d clients, in the first round also from half of the round's clients. Until then all clients "
+            "use the latest pooled statistics.",
             len(measured),
             max(2, fit.server.min_clients),
         )

@@ -157,8 +157,8 @@ def _stages_from_patterns(
         readers = {stage_of[name] for name, _ in group.entries if name in stage_of}
         if len(makers) > 1 or min(readers) < min(makers):
             raise OptionError(
-                f"Expected a stage with all layers that have the neurons of {group.name!r} as outputs, and no earlier "
-                f"stage with these neurons as inputs, but got stages {sorted(readers | makers)}."
+                f"Expected all layers that compute the neurons of {group.name!r} in one of `stages`, and all layers "
+                f"that read these neurons in the same or a later stage, but got stages {sorted(readers | makers)}."
             )
         group_of[group.name] = makers.pop()
     stages = [

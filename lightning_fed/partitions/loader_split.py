@@ -101,9 +101,9 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
         _check_splittable(loader)
         if not _is_whole(loader):
             raise OptionError(
-                "Expected several loaders, or a loader with batch_size=None, to pass over all examples in batches, but"
-                f" got sampler={type(batches_of(loader)[0]).__name__}. Give each client its own loaders in a"
-                " FederatedDataModule."
+                "Expected every one of several loaders to have a batch size and to draw all examples once per pass, but"
+                f" got batch_size={batches_of(loader)[1]} and sampler={type(batches_of(loader)[0]).__name__}. Give each"
+                " client its own loaders in a FederatedDataModule."
             )
     parts = [(loader, partition.split(loader.dataset, seed)) for loader in combined.flattened]
     clients = [client_keys(indices) for _, indices in parts]

@@ -173,7 +173,7 @@ class GradientCorrection(GradientTerm):
         if faults:
             raise _NoAnswerError(f"its data raised {describe(faults[0])}")
         if not gradients:
-            raise _NoAnswerError("its data gave no batch with a loss")
+            raise _NoAnswerError("`training_step` returned no loss for any batch of its data")
         return ClientUpdate(client, num_samples, {}, with_prefix(gradients, _PREFIX))
 
 

@@ -227,9 +227,9 @@ class SitePolicy:
             raise Refusal("answers", f"the site policy has no rule for {unknown[0]!r} in answers of the kind {kind!r}")
         for name in COUNTS:
             if name not in self.counts and header.get(name, 0) not in (0, 1):
-                raise Refusal("counts", f"the site policy does not allow {name!r} in counts")
+                raise Refusal("counts", f"the site policy does not allow the number {name!r} in an answer")
         if "steps" not in self.counts and header.get("after") is not None:
-            raise Refusal("counts", "the site policy does not allow the schedulers' 'steps' in counts")
+            raise Refusal("counts", "the site policy does not allow the schedulers' number of steps in an answer")
         names: dict[str, list[str]] = {"entries": [], "extras": [], "metrics": []}
         for group, rows in tensors.items():
             rule = known_groups[group]

@@ -41,4 +41,7 @@ class AnswerFile:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))
         except OSError as error:
-            _log.warning("Cannot store the answer, so its loss would repeat the training: %s.", describe(error))
+            _log.warning(
+                "Cannot store the client's answer: %s. If the network loses the answer, the client trains again.",
+                describe(error),
+            )
