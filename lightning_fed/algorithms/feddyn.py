@@ -32,7 +32,7 @@ class FedDyn(ChannelRule):
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
     The logged loss excludes this gradient term. Clients have equal weights. Averaged BatchNorm statistics would match
-    the mean of the client models instead of :math:`x`; the default ``batch_norm="recalibrate"`` measures the statistics
+    the mean of the client models instead of :math:`x`; the default ``batch_norm="auto"`` measures the statistics
     with :math:`x`. Reference: Acar et al., ICLR 2021, Algorithm 1.
 
     - Sends: 1 model down, 1 up.

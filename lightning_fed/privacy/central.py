@@ -335,7 +335,7 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update (a mean over n clients: n times). Clips again, because of rounding errors."""
+        """Adds a clipped update; a mean over n clients counts n times. Clips again, because of rounding errors."""
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(

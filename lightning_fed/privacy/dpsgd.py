@@ -573,7 +573,10 @@ class DPSGD(RevertingCallback, FederatedCallback):
 
 
 class _Visit:
-    """Noised steps of a client visit, or of a fit without a federation. ``planned`` is the account after the visit."""
+    """Counts noised steps in one client visit, or in a fit without a federation.
+
+    ``planned`` is the client's privacy account if all steps of the visit run.
+    """
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
         self.client, self.round, self.planned = client, round, planned

@@ -18,7 +18,7 @@ from lightning_fed.messages import plain_keys
 
 
 class AsynchronousRounds(FederatedCallback):
-    """Refuses settings without a meaning in asynchronous rounds, and writes or checks the file with the arrival order.
+    """Refuses settings unsuitable for asynchronous rounds, and writes or checks the file with the arrival order.
 
     Args:
         rule: The federation's asynchronous rule.
