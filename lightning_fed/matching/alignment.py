@@ -125,7 +125,7 @@ def align_networks(
 
 
 def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
-    """Returns the order of one group's neurons nearest to the mean network; ``None`` if the current order is at least as near."""
+    """Returns the order of one group's neurons nearest to the mean network; ``None`` if this is the current order."""
     roles: tuple[Role, ...] = ("out", "vec", "in")
     reference, features = (neuron_features(values, group, roles) for values in (mean, state))
     if not features:

@@ -98,7 +98,7 @@ def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
 
 
 def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """Yields pairs of (entry name, axis) in a recurrent layer. Both axes of a pair have the same width by construction."""
+    """Yields pairs of (entry name, axis) in a recurrent layer; the two axes of a pair always have equal widths."""
     suffix = next(name for name in names if name.startswith("weight_hh"))[len("weight_hh") :]
     rows, outputs = ("weight_ih" + suffix, 0), ("weight_hh" + suffix, 1)
     for name in names:
