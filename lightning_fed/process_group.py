@@ -1,4 +1,4 @@
-"""The processes that train a round's clients, and communication between these processes.
+"""The processes that train a round's clients, communication, and the interface of strategies for several processes.
 
 Tensors are sent as raw memory; all other objects (numbers, names, containers) are pickled.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+
+from lightning_fed.messages import State
 
 _SMALL = 1 << 20  # bytes: smaller tensors are sent in one message, because every message has a latency
 _ALIGNED = 16
@@ -69,6 +73,74 @@ class ProcessGroup:
 
 SINGLE_PROCESS = ProcessGroup()
 """A group of one process."""
+
+
+class RoundSynchronisation(ABC):
+    """Synchronises processes with shares of a round's clients.
+
+    Attributes:
+        visit_costs: Durations of earlier visits (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
+        driver: Class that runs the visits: a :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
+    """
+
+    visit_costs: Any
+    driver: Any
+
+    @abstractmethod
+    def start_round(self) -> None:
+        """Called before the first batch of a round. Afterwards the processes run independently until :meth:`join`."""
+
+    @abstractmethod
+    def join(self, state: State, optimizers: Any, cohort: Any, is_cut: bool = False) -> None:
+        """Merges the updates and reports of all processes, after the last visit.
+
+        If ``is_cut`` (the fit ended in this process before the round's last visit), all processes raise an error.
+        """
+
+    @abstractmethod
+    def check_state(self, local: Any) -> None:
+        """Refuses a global model that differs between processes by more than rounding errors."""
+
+    @abstractmethod
+    def end_round(self) -> None:
+        """Called at the end of a round. Afterwards all processes run synchronously again."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Called after an error in this process. Afterwards this process does not wait for other processes."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Re-enables the synchronisation of the module's metrics between processes, disabled during the round."""
+
+
+class ClientSharing(ABC):
+    """Base class of Lightning strategies that distribute the clients of a round over several processes."""
+
+    @property
+    @abstractmethod
+    def process_group(self) -> ProcessGroup:
+        """The processes for training the clients. Before the Trainer launches processes, only this process."""
+
+    @abstractmethod
+    def callbacks(self) -> Sequence[L.Callback]:
+        """Returns the callbacks to add to a Trainer with this strategy."""
+
+    @abstractmethod
+    def synchronise(self, fit: Any) -> RoundSynchronisation:
+        """Creates the synchronisation for a ``FederatedFit``. Refuses fits without support for several processes."""
+
+
+def process_group_of(trainer: L.Trainer) -> ProcessGroup:
+    """Returns the processes that share the federation's clients."""
+    strategy = trainer.strategy
+    return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
+
+
+def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:
+    """Returns the Trainer's strategy if several processes share the clients, else ``None``."""
+    strategy = trainer.strategy
+    return strategy if isinstance(strategy, ClientSharing) and strategy.process_group.size > 1 else None
 
 
 class TorchProcessGroup(ProcessGroup):

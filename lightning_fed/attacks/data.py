@@ -14,8 +14,8 @@ from lightning_fed.argument_checks import check_count, check_number
 from lightning_fed.attacks.attack import Attack
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Client
+from lightning_fed.process_group import process_group_of
 
 
 class DataAttack(Attack, FederatedCallback):

@@ -34,11 +34,11 @@ from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.fit_summary import monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, Client, State, tensor_bytes
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.entries import entry_policies, find_implausible, is_running_statistic
+from lightning_fed.process_group import process_group_of
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.schedule import Visit
 from lightning_fed.server.server import ServerInterface

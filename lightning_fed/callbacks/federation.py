@@ -47,7 +47,6 @@ from lightning_fed.fit.fit_summary import (
 )
 from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.fit.round_log import RoundLog
-from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import add_callbacks, put_first
 from lightning_fed.lazy_names import find_feature, load_feature
 from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, find_callbacks, is_fitting, is_validating
@@ -55,6 +54,7 @@ from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
+from lightning_fed.process_group import process_group_of, sharing_strategy
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import Answers, ask, client_state, local_model, own_models
 from lightning_fed.rounds.loop import RoundLoop
@@ -517,7 +517,8 @@ class Federation(TrainerCallback):
                 exception.add_note(f"Raised in the evaluation of client {client!r}.")
             if isinstance(exception, OSError) and exception.filename is None:
                 exception.add_note(f"This fit writes files to {', '.join(folders_of(trainer))}.")
-            self._fit.synchronisation.abort()
+            if self._fit.synchronisation is not None:
+                self._fit.synchronisation.abort()
             self._loop.end_training(pl_module)
             checkpoint, place = last_checkpoint(trainer), round_number(trainer.current_epoch)
             if self._is_fit and trainer.is_global_zero:

@@ -19,7 +19,6 @@ from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unse
 from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.options import BatchNormOption, FitOptions, FixedStatistics, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog
-from lightning_fed.fit.synchronisation import RoundSynchronisation, sharing_strategy
 from lightning_fed.lightning.internals import (
     await_validation,
     complete_epoch,
@@ -30,6 +29,7 @@ from lightning_fed.lightning.internals import (
 )
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, plain_keys
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
+from lightning_fed.process_group import RoundSynchronisation, sharing_strategy
 from lightning_fed.server.schedule import Cohort, Schedule, Visit
 from lightning_fed.server.server import ServerInterface
 
@@ -166,7 +166,7 @@ class FederatedFit:
         number: Number of earlier fits with this Trainer. Each fit starts with new optimizers.
         clock: Time limit for visits.
         failed_rounds: Counter for rounds without a new model due to failed clients.
-        synchronisation: Synchronisation of several processes in a round.
+        synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         initial_statistics: BatchNorm statistics for first visits, if visits measure statistics for pooling.
@@ -204,7 +204,7 @@ class FederatedFit:
         self.generators: Any = None
         self.round_log, self.progress = RoundLog(), RoundProgress()
         self.failed_rounds = FailedRounds(options.faults.max_failed_rounds)
-        self.synchronisation = RoundSynchronisation()
+        self.synchronisation: RoundSynchronisation | None = None
         self._population: Population | None = None
         self.changes = ExitStack()
         self.warned: set[str] = set()
@@ -355,7 +355,6 @@ class FederatedFit:
     def close(self) -> None:
         """Reverts :attr:`changes`, and stops the visit clock and the dataloaders' worker processes, after the fit."""
         self.clock.stop()
-        self.synchronisation.release()
         self.changes.close()
         if self._population is not None:
             self._population.close()  # a run of the garbage collector takes seconds

@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.console import round_number
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import live_entries, parameter_entries
+from lightning_fed.process_group import process_group_of
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]
 _LOCAL = ("personal", "frozen")

@@ -21,9 +21,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch.optim import LBFGS
 
 from lightning_fed.data.population import PlannedVisit
-from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, find_callbacks, implements, is_overridden
+from lightning_fed.process_group import ClientSharing
 
 _REFUSED: dict[type[L.Callback], str] = dict.fromkeys(
     (BatchSizeFinder, LearningRateFinder),

@@ -27,13 +27,13 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.options import LocalStatistics
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import is_overridden, loss_scaler
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, budget_of, plan_budget
+from lightning_fed.process_group import process_group_of
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import SecretSampling
 from lightning_fed.steps.update_step import Arrived, CollectingStep, Held, UpdateStep

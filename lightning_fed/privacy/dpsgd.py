@@ -36,7 +36,6 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, file_name
 from lightning_fed.model.entries import tensors_by_path
@@ -45,6 +44,7 @@ from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
 from lightning_fed.privacy.poisson import PoissonSampling, check_poisson_loader, examples_per_batch, poisson_loader
+from lightning_fed.process_group import process_group_of
 from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)

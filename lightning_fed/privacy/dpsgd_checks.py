@@ -13,10 +13,10 @@ from torch import nn
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import datamodule_of, find_callbacks, is_compiled, is_overridden
 from lightning_fed.model.entries import tensor_slots, tensors_by_path
 from lightning_fed.privacy.gradients import find_unsupported
+from lightning_fed.process_group import process_group_of
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _CLIENT_HOOKS = (

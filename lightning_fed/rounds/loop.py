@@ -20,7 +20,6 @@ from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import (
     check_processes,
     check_round,
@@ -52,11 +51,12 @@ from lightning_fed.lightning.internals import (
 from lightning_fed.messages import Client
 from lightning_fed.model.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.model.entries import check_entries
+from lightning_fed.process_group import process_group_of, sharing_strategy
 from lightning_fed.rounds.batch_loop import BatchLoop, shorten_log
 from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
-from lightning_fed.rounds.visit_driver import VisitDriver, VisitPlan
+from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.server.averaging import AveragingAggregator
 from lightning_fed.server.schedule import Cohort
 
@@ -102,6 +102,7 @@ class RoundLoop:
         strategy = sharing_strategy(trainer)
         if strategy is not None:
             fit.synchronisation = strategy.synchronise(fit)
+            revert(fit.synchronisation.release)
         train, val = handed_data(trainer)
         if train is not None:
             handed = datamodule_of_handed(train, val, partition, lambda: self.find_population().clients)
@@ -208,7 +209,7 @@ class RoundLoop:
 
     def _plan_visits(self) -> None:
         fit = self.fit
-        self._plan = VisitPlan(fit.synchronisation.driver or VisitDriver)
+        self._plan = VisitPlan() if fit.synchronisation is None else VisitPlan(fit.synchronisation.driver)
         visits = fit.options.visits_at_once
         if visits is None:
             return
@@ -348,7 +349,7 @@ class RoundLoop:
             served,
             fit.trainer.limit_train_batches,
             process_group_of(fit.trainer),
-            fit.synchronisation.visit_costs,
+            fit.synchronisation and fit.synchronisation.visit_costs,
             fit.clock,
         )
         if remote is None:
@@ -438,7 +439,7 @@ class RoundLoop:
         if round is not None and self.fit.is_plain and round.loader.current is not None:
             round.driver.cut(round.loader.current)
         elif round is not None:
-            self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
+            round.join_processes(is_cut=True)
             number = round_number(self.fit.server.report.round)
             _log.warning("Round %d was cut short, so the global model does not change.", number)
             self._abandon_round()

@@ -26,7 +26,6 @@ from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.entry_policies import warn_of_dropped
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lazy_names import find_feature
 from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, tensor_version
 from lightning_fed.messages import Client, State
@@ -39,6 +38,7 @@ from lightning_fed.model.entries import (
     untrained_entries,
 )
 from lightning_fed.numerics.trees import copy_tree
+from lightning_fed.process_group import process_group_of
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.rounds.visit_flow import ClientVisit, server_callbacks
 from lightning_fed.rule import RoundInfo
@@ -103,7 +103,8 @@ class Round:
 
     def open(self) -> None:
         """Starts the round before the first batch, and calls the callbacks' hooks for a round's start."""
-        self.fit.synchronisation.start_round()
+        if self.fit.synchronisation is not None:
+            self.fit.synchronisation.start_round()
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self.loader.failed.items():
                 self._server.fail(client, reason, self.loader.errors.get(client))
@@ -154,7 +155,12 @@ class Round:
             warn_of_dropped(self.local.dropped)
         if self._check is not None:
             self._check.end_round(self._server.report.round)
-        self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
+        self.join_processes()
+
+    def join_processes(self, is_cut: bool = False) -> None:
+        """Merges the results of all processes. If ``is_cut``, the round ended in this process before its last visit."""
+        if self.fit.synchronisation is not None:
+            self.fit.synchronisation.join(self.state, self.optimizers, self.cohort, is_cut)
 
     def close(self) -> bool:
         """Aggregates the updates, loads the new global model, and logs the round. Returns ``True`` for a new model."""
@@ -163,7 +169,8 @@ class Round:
         state = self.aggregate()
         is_new = state is not None and state is not self.state
         self.load_global(self.state if state is None else state, [] if state is None else self._counting())
-        self.fit.synchronisation.check_state(self.local)
+        if self.fit.synchronisation is not None:
+            self.fit.synchronisation.check_state(self.local)
         if is_new:
             fault = self.measure_batch_norm()
             if fault is not None:
@@ -176,7 +183,8 @@ class Round:
         self._commit(() if state is None else self._server.report.received)
         self._server.held.record_clients(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
-        self.fit.synchronisation.end_round()
+        if self.fit.synchronisation is not None:
+            self.fit.synchronisation.end_round()
         self._is_new = is_new
         return state is not None
 

@@ -22,7 +22,6 @@ from lightning_fed.data.population import PlannedVisit, batch_length, seeded_gen
 from lightning_fed.errors import describe
 from lightning_fed.features.isolated_pass import isolated_pass, until_fault
 from lightning_fed.federated_callback import notify_model_loaded
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.model.batch_norm import batch_norm_layers
@@ -30,6 +29,7 @@ from lightning_fed.model.entries import find_non_finite, parameter_entries
 from lightning_fed.numerics.precision import as_real
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.process_group import process_group_of
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.server.schedule import Visit
 

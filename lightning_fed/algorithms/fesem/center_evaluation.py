@@ -11,10 +11,10 @@ from lightning_fed.algorithms.fesem.aggregator import FeSEM
 from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.federation import find_federation, move_behind_federation
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Client
 from lightning_fed.method import register
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
+from lightning_fed.process_group import process_group_of
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from torchmetrics import Metric
 from lightning_fed.callbacks.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.data.federated import ChainedLoaders
 from lightning_fed.federated_callback import RevertingCallback
-from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import OverriddenMethod, callbacks_with_log, ignored_warning
-from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup, process_group_of
 
 _IRRELEVANT_WARNINGS = (
     r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are already aggregated over processes

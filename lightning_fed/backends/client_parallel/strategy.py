@@ -17,10 +17,9 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation, check_processes
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.synchronisation import ClientSharing, RoundSynchronisation
 from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.model.entries import tensors_by_path
-from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
+from lightning_fed.process_group import ClientSharing, ProcessGroup, RoundSynchronisation, TorchProcessGroup
 
 
 class ClientParallelStrategy(DDPStrategy, ClientSharing):

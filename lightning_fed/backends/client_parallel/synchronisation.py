@@ -23,11 +23,10 @@ from lightning_fed.data.round_plan import VisitCosts
 from lightning_fed.features.isolated_pass import find_metrics, unsynchronized
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.synchronisation import RoundSynchronisation
 from lightning_fed.lightning.internals import add_optimizer_steps, callbacks_of, is_overridden
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
-from lightning_fed.process_group import ProcessGroup
+from lightning_fed.process_group import ProcessGroup, RoundSynchronisation
 from lightning_fed.rounds.visit_driver import VisitDriver
 from lightning_fed.server.schedule import Cohort
 from lightning_fed.server.server import RoundReport
