@@ -49,7 +49,7 @@ from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, Local
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.trainer_checks import add_callbacks, put_first
 from lightning_fed.lazy_names import find_feature, load_feature
-from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, find_callbacks, is_fitting, is_validating
+from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.batch_norm import batch_norm_layers
@@ -461,13 +461,10 @@ class Federation(TrainerCallback):
             self._loop.open_round.driver.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an interrupted round, because a Trainer validates directly after a stop request."""
         if is_validating(trainer):
             self._decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
-            self._fit.progress.validate()
-            if ends_after_batch(trainer):
-                self._loop.cut_short()
+            self._loop.start_validation()
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._decide_policies(trainer, pl_module)
@@ -535,7 +532,7 @@ class Federation(TrainerCallback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Removes batch counts of an incomplete round from the checkpoint, because a resumed fit repeats the round."""
-        self._fit.progress.patch(checkpoint, self._fit.is_plain)
+        self._loop.correct_checkpoint(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         is_in_round = self._loop.open_round is not None

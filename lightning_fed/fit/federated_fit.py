@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -19,14 +18,7 @@ from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unse
 from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.options import BatchNormOption, FitOptions, FixedStatistics, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog
-from lightning_fed.lightning.internals import (
-    await_validation,
-    complete_epoch,
-    fit_progress,
-    ignored_warning,
-    restart_epoch,
-    validates_after_batch,
-)
+from lightning_fed.lightning.internals import ignored_warning
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, plain_keys
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
 from lightning_fed.process_group import RoundSynchronisation, sharing_strategy
@@ -38,58 +30,6 @@ _SAVED = (
     *("generators", "rounds", "number", "initial_statistics", "decision", "num_measured", "model_round"),
     *("norm_layers", "is_plain", "fastest"),
 )
-
-
-class RoundProgress:
-    """Corrects Lightning's progress in checkpoints, so that an incomplete round restarts from the first batch.
-
-    If a checkpoint was saved after a round's last batch but before validation, a resumed fit starts with the
-    validation. If the fit has no validation, such a checkpoint marks the end of the epoch.
-    """
-
-    def __init__(self) -> None:
-        self._first_step: int | None = None  # of the open round
-        self._correct: Callable[[dict[str, Any]], None] | None = None  # correction for a checkpoint
-        self._is_cut = False
-
-    def start_round(self, trainer: L.Trainer) -> None:
-        """Remembers Lightning's counts of epochs, batches and steps, before the round's first batch."""
-        self._first_step = trainer.global_step
-        self._correct = partial(
-            restart_epoch,
-            global_step=trainer.global_step,
-            progress=fit_progress(trainer),
-            window=trainer.accumulate_grad_batches,
-        )
-
-    def steps(self, trainer: L.Trainer) -> int:
-        return 0 if self._first_step is None else trainer.global_step - self._first_step
-
-    def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
-        """Marks the round as complete before the epoch's end. ``is_cut`` is true if the fit ends inside the round."""
-        self._first_step, self._is_cut = None, is_cut
-
-        def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the round's end may stop the fit
-            if not is_cut and validates_after_batch(trainer):
-                await_validation(checkpoint)
-            else:
-                complete_epoch(checkpoint, is_counted=False)
-
-        self._correct = correct
-
-    def validate(self) -> None:
-        """Marks the start of validation after a round, for checkpoints saved during validation."""
-        if self._first_step is None:
-            self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
-
-    def end_epoch(self) -> None:
-        """Marks the round's epoch as complete, also after a failed round."""
-        self._first_step, self._correct, self._is_cut = None, complete_epoch, False
-
-    def patch(self, checkpoint: dict[str, Any], is_plain: bool | None = False) -> None:
-        """Corrects Lightning's progress in a checkpoint, except in a plain fit."""
-        if self._correct is not None and not is_plain:
-            self._correct(checkpoint)
 
 
 class RemoteSide(ABC):
@@ -202,7 +142,7 @@ class FederatedFit:
         self.rounds = self.number = 0
         self.is_plain: bool | None = None
         self.generators: Any = None
-        self.round_log, self.progress = RoundLog(), RoundProgress()
+        self.round_log = RoundLog()
         self.failed_rounds = FailedRounds(options.faults.max_failed_rounds)
         self.synchronisation: RoundSynchronisation | None = None
         self._population: Population | None = None

@@ -33,20 +33,26 @@ from lightning_fed.lightning.internals import (
     HandedDataModule,
     OverriddenMethod,
     advise_workers,
+    await_validation,
     batches_in_epoch,
     callbacks_of,
+    complete_epoch,
     datamodule_of,
     distribute_loader,
     end_with_batch,
+    ends_after_batch,
     exchange_reload_interval,
     exchange_validation_time,
     find_callbacks,
+    fit_progress,
     forget_length,
     handed_data,
     is_overridden,
     loader_to_overfit,
     log_position,
     move_log_position,
+    restart_epoch,
+    validates_after_batch,
 )
 from lightning_fed.messages import Client
 from lightning_fed.model.batch_norm import freeze_batch_norm, thaw_batch_norm
@@ -83,6 +89,8 @@ class RoundLoop:
         self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
         self._reload_interval = 0  # the user's
+        self._correct: Callable[[dict[str, Any]], None] | None = None  # for Lightning's progress in checkpoints
+        self._is_cut = False  # the fit ended inside the last round
         self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
 
@@ -385,6 +393,13 @@ class RoundLoop:
                 )
             if self.fit.remote is not None:
                 self.fit.remote.start(self.fit)
+            trainer = self.fit.trainer
+            self._correct = partial(
+                restart_epoch,
+                global_step=trainer.global_step,
+                progress=fit_progress(trainer),
+                window=trainer.accumulate_grad_batches,
+            )
             self.open_round = Round(self.fit, loader, cohort, self._plan)
             self.open_round.driver.attach(partial(self._close_round, self.open_round), self._batch_loop)
             self.open_round.open()
@@ -399,7 +414,7 @@ class RoundLoop:
         move_log_position(fit.trainer, -min(padded, log_position(fit.trainer)))
         has_aggregate = round.close()
         self.open_round = None
-        fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
+        self._is_cut, self._correct = not loader.is_over, self._complete_round
         fit.rounds = server.report.round + 1
         if has_aggregate and self._averages is not None:
             self._averages.end_round()
@@ -430,8 +445,30 @@ class RoundLoop:
         """Abandons an open round, and makes Lightning request the next round's dataloader before the next epoch."""
         self.cut_short()
         exchange_reload_interval(self.fit.trainer, 1)
-        self.fit.progress.end_epoch()
+        self._correct, self._is_cut = complete_epoch, False
         self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
+
+    def start_validation(self) -> None:
+        """Abandons an interrupted round, because a Trainer validates directly after a stop request."""
+        if self.open_round is None:
+            self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
+        if ends_after_batch(self.fit.trainer):
+            self.cut_short()
+
+    def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Corrects Lightning's progress in a checkpoint, except in a plain fit.
+
+        An incomplete round restarts from the first batch. A round without the validation continues with the validation.
+        """
+        if self._correct is not None and not self.fit.is_plain:
+            self._correct(checkpoint)
+
+    def _complete_round(self, checkpoint: dict[str, Any]) -> None:
+        # Decides after the hooks at the round's end, because a hook may stop the fit.
+        if not self._is_cut and validates_after_batch(self.fit.trainer):
+            await_validation(checkpoint)
+        else:
+            complete_epoch(checkpoint, is_counted=False)
 
     def cut_short(self) -> None:
         """Abandons an open round with a warning if the fit ends early. A plain fit aggregates the round instead."""

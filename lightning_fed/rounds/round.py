@@ -66,7 +66,6 @@ class Round:
         self.fit, self.cohort, self.loader = fit, cohort, loader
         self._is_new = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
-        fit.progress.start_round(fit.trainer)
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))

@@ -86,6 +86,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._processes.is_independent = True
         self._log.start_round()
         self._seconds, self._should_stop = {}, False
+        self._first_step = self._trainer.global_step
 
     def start_visit(self, planned: PlannedVisit) -> None:
         self._log.start_visit(planned.position)
@@ -106,7 +107,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         number = server.report.round
         self.postpone_stop()
         server.end_visits()
-        steps = self._fit.progress.steps(trainer)
+        steps = trainer.global_step - self._first_step
         flows = [callback.share_round(trainer, module) for callback in federated_callbacks(trainer)]
         shares: list[_Share] = self._processes.gather(
             _Share(
