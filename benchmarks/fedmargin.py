@@ -56,6 +56,7 @@ OPTIONS = (  # FedMargin's options, only with OPTION_STRAGGLERS
 LONGER_STEP = "fedavgm:lr=1.2:momentum=0:aggregator=fairavg"  # FairAvg with FedAtt's server step
 ATTENTIVE_STEP = "fedmargin:attention=softmax:server_lr=1.2"  # FedAtt's formula, with margins instead of distances
 LAYER = "fedmargin:layer=model.classifier.0"  # LeNet's convolutions, before the hidden units
+PAPER_METHODS = ("central", "fedavg", "fairavg", "fedprox:mu=1", "fedmargin")  # in the data sets' published forms
 OPTION_STRAGGLERS = 0.5
 DRAWN = ("--data.seed", "{seed}")  # each seed draws other client data
 
@@ -162,6 +163,39 @@ STUDIES = {
         ("val_acc", "fed/val_acc/mean"),
         overrides=DRAWN,
         against=("fedavg", "fedprox:mu=0.1", "fairavg", LONGER_STEP, "fedatt"),
+    ),
+    "letters": Study(
+        "compare_mnist_users.yaml",
+        "FEMNIST's letters a to j (1,004 training images instead of the paper's 18,345) with softmax regression: 200"
+        " users of three letters, sizes by a power law, 10 in a round, 20 local epochs, batches of 10",
+        "--data.data_dir",
+        PAPER_METHODS,
+        (),
+        ("val_acc",),
+        (OPTION_STRAGGLERS,),
+        against=("fedavg", "fairavg"),
+        overrides=(
+            *("--data", "letters.Letters", "--data.invert", "true", "--data.batch_size", "10", "--data.seed", "{seed}"),
+            *("--model.lr", "0.003", "--model.model_kwargs", "{hidden: []}"),
+            *("--trainer.partition.num_clients", "200", "--trainer.partition.labels_per_client", "3"),
+            *("--trainer.partition.sigma", "1", "--trainer.partition.min_per_label", "1"),
+        ),
+    ),
+    "synthetic-linear": Study(
+        "synthetic.yaml",
+        "Synthetic(1,1) in the published form: softmax regression, 30 clients of unlike sizes, 10 in a round, 20 local"
+        " epochs, batches of 10, rate 0.01",
+        "",
+        PAPER_METHODS,
+        (),
+        ("val_acc", "fed/val_acc/mean"),
+        (OPTION_STRAGGLERS,),
+        against=("fedavg", "fairavg"),
+        overrides=(
+            *DRAWN,
+            *("--model.lr", "0.01", "--model.model_kwargs", "{hidden: []}", "--data.batch_size", "10"),
+            *("--trainer.local_epochs", "20", "--trainer.max_rounds", "200"),
+        ),
     ),
     "camvid": Study(
         "compare_camvid.yaml",
