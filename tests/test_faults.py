@@ -766,8 +766,8 @@ def test_too_few_good_clients_and_too_few_at_all():
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
     with pytest.raises(RuntimeError, match=r"\(the last is round 2\): 1 of 4 clients failed, for example client 'bad'"):
         train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=4, max_failed_rounds=2))
-    failed = FailedRounds(limit=1)
-    failed.end_round(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), has_aggregate=False, min_clients=3)
+    failed = FailedRounds()
+    failed.count(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), limit=1, min_clients=3)
     assert failed.in_a_row == 0
 
 

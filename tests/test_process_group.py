@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from lightning_fed.data.dataset_clients import ClientSource, DatasetClients
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.data.round_plan import VisitCosts, balance_loads
-from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import Method
 from lightning_fed.process_group import ProcessGroup, pack, unpack
@@ -177,9 +177,9 @@ def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
     cohort = Schedule(0).cohort(0, population.clients)
     answers = [None] * size
     for rank in range(size):  # each plans visits for one rank, before asking the others
-        plan, clock = round_plan.PlannedRound(0), VisitClock(None)
+        plan = round_plan.PlannedRound(0)
         answers[rank] = [
-            round_plan._plan_visit(plan, population, limit, clock, visit)  # noqa: SLF001
+            round_plan._plan_visit(plan, population, limit, nullcontext, visit)  # noqa: SLF001
             for visit in cohort.visits[rank::size]
         ]
     loaders = [RoundLoader(population, cohort, limit, Some(rank, size, copy.deepcopy(answers))) for rank in range(size)]

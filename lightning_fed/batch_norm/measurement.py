@@ -11,7 +11,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from statistics import median, mode
 from typing import Any, TypeVar
@@ -395,7 +395,8 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
     notify_model_loaded(fit.trainer, module, client)
     visit = fit.schedule.visit_of(measure_round, client)
     try:
-        with torch.inference_mode(False), seeded_generators(), fit.clock.visit():
+        limit = nullcontext() if fit.clock is None else fit.clock.visit()
+        with torch.inference_mode(False), seeded_generators(), limit:
             report = client_statistics(fit.trainer, module, fit.population, visit, layers, step)
         fault = find_bad_statistics(report, _means_of(layers))
     except Exception as error:
@@ -469,7 +470,6 @@ def measure_statistics(
     step, ranks = forward_step(module), process_group_of(trainer)
     if step is None:
         return []
-    clock = VisitClock(None) if clock is None else clock
     sent = _means_of(layers)
     before = server.report.down_bytes, server.report.up_bytes
     reports: dict[Client, State] = {}
@@ -479,7 +479,7 @@ def measure_statistics(
         try:
             load(visit)
             notify_model_loaded(trainer, module, visit.client)
-            with clock.visit():
+            with nullcontext() if clock is None else clock.visit():
                 report = client_statistics(trainer, module, population, visit, layers, step)
             server.report.up_bytes += tensor_bytes(report)
             fault = find_bad_statistics(report, sent)

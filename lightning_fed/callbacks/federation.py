@@ -482,7 +482,9 @@ class Federation(TrainerCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restores the last complete global model in the module, also if the fit ends inside a round."""
         self._loop.end_training(pl_module)
-        self._fit.failed_rounds.end_fit()
+        failed = self._fit.failed_rounds
+        if failed.message and not failed.has_trained:
+            raise RuntimeError(failed.message) from failed.cause
         self._loop.measure_statistics(self.store.clients())
         totals, files = self.round_log.totals, files_of(trainer)  # in all processes
         if totals["rounds"] and trainer.is_global_zero:

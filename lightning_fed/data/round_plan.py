@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, sequential_groups
-from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import VisitTimeout, describe
 from lightning_fed.messages import Client, find_bad_count
 from lightning_fed.process_group import ProcessGroup
@@ -78,13 +78,13 @@ def plan_round(
     limit: int | float,
     process_group: ProcessGroup,
     visit_costs: VisitCosts | None,
-    clock: VisitClock,
+    limit_visit: Callable[[], AbstractContextManager[None]],
 ) -> PlannedRound:
     """Plans the visits of a cohort in this process; see :class:`~lightning_fed.data.round_loader.RoundLoader`."""
     plan = PlannedRound(cohort.visits[0].round if cohort.visits else None)
     planned_visits: list[PlannedVisit | str] = [""] * len(cohort.visits)
     share = cohort.visits[process_group.rank :: process_group.size]
-    looked_up = [_plan_visit(plan, population, limit, clock, visit) for visit in share]
+    looked_up = [_plan_visit(plan, population, limit, limit_visit, visit) for visit in share]
     for rank, part in enumerate(process_group.gather(looked_up)):
         planned_visits[rank :: process_group.size] = part
     for position, planned in enumerate(planned_visits):
@@ -100,10 +100,14 @@ def plan_round(
 
 
 def _plan_visit(
-    plan: PlannedRound, population: Population, limit: int | float, clock: VisitClock, visit: Visit
+    plan: PlannedRound,
+    population: Population,
+    limit: int | float,
+    limit_visit: Callable[[], AbstractContextManager[None]],
+    visit: Visit,
 ) -> PlannedVisit | str:
     try:
-        with clock.visit():
+        with limit_visit():
             is_counted = population.is_counted(visit.client)
             num_samples = 0 if is_counted else population.num_samples(visit.client)
             fault = None if is_counted else find_bad_count(num_samples)

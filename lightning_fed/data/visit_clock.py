@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -27,8 +27,8 @@ class VisitClock:
     set by other code, is restored afterwards.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        if seconds is not None and not 0 < check_number("visit_timeout", seconds) < 1e8:
+    def __init__(self, seconds: float) -> None:
+        if not 0 < check_number("visit_timeout", seconds) < 1e8:
             raise ValueError(f"Expected `visit_timeout` to be a number of seconds greater than 0, but got {seconds}.")
         self.seconds = seconds
         self.is_up = False
@@ -38,8 +38,6 @@ class VisitClock:
 
     def start(self) -> None:
         self.stop()
-        if self.seconds is None:
-            return
         if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
             if not self._has_warned:
                 _log.warning(
@@ -61,12 +59,9 @@ class VisitClock:
         if seconds:
             signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - since), 1e-3))
 
-    def interrupting(self) -> AbstractContextManager[None]:
-        """Context for code to interrupt after the time limit."""
-        return nullcontext() if self.seconds is None else self._interrupting()
-
     @contextmanager
-    def _interrupting(self) -> Iterator[None]:
+    def interrupting(self) -> Iterator[None]:
+        """Context for code to interrupt after the time limit."""
         if self.is_up:
             raise self.timeout()
         self._is_interrupting = True

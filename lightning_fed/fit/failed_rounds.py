@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from lightning_fed.console import round_number
 from lightning_fed.messages import Client
@@ -11,54 +11,46 @@ from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.server import RoundReport
 
 
+@dataclass
 class FailedRounds:
-    """Counts consecutive rounds without a new model due to failed clients, and ends the fit at ``limit`` rounds.
+    """Consecutive rounds without a new model due to failed clients. Too many such rounds end the fit.
 
     A round with too few clients because of dropouts is not counted. A round in which the method computes no new model
     (FedMA) is a success.
 
-    Attributes:
+    Args:
         in_a_row: Number of counted rounds since the last success.
         has_trained: Whether any round has succeeded.
+        message: Description of the counted rounds for an error; empty without a limit.
+        cause: First exception of a client in the last counted round.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self.in_a_row = 0
-        self.has_trained = False
-        self._message = ""
-        self._cause: Exception | None = None
+    in_a_row: int = 0
+    has_trained: bool = False
+    message: str = ""
+    cause: Exception | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"in_a_row": self.in_a_row, "has_trained": self.has_trained}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.in_a_row, self.has_trained = state["in_a_row"], state["has_trained"]
-
-    def end_round(
+    def count(
         self,
         report: RoundReport,
-        has_aggregate: bool,
+        limit: int | None,
         min_clients: int = 1,
         num_clients: int = 1,
         errors: Mapping[Client, Exception] | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Counts a round as failed or successful. ``errors`` are the exceptions of failed clients in this process.
+        """Counts a round without a new model. ``errors`` are the exceptions of failed clients in this process.
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions
                 of one type. Raises the first exception, or ``RuntimeError`` in a process without such an exception.
             RuntimeError: If ``limit`` consecutive rounds have failed.
         """
-        if has_aggregate:
-            self.in_a_row, self.has_trained = 0, True
-            return
         num_reports = len(report.received) + len(report.failed)
         if num_reports < min_clients and (report.received or not report.failed):  # dropouts
             return
         self.in_a_row += 1
-        if self.limit is None:
+        if limit is None:
             return
         errors = errors or {}
         kinds = {
@@ -66,24 +58,19 @@ class FailedRounds:
             for part in ranks.gather({client: _kind(error) for client, error in errors.items()})
             for client, kind in part.items()
         }
-        self._cause = next((errors[client] for client in report.failed if client in errors), None)
-        self._message = self._describe(report)
+        self.cause = next((errors[client] for client in report.failed if client in errors), None)
+        self.message = self._describe(report)
         is_common = kinds.keys() >= report.failed.keys() and len(set(kinds.values())) == 1
         if is_common and not report.received and len(report.failed) >= min(2, num_clients):
-            if self._cause is None:
-                raise RuntimeError(self._message)
-            self._cause.add_note(
+            if self.cause is None:
+                raise RuntimeError(self.message)
+            self.cause.add_note(
                 f"In round {round_number(report.round)} all {len(report.failed)} clients failed with this error. With "
                 "`max_failed_rounds=None` the fit continues after any failure."
             )
-            raise self._cause
-        if self.in_a_row >= self.limit:
-            raise RuntimeError(self._message) from self._cause
-
-    def end_fit(self) -> None:
-        """Raises ``RuntimeError`` if rounds have failed and no round has succeeded."""
-        if self.limit is not None and self.in_a_row and not self.has_trained and self._message:
-            raise RuntimeError(self._message) from self._cause
+            raise self.cause
+        if self.in_a_row >= limit:
+            raise RuntimeError(self.message) from self.cause
 
     def _describe(self, report: RoundReport) -> str:
         rounds = "1 failed round" if self.in_a_row == 1 else f"{self.in_a_row} consecutive failed rounds"

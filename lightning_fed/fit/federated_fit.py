@@ -104,8 +104,8 @@ class FederatedFit:
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer. Each fit starts with new optimizers.
-        clock: Time limit for visits.
-        failed_rounds: Counter for rounds without a new model due to failed clients.
+        clock: Time limit for visits; ``None`` without a limit.
+        failed_rounds: Rounds without a new model due to failed clients.
         synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
@@ -135,7 +135,8 @@ class FederatedFit:
         # Constant during the fit.
         self.options, self.server, self.schedule, self.store = options, server, schedule, store
         self.remote, self.has_server = remote, remote is None or remote.has_server
-        self.clock = VisitClock(options.faults.visit_timeout)
+        seconds = options.faults.visit_timeout
+        self.clock = None if seconds is None else VisitClock(seconds)
         # Set by the round loop.
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None
@@ -143,7 +144,7 @@ class FederatedFit:
         self.is_plain: bool | None = None
         self.generators: Any = None
         self.round_log = RoundLog()
-        self.failed_rounds = FailedRounds(options.faults.max_failed_rounds)
+        self.failed_rounds = FailedRounds()
         self.synchronisation: RoundSynchronisation | None = None
         self._population: Population | None = None
         self.changes = ExitStack()
@@ -294,7 +295,8 @@ class FederatedFit:
 
     def close(self) -> None:
         """Reverts :attr:`changes`, and stops the visit clock and the dataloaders' worker processes, after the fit."""
-        self.clock.stop()
+        if self.clock is not None:
+            self.clock.stop()
         self.changes.close()
         if self._population is not None:
             self._population.close()  # a run of the garbage collector takes seconds
@@ -308,7 +310,7 @@ class FederatedFit:
         return {
             **{name: getattr(self, name) for name in _SAVED},
             "totals": self.round_log.state_dict(),
-            "failed_rounds": self.failed_rounds.state_dict(),
+            "failed_rounds": [self.failed_rounds.in_a_row, self.failed_rounds.has_trained],
             "batch_norm": repr(self.options.batch_norm),
             "reports": dict(zip(plain_keys(self.reports), self.reports.values(), strict=True)),
             "unset": None if self.unset is None else sorted(self.unset),
@@ -320,14 +322,14 @@ class FederatedFit:
         if self.options.batch_norm != "auto":  # an evaluation may use another option than the checkpoint
             self.decision = ""
         self.round_log.load_state_dict(state["totals"])
-        self.failed_rounds.load_state_dict(state["failed_rounds"])
+        self.failed_rounds = FailedRounds(*state["failed_rounds"])
         self.reports = state["reports"]
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
         """Copies the state of ``fit``, the Trainer's previous fit."""
-        self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
         self.load_state_dict(fit.state_dict())
+        self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
         self.number += 1
         self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer batches after an interrupted validation
 

@@ -19,6 +19,7 @@ from lightning_fed.data.population import Population, in_one_thread, restore_gen
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
+from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.trainer_checks import (
     check_processes,
@@ -421,10 +422,12 @@ class RoundLoop:
         if has_aggregate:
             self.measure_statistics(server.report.received)
         round.end()  # after counting, because hooks may raise and checkpoints need the count
-        if fit.has_server:
-            fit.failed_rounds.end_round(
+        if has_aggregate:
+            fit.failed_rounds = FailedRounds(has_trained=True)
+        elif fit.has_server:
+            fit.failed_rounds.count(
                 server.report,
-                has_aggregate,
+                fit.options.faults.max_failed_rounds,
                 server.min_clients,
                 len(fit.population.clients),
                 {**loader.errors, **server.errors},

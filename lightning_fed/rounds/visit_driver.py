@@ -95,7 +95,7 @@ class VisitDriver:
         if planned.fault is not None:
             return self._skip_batch()
         try:
-            with self._loader.clock.interrupting():
+            with self._loader.interrupting():
                 if args:
                     args = (visit.prepare_batch(args[0]), *args[1:])
         except (ClientFault, VisitTimeout) as error:
@@ -105,7 +105,7 @@ class VisitDriver:
         parameters = () if self._module.automatic_optimization else self._module.parameters()
         switches = [(parameter, parameter.requires_grad) for parameter in parameters]
         try:
-            with self._loader.clock.interrupting():
+            with self._loader.interrupting():
                 output = training_step(*args, **kwargs)
         except Exception as error:
             self._fail(planned, error)
@@ -122,7 +122,7 @@ class VisitDriver:
             return
         assert self.current is not None
         try:
-            with self._loader.clock.interrupting():
+            with self._loader.interrupting():
                 backward(*args, **kwargs)
         except Exception as error:
             self._fail(self.current.planned, error)
@@ -132,9 +132,11 @@ class VisitDriver:
     def end(self, group: Sequence[PlannedVisit]) -> None:
         """Ends the visits in ``group`` after the last batch, or without batches."""
         planned = group[0]
-        if planned.fault is None and self._loader.clock.is_up:
-            planned.fault = str(self._loader.clock.timeout())
-        self._loader.clock.stop()
+        clock = self._loader.clock
+        if clock is not None:
+            if planned.fault is None and clock.is_up:
+                planned.fault = str(clock.timeout())
+            clock.stop()
         if self.group is group:
             while self.current is not None and self.current.step is not None:  # again, for a skipped first batch
                 self._advance()
@@ -144,7 +146,8 @@ class VisitDriver:
 
     def close(self) -> None:
         self.detach()
-        self._loader.clock.stop()
+        if self._loader.clock is not None:
+            self._loader.clock.stop()
         if self.current is not None:
             self.current.close()
         self.group, self.current = (), None
