@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -64,7 +65,7 @@ class DatasetClients(Population):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self._loader_options = loader_options or {}
-        self._sampler = _RoundSampler(self)
+        self._sampler = _Sampler()
         self._loader = self._make_loader()
 
     @property
@@ -110,10 +111,14 @@ class DatasetClients(Population):
         loader = self._loader
         # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
-        sampler = _RoundSampler(self, isolated) if is_plain else self._sampler
-        sampler.visits, sampler.groups = visits, groups
-        issued = sampler.issued = deque()
-        batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
+        issued = deque[int]()  # the visit's index for each requested batch
+        requests = itertools.chain.from_iterable(
+            interleave(self._requests(position, visits[position], isolated, issued) for position in group)
+            for group in groups or sequential_groups(visits)
+        )
+        if not is_plain:
+            self._sampler.requests = requests
+        batches = map(self.source.__getitems__, requests) if is_plain else iter(loader)
         while True:
             try:
                 batch = next(batches)
@@ -123,6 +128,31 @@ class DatasetClients(Population):
                 yield VisitBatch.failed(issued.popleft(), error)
             else:
                 yield VisitBatch(issued.popleft(), batch)
+
+    def _requests(
+        self, position: int, planned: PlannedVisit, isolated: bool, issued: deque[int]
+    ) -> Iterator[BatchRequest]:
+        client, seed = planned.visit.client, planned.visit.seed
+        batches = self._endless_batches(planned, isolated)
+        for number in range(planned.num_batches):
+            if planned.fault is not None:
+                break
+            issued.append(position)
+            try:
+                positions: np.ndarray | Exception = next(batches)
+            except Exception as error:  # not enough memory for the order of all examples
+                positions = error
+            yield BatchRequest(client, positions, derive_seed(seed, number) if self.num_workers else 0)
+            if isinstance(positions, Exception):
+                break
+
+    def _endless_batches(self, planned: PlannedVisit, isolated: bool) -> Iterator[np.ndarray]:
+        visit = planned.visit
+        if self.sampling is not None and not isolated:
+            for number in itertools.count():
+                yield self.sampling.served(visit.client, visit.round, number, planned.num_samples, self.batch_size)
+        for epoch in itertools.count():
+            yield from self.batches_of_pass(planned, epoch, isolated)
 
 
 class BatchedDataset(Dataset[Any]):
@@ -243,44 +273,14 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
         yield start, num_samples if is_last else start + batch_size
 
 
-class _RoundSampler:
-    """Batch sampler over a round's visits. ``issued`` is a queue with the visit's index for each requested batch."""
+@dataclass
+class _Sampler:
+    """Batch sampler of the dataloader: the requests of the current stream."""
 
-    def __init__(self, population: DatasetClients, isolated: bool = False) -> None:
-        self._population, self._isolated = population, isolated
-        self.visits: Sequence[PlannedVisit] = ()
-        self.groups: Sequence[range] = ()
-        self.issued: deque[int] = deque()
+    requests: Iterable[BatchRequest] = ()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for group in self.groups or sequential_groups(self.visits):
-            yield from interleave(self._requests(position, self.visits[position]) for position in group)
-
-    def _requests(self, position: int, planned: PlannedVisit) -> Iterator[BatchRequest]:
-        in_workers = self._population.num_workers > 0
-        client, seed = planned.visit.client, planned.visit.seed
-        batches = self._endless_batches(planned)
-        for number in range(planned.num_batches):
-            if planned.fault is not None:
-                break
-            self.issued.append(position)
-            try:
-                positions: np.ndarray | Exception = next(batches)
-            except Exception as error:  # not enough memory for the order of all examples
-                positions = error
-            yield BatchRequest(client, positions, derive_seed(seed, number) if in_workers else 0)
-            if isinstance(positions, Exception):
-                break
-
-    def _endless_batches(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
-        population, visit = self._population, planned.visit
-        if population.sampling is not None and not self._isolated:
-            for number in itertools.count():
-                yield population.sampling.served(
-                    visit.client, visit.round, number, planned.num_samples, population.batch_size
-                )
-        for epoch in itertools.count():
-            yield from population.batches_of_pass(planned, epoch, self._isolated)
+        return iter(self.requests)
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
