@@ -50,7 +50,7 @@ from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
 from lightning_fed.callbacks import FederatedProgressBar, FederatedRichProgressBar, progress_bar
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
 from lightning_fed.errors import OptionError
-from lightning_fed.fit.trainer_checks import check_processes
+from lightning_fed.fit.checks import check_processes
 from tests import models
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of

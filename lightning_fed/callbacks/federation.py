@@ -28,13 +28,15 @@ from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.errors import describe
 from lightning_fed.federated_callback import AskableCallback, FederatedCallback, TrainerCallback
-from lightning_fed.fit.checkpoint_checks import (
+from lightning_fed.fit.checks import (
+    add_callbacks,
     check_file,
     check_model,
     check_option,
     check_steps,
     count_of,
     describe_clients,
+    put_first,
     warn_of_batch_norm_option,
 )
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
@@ -47,7 +49,6 @@ from lightning_fed.fit.fit_summary import (
 )
 from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.fit.round_log import RoundLog
-from lightning_fed.fit.trainer_checks import add_callbacks, put_first
 from lightning_fed.lazy_names import find_feature, load_feature
 from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating
 from lightning_fed.messages import Client, State

@@ -23,8 +23,8 @@ from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule
 from lightning_fed.data.population import seed_everything
 from lightning_fed.federated_callback import RevertingCallback
+from lightning_fed.fit.checks import find_loader_owner
 from lightning_fed.fit.entry_policies import freeze_parameters
-from lightning_fed.fit.trainer_checks import find_loader_owner
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.numerics.seeds import derive_seed

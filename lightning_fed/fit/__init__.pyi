@@ -2,8 +2,8 @@
 
 # ruff: noqa: F401
 
+from lightning_fed.fit.checks import check_processes, find_loader_owner
 from lightning_fed.fit.entry_policies import freeze_parameters
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.fit.fit_summary import monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics, VisitsAtOnce
-from lightning_fed.fit.trainer_checks import check_processes, find_loader_owner

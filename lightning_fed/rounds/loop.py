@@ -18,16 +18,16 @@ from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import Population, in_one_thread, restore_generators, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import VISIT_HOOKS, FederatedCallback, federated_callbacks
-from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
-from lightning_fed.fit.failed_rounds import FailedRounds
-from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.trainer_checks import (
+from lightning_fed.fit.checks import (
     check_processes,
     check_round,
     check_trainer,
     find_loader_owner,
     find_obstacle,
 )
+from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
+from lightning_fed.fit.failed_rounds import FailedRounds
+from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,

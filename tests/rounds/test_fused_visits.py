@@ -26,7 +26,7 @@ from lightning_fed import (
     Vectorized,
 )
 from lightning_fed.callbacks import FederatedProgressBar, progress_bar
-from lightning_fed.fit import trainer_checks
+from lightning_fed.fit import checks
 from lightning_fed.rounds import batch_loop
 from tests import models
 from tests.breadth import quick
@@ -384,7 +384,7 @@ def test_lightning_logs_a_name_once(visits, fit, monkeypatch):
     module, trainer = fit(TABLE["logs"], visits)
     assert sorted(calls) == ["both", "each", "index", "most", "train_loss"]
     assert "log" not in vars(trainer.fit_loop.epoch_loop._results)  # noqa: SLF001
-    monkeypatch.setattr(trainer_checks, "KNOWN_VERSIONS", ("9.",))
+    monkeypatch.setattr(checks, "KNOWN_VERSIONS", ("9.",))
     assert outcome(*fit(TABLE["logs"], visits)) == outcome(module, trainer)
     assert len(calls) > 10
 
@@ -482,7 +482,7 @@ def test_lightnings_loop_sees_one_batch_of_a_round(fit):
 def test_several_processes_are_no_obstacle(federated_trainer):
     """The backend's tests compare results."""
     trainer = federated_trainer(strategy="client_parallel", devices=1)
-    assert trainer_checks.find_obstacle(trainer, models.Module(models.mlp())) is None
+    assert checks.find_obstacle(trainer, models.Module(models.mlp())) is None
 
 
 class OtherStrategy(SingleDeviceStrategy):
@@ -519,7 +519,7 @@ def test_obstacles_are_named(obstacle, fit, caplog):
 
 
 def test_an_unknown_version_of_lightning_is_left_alone(fit, monkeypatch):
-    monkeypatch.setattr(trainer_checks, "KNOWN_VERSIONS", ("1.",))
+    monkeypatch.setattr(checks, "KNOWN_VERSIONS", ("1.",))
     with pytest.raises(
         MisconfigurationException, match=f"because Lightning {re.escape(L.__version__)} has an unknown loop"
     ):
