@@ -57,7 +57,7 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
 from lightning_fed.process_group import process_group_of, sharing_strategy
 from lightning_fed.rounds.client_errors import describe_visit
-from lightning_fed.rounds.client_models import Answers, ask, client_state, local_model, own_models
+from lightning_fed.rounds.client_models import Answers, ask, client_state, own_models
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
 from lightning_fed.rounds.visit_flow import ClientVisit
@@ -375,7 +375,7 @@ class Federation(TrainerCallback):
         """Returns an object that loads any client's model into the module. The module must contain the global model."""
         if self._trainer is not None:
             self._fit.decide_policies(self._trainer, pl_module)  # `on_fit_start` runs before the decision
-        return local_model(self._fit, pl_module)
+        return self._fit.local_model(pl_module)
 
     def own_models(self, pl_module: L.LightningModule) -> AbstractContextManager[Callable[[Client], None]]:
         """Context that yields a function to load a client's model, and finally restores the global model."""

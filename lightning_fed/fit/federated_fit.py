@@ -11,6 +11,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.client_store import ClientStore
+from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.population import Population, generator_states
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.federated_callback import federated_callbacks
@@ -273,6 +274,10 @@ class FederatedFit:
         """True if ``"auto"`` must use separate BatchNorm statistics, hidden from the server."""
         has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
+
+    def local_model(self, module: L.LightningModule) -> LocalModel:
+        """Creates the object that loads clients' models. ``module`` must contain the global model."""
+        return LocalModel(module, self.policies, self.store, self.server.rule.resizes, self.initial_statistics)
 
     def store_initial_statistics(self) -> None:
         """Copies the module's BatchNorm statistics for clients' first visits, before the first pooling."""

@@ -50,15 +50,10 @@ class Answers:
         )
 
 
-def local_model(fit: FederatedFit, module: L.LightningModule) -> LocalModel:
-    """Creates a fit's :class:`LocalModel`, which loads clients' models. ``module`` must contain the global model."""
-    return LocalModel(module, fit.policies, fit.store, fit.server.rule.resizes)
-
-
 @contextmanager
 def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
     """Implements :meth:`Federation.own_models`, a context that yields a function to load a client's model."""
-    local = local_model(fit, module)
+    local = fit.local_model(module)
     state = local.global_state()
 
     def load(client: Client) -> None:
@@ -78,7 +73,7 @@ def client_state(
     """Implements :meth:`Federation.client_state`, a client's model state. ``module`` must contain the global model."""
     # Validation without a fit does not load the clients.
     if module is not None and not fit.is_population_known and fit.policies:
-        is_known = not local_model(fit, module).personal or fit.store.get(client) is not None
+        is_known = not fit.local_model(module).personal or fit.store.get(client) is not None
     else:
         is_known = client in fit.population.clients
     if not is_known:
@@ -86,7 +81,7 @@ def client_state(
     if is_in_round:
         raise RuntimeError("A client's own model is available only between rounds and after the fit.")
     assert module is not None
-    local = local_model(fit, module)
+    local = fit.local_model(module)
     state = local.global_state()
     try:
         _load(fit, local, client, state)
@@ -108,7 +103,7 @@ def ask(
     trainer, clients = fit.trainer, list(clients)
     round = trainer.current_epoch
     with torch.inference_mode(False):  # tensors made in that mode cannot be trained
-        local = local_model(fit, module)
+        local = fit.local_model(module)
         _log_strangers(fit, clients, bool(local.personal))
         measured: dict[Client, State] = {}
         state = local.global_state()
@@ -166,7 +161,7 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
     module, ranks = fit.module, process_group_of(fit.trainer)
     if fit.is_remote:
         return
-    local = local_model(fit, module)
+    local = fit.local_model(module)
     state, measured = local.global_state(), dict[Client, State]()
     ordered = sorted(clients, key=lambda client: (isinstance(client, str), client))
     try:

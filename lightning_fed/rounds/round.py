@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
@@ -70,13 +69,7 @@ class Round:
             freeze_batch_norm(fit.module)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
         self._server_callbacks = server_callbacks(fit)
-        self.local = LocalModel(
-            fit.module,
-            fit.policies,
-            fit.store,
-            fit.server.rule.resizes,
-            fit.initial_statistics,
-        )
+        self.local = fit.local_model(fit.module)
         self.optimizers = self._collect_optimizers()
         self.state = self.local.global_state(self._server.held.values)
         is_reset = fit.options.optimizer_state == "reset"
