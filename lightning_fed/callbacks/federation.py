@@ -73,6 +73,8 @@ _SETTINGS = ("local_epochs", "local_steps", "personal", "frozen", "batch_norm", 
 """Arguments that a method may set: those of a visit's work and of what travels. The clients that take part are the
 user's to set."""
 
+_LEAST_AT_ONCE = 4  # in smaller cohorts, clients at once gain nothing (measurements in `backends/vectorized/plan.py`)
+
 
 class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
@@ -394,11 +396,6 @@ class Federation(TrainerCallback):
         step_callbacks = self.server.chain.callbacks()
         shared = strategy.callbacks() if strategy is not None else ()
         add_callbacks(trainer, self, [*self.method.callbacks, *step_callbacks, *shared])
-        option = self.options.batch_norm
-        if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen != "pooled"):
-            unseen = find_feature("lightning_fed.batch_norm.unseen_data")
-            if unseen is not None:
-                add_callbacks(trainer, self, [unseen.UnseenData(partial(getattr, self, "_fit"))])  # can be pickled
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             self._fit.trainer = trainer
@@ -433,9 +430,10 @@ class Federation(TrainerCallback):
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepares the fit's rounds (server, clients, policies), after all callbacks' ``on_fit_start``."""
         self._loop.start_fit()
+        self._add_unseen(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._loop.start_fit()
+        self.on_sanity_check_start(trainer, pl_module)
         self._loop.start_training()
         local = self.local_model(pl_module)
         check_model({name: local.entries[name] for name in local.shared})
@@ -448,9 +446,11 @@ class Federation(TrainerCallback):
         self._start, self.round_log.totals = perf_counter(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
             _log.info(describe_start(self._fit, self.method.name, self._loop.group_size))
-            vectorized = find_feature("lightning_fed.backends.vectorized.plan")
-            if vectorized is not None and self.options.visits == "auto" and not self._fit.is_remote:
-                vectorized.suggest_fastest(self._fit)
+            is_large = self.schedule.cohort_size(len(self.population.clients)) >= _LEAST_AT_ONCE
+            if self.options.visits == "auto" and is_large and not self._fit.is_remote:
+                vectorized = find_feature("lightning_fed.backends.vectorized.plan")
+                if vectorized is not None:
+                    vectorized.suggest_fastest(self._fit)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._loop.start_epoch()
@@ -473,6 +473,18 @@ class Federation(TrainerCallback):
     def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._fit.policies = {}  # an evaluation may use another module
         self._fit.decide_policies(trainer, pl_module)
+        self._add_unseen(trainer, pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._add_unseen(trainer, pl_module)
+
+    def _add_unseen(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        option = self.options.batch_norm
+        is_needed = option == "auto" or (isinstance(option, LocalStatistics) and option.unseen != "pooled")
+        if is_needed and batch_norm_layers(pl_module):
+            unseen = find_feature("lightning_fed.batch_norm.unseen_data")
+            if unseen is not None:
+                add_callbacks(trainer, self, [unseen.UnseenData(partial(getattr, self, "_fit"))])  # can be pickled
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Abandons an interrupted round, and prepares the Trainer's loops for the next round."""
