@@ -57,7 +57,7 @@ def fit_through_both_doors(folder):
     import lightning_fed.callbacks
     import lightning_fed.data
     import lightning_fed.steps
-    from lightning_fed.server.averaging import AveragingAggregator
+    from lightning_fed.rule import AveragingAggregator
 
     assert Path(lightning_fed.__file__).is_relative_to(folder), lightning_fed.__file__
 

@@ -24,7 +24,7 @@ PACKAGE = "lightning_fed"
 TARGETS = {  # file, and its tests, the fastest first
     "server": ("server/server.py", ["tests/server/test_server.py", "tests/test_faults.py", "tests/test_invariants.py"]),
     "schedule": ("server/schedule.py", ["tests/server/test_schedule.py", "tests/test_invariants.py"]),
-    "averaging": ("server/averaging.py", ["tests/algorithms/test_fedavg.py", "tests/server"]),
+    "averaging": ("rule.py", ["tests/algorithms/test_fedavg.py", "tests/server"]),
     "weighted_mean": ("numerics/weighted_mean.py", ["tests/numerics", "tests/algorithms/test_fedavg.py"]),
     "entries": ("model/entries.py", ["tests/model/test_entries.py", "tests/test_faults.py", "tests/rounds"]),
     "local_model": ("client/local_model.py", ["tests/client", "tests/test_invariants.py", "tests/test_faults.py"]),

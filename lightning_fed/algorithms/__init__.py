@@ -53,7 +53,7 @@ from lightning_fed.method import Method as Method
 from lightning_fed.method import build_method as build_method
 from lightning_fed.method import method_names as method_names
 from lightning_fed.method import register as register
-from lightning_fed.server.averaging import AveragingAggregator as AveragingAggregator
+from lightning_fed.rule import AveragingAggregator as AveragingAggregator
 
 __all__ = [
     "METHODS",

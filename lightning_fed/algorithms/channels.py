@@ -25,8 +25,7 @@ from lightning_fed.model.entries import parameter_entries
 from lightning_fed.numerics.precision import at_least_float32, to_float64
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import RoundInfo
-from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.rule import AveragingAggregator, RoundInfo
 
 _OCTAVES = 7
 """Largest accepted number with ``bounds="above"``: about 2 ** 7 times the round's median."""

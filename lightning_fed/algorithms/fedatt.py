@@ -17,8 +17,7 @@ from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import derive_seed
-from lightning_fed.rule import RoundInfo
-from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.rule import AveragingAggregator, RoundInfo
 
 
 @register

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import register
-from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.rule import AveragingAggregator
 
 
 @register

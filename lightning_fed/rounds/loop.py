@@ -64,7 +64,7 @@ from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
 from lightning_fed.rounds.visit_driver import VisitPlan
-from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.rule import AveragingAggregator
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Server side: client selection, averaging, message checks and byte counts."""
+"""Server side: client selection, message checks and byte counts."""

@@ -28,8 +28,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.method import COMPANIONS, register
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import RoundInfo, trained_entries
-from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.rule import AveragingAggregator, RoundInfo, trained_entries
 from lightning_fed.server.schedule import Cohort, Schedule
 
 Staleness: TypeAlias = float | Sequence[float]

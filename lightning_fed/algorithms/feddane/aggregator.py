@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.messages import ClientUpdate
-from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.rule import AveragingAggregator
 
 
 class FedDANE(AveragingAggregator):
