@@ -36,7 +36,7 @@ from lightning_fed.fit.fit_summary import monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, Client, State, tensor_bytes
-from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.entries import entry_policies, find_implausible, is_running_statistic
 from lightning_fed.process_group import process_group_of
 from lightning_fed.rule import Aggregator

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lightning_fed.features.batches import BatchKey, find_inputs
 from lightning_fed.features.isolated_pass import evaluating
 from lightning_fed.messages import State
-from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.entries import find_non_finite
+from lightning_fed.model.entries import batch_norm_layers, find_non_finite
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.trees import move_tensors
 

@@ -19,7 +19,7 @@ from lightning_fed.features.isolated_pass import isolated_pass, run_step
 from lightning_fed.federated_callback import FederatedCallback, RevertingCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.messages import Client, State
-from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.features.layers import without_compiled_code
-from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers
 
 
 class UnseenStatistics:

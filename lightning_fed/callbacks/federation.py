@@ -53,8 +53,7 @@ from lightning_fed.lazy_names import find_feature, load_feature
 from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
-from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.entries import Policy, Selector, live_entries
+from lightning_fed.model.entries import Policy, Selector, batch_norm_layers, live_entries
 from lightning_fed.process_group import process_group_of, sharing_strategy
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import Answers, ask, client_state, own_models

@@ -33,7 +33,7 @@ from lightning_fed.lightning.internals import (
     tensor_version,
 )
 from lightning_fed.model.resize import layer_numbers
-from lightning_fed.numerics.foreach import norms
+from lightning_fed.numerics.trees import norms
 
 _log = logging.getLogger(__name__)
 

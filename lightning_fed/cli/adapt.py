@@ -15,7 +15,7 @@ from lightning_fed.batch_norm.measurement import adapt
 from lightning_fed.cli.merge import add_recipe_arguments, take_hyperparameters
 from lightning_fed.errors import OptionError
 from lightning_fed.matching.checkpoints import load_matched, read_checkpoint, state_of, with_state
-from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers
 
 _DESCRIPTION = (
     "Measure a checkpoint's BatchNorm statistics on unlabelled data from a new site. The model comes from a recipe "

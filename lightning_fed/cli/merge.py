@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_fed.errors import OptionError
 from lightning_fed.matching.checkpoints import read_checkpoint, state_of, with_state
 from lightning_fed.matching.merging import MatchedAverage, MergedModel
-from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers
 from lightning_fed.tasks.base import Task
 
 _DESCRIPTION = (

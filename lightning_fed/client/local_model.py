@@ -27,8 +27,8 @@ from lightning_fed.model.entries import (
     tensor_slots,
 )
 from lightning_fed.model.resize import resize_module, set_tensor_data
-from lightning_fed.numerics.foreach import norms
 from lightning_fed.numerics.precision import as_real
+from lightning_fed.numerics.trees import norms
 
 OWN_MODEL = "model:"
 """Prefix for names in a client's memory: entries of a personal model for evaluation."""

@@ -14,8 +14,7 @@ from lightning_fed.console import round_number
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import tensor_bytes
-from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.entries import live_entries, parameter_entries
+from lightning_fed.model.entries import batch_norm_layers, live_entries, parameter_entries
 from lightning_fed.process_group import process_group_of
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]

@@ -25,8 +25,7 @@ from lightning_fed.matching.match_widths import match_widths
 from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.permutation_groups import PermutationGroups
-from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.entries import entry_tensors, find_non_finite
+from lightning_fed.model.entries import batch_norm_layers, entry_tensors, find_non_finite
 from lightning_fed.model.resize import resize_module
 from lightning_fed.numerics.trees import move_tensors
 

@@ -2,10 +2,10 @@
 
 # ruff: noqa: F401
 
-from lightning_fed.model.batch_norm import batch_norm_layers, freeze_batch_norm
 from lightning_fed.model.entries import (
     BatchNorm,
     Selector,
+    batch_norm_layers,
     batch_norm_statistics,
     check_entries,
     copy_state,
@@ -15,6 +15,7 @@ from lightning_fed.model.entries import (
     entry_tensors,
     find_implausible,
     find_non_finite,
+    freeze_batch_norm,
     is_running_statistic,
     layer_entries,
     layer_prefixes,

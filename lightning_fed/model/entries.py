@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from types import ModuleType
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fed.errors import OptionError
+from lightning_fed.lazy_names import load_feature
 from lightning_fed.messages import State
-from lightning_fed.numerics.foreach import are_equal, copies, copy_into, differences, join, norms
 from lightning_fed.numerics.precision import as_real
+from lightning_fed.numerics.trees import are_equal, copies, copy_into, differences, join, norms
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
 Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
@@ -466,6 +468,37 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
         for attribute in ("running_mean", "running_var", "num_batches_tracked")
         if getattr(layer, attribute) in names
     }
+
+
+def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
+    """Maps the prefix of entry names to each BatchNorm layer (of any kind) with running statistics."""
+    layers = {
+        # All kinds have the same attributes, but no public base class.
+        path: cast("nn.BatchNorm2d", layer)
+        for path, layer in module.named_modules()
+        if isinstance(layer, BatchNorm) and layer.running_mean is not None
+    }
+    prefixes = layer_prefixes(module) if layers else {}
+    return {prefixes.get(layer, f"{path}.").removesuffix("."): layer for path, layer in layers.items()}
+
+
+def freeze_batch_norm(module: nn.Module) -> None:
+    """Makes BatchNorm layers normalise with constant running statistics, also in training."""
+    for layer in batch_norm_layers(module).values():
+        layer.eval()
+
+
+def thaw_batch_norm(module: nn.Module) -> None:
+    """Sets each BatchNorm layer to the parent module's mode (training or evaluation)."""
+    for parent in module.modules():
+        for child in parent.children():
+            if isinstance(child, BatchNorm):
+                child.train(parent.training)
+
+
+def find_measurement(module: nn.Module) -> ModuleType | None:
+    """Imports ``batch_norm.measurement``, the code for BatchNorm's running statistics, if a module has such layers."""
+    return load_feature("lightning_fed.batch_norm.measurement") if batch_norm_layers(module) else None
 
 
 def is_running_statistic(name: str) -> bool:

@@ -1,10 +1,17 @@
-"""Nested containers (tuples, lists, dictionaries and registered containers) of tensors and other values."""
+"""Containers of tensors: nested containers, and fast operations on lists.
+
+:func:`copies` places copies of tensors adjacently in memory, and :func:`join` views adjacent tensors as one flat
+tensor, so that an operation on a whole model is one call.
+
+PyTorch documents ``torch._foreach_*`` as beta ("Foreach Operations") and uses these functions in all optimizers.
+"""
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +20,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree  # there is no public equivalent; torch.fx and torch.func use this module
 
+from lightning_fed.numerics.precision import at_least_float32, to_float64
+
 _DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
+
+_CACHED_ELEMENTS = 1 << 15  # of one chunk
+
+# Elements in a buffer, before the last tensor. A CPU's larger allocations return to the system, and page faults cost
+# more than the copy.
+_BUFFER_ELEMENTS = 1 << 21
+
+_NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -79,3 +96,126 @@ def _is_plain_object(value: Any) -> bool:
     kind: Any = type(value)
     is_held = isinstance(value, Optimizer | nn.Module | type) or callable(value)
     return not is_held and kind.__new__ is object.__new__ and kind.__dictoffset__ != 0
+
+
+# Lists
+
+
+@torch.no_grad()
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors. Contiguous tensors with equal dtype and device become neighbours in memory, in order."""
+    groups, counts = dict[Any, list[int]](), Counter[Any]()
+    for position, value in enumerate(tensors):
+        kind = (value.dtype, value.device) if value.is_contiguous() else position
+        groups.setdefault((kind, counts[kind] // _BUFFER_ELEMENTS), []).append(position)
+        counts[kind] += value.numel()
+    results = list(tensors)
+    for group in groups.values():
+        members = [tensors[at] for at in group]
+        count = sum(value.numel() for value in members)
+        flat = torch.empty_like(members[0]) if len(members) == 1 else members[0].new_empty(count)
+        for at, value in zip(group, _split(flat, members), strict=True):
+            results[at] = value
+    copy_into(results, tensors)
+    return results
+
+
+def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Applies an elementwise ``function(flat_run, index_of_first_tensor)`` to each run of neighbours in memory."""
+    results = list(tensors)
+    for run in find_runs(tensors):
+        members = [tensors[at] for at in run]
+        for at, value in zip(run, _split(function(_view_flat(members), run[0]), members), strict=True):
+            results[at] = value
+    return results
+
+
+def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
+    """Groups indices into runs: in every list, a run's tensors have one dtype, and are neighbours in memory."""
+    runs: list[list[int]] = []
+    open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
+    for position, group in enumerate(zip(*lists, strict=True)):
+        if not group[0].numel() or not all([value.is_contiguous() for value in group]):
+            runs.append([position])
+            continue
+        starts, kinds = [value.data_ptr() for value in group], [value.dtype for value in group]
+        nexts = [start + value.nbytes for start, value in zip(starts, group, strict=True)]
+        run, limits = open_runs.pop((*starts, *kinds), (None, []))
+        if run is None or any(map(operator.gt, nexts, limits)):
+            run, storages = [], [value.untyped_storage() for value in group]
+            runs.append(run)
+            limits = [storage.data_ptr() + storage.nbytes() for storage in storages]
+        run.append(position)
+        open_runs[(*nexts, *kinds)] = run, limits
+    return runs
+
+
+def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Views each run (:func:`find_runs`) as one flat tensor per list. A tensor without neighbours is unchanged."""
+    return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
+
+
+def _view_flat(members: Sequence[Tensor]) -> Tensor:
+    if len(members) == 1:
+        return members[0]
+    return members[0].as_strided((sum(value.numel() for value in members),), (1,))
+
+
+def _split(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
+    if len(members) == 1:
+        return [flat]
+    parts = torch.split(flat, [value.numel() for value in members])
+    return [part.view(value.shape) for part, value in zip(parts, members, strict=True)]
+
+
+@torch.no_grad()
+def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies each value into the target at the same index, like ``Tensor.copy_``."""
+    pairs = list(zip(targets, values, strict=True))
+    for dtype in {target.dtype for target in targets}:  # a fused kernel serves one dtype
+        group = [(target, value) for target, value in pairs if target.dtype == dtype]
+        torch._foreach_copy_([target for target, _ in group], [value for _, value in group])
+
+
+@torch.no_grad()
+def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
+    """Adds each value (of any dtype) times ``weight`` to the sum (float64 or complex128) at the same index."""
+    for total, value in join(sums, values):
+        for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):
+            part.add_(to_float64(addend), alpha=weight)  # a separate cast makes the addition faster
+
+
+def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the differences ``new - old`` of tensor pairs, on the CPU in chunks of each tensor.
+
+    Chunks do not depend on the memory layout (:func:`find_runs`), so norms are equal in one process and over a network.
+    """
+    for pair in zip(new, old, strict=True):
+        for values in zip(*map(cache_chunks, pair), strict=True):
+            yield torch.sub(*values)
+
+
+def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
+    """Compares pairs of tensors, with one device synchronisation. Returns ``True`` for each pair with equal values."""
+    if all(value.is_cpu for value in left):
+        return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
+    flags = [(one == other).all() for one, other in zip(left, right, strict=True)]
+    return [bool(flag) for flag in torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()]
+
+
+def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Euclidean norm of each tensor, shape ``()``: float64 for 64-bit tensors, else float32."""
+    wide = (value if value.dtype in _NORMED else value.float() for value in tensors)
+    return [at_least_float32(torch.linalg.vector_norm(value)) for value in wide]
+
+
+def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
+    """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
+
+    Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
+    Chunks of a contiguous tensor share the tensor's memory.
+    """
+    flat = value.reshape(-1)
+    if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
+        return (flat,)
+    return torch.split(flat, _CACHED_ELEMENTS)

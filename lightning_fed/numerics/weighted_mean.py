@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.numerics.foreach import add_in_float64, map_runs
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import RowSums, RowWeighting
+from lightning_fed.numerics.trees import add_in_float64, map_runs
 
 
 class WeightedMean:

@@ -19,7 +19,7 @@ from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.federated_callback import AskableCallback, notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.model.batch_norm import find_measurement
+from lightning_fed.model.entries import find_measurement
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import copy_tree
 from lightning_fed.process_group import process_group_of

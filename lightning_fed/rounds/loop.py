@@ -56,8 +56,7 @@ from lightning_fed.lightning.internals import (
     validates_after_batch,
 )
 from lightning_fed.messages import Client
-from lightning_fed.model.batch_norm import freeze_batch_norm, thaw_batch_norm
-from lightning_fed.model.entries import check_entries
+from lightning_fed.model.entries import check_entries, freeze_batch_norm, thaw_batch_norm
 from lightning_fed.process_group import process_group_of, sharing_strategy
 from lightning_fed.rounds.batch_loop import BatchLoop, shorten_log
 from lightning_fed.rounds.client_models import measure_own_statistics

@@ -28,10 +28,11 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lazy_names import find_feature
 from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, tensor_version
 from lightning_fed.messages import Client, State
-from lightning_fed.model.batch_norm import find_measurement, freeze_batch_norm
 from lightning_fed.model.entries import (
     find_fault,
     find_implausible,
+    find_measurement,
+    freeze_batch_norm,
     tied_names,
     trainable_entries,
     untrained_entries,

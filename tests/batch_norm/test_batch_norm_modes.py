@@ -17,7 +17,7 @@ from lightning_fed.algorithms import FixBN, SiloBN
 from lightning_fed.batch_norm.measurement import LARGE_SHIFT, own_statistics
 from lightning_fed.batch_norm.pooling import InputStatistics, pool_statistics, shift_between
 from lightning_fed.errors import OptionError
-from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers
 from lightning_fed.modules import UnseenStatistics
 from tests import models
 from tests.recorders import Recorder, assert_same, state_of

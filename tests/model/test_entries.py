@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 import lightning_fed
 from lightning_fed.errors import OptionError
-from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import (
+    batch_norm_layers,
     batch_norm_statistics,
     check_entries,
     check_selectors,

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_fed.client.client_store import MemoryStore
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.model.entries import distance, entry_policies, find_implausible, load_entries
-from lightning_fed.numerics import foreach
+from lightning_fed.numerics import trees
 from lightning_fed.numerics.weighted_mean import WeightedMean
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -23,7 +23,7 @@ def tensors(seed):
 
 def test_copies_share_no_memory_and_keep_their_layout():
     originals = tensors(0)
-    copied = foreach.copies(originals)
+    copied = trees.copies(originals)
     for value, original in zip(copied, originals, strict=True):
         assert torch.equal(value, original)
         assert value.dtype == original.dtype
@@ -54,16 +54,16 @@ def test_sums_are_in_float64():
 def test_norms_and_distances():
     left, right = tensors(0), tensors(1)
     exact = [torch.linalg.vector_norm(value.to(torch.complex128)) for value in left]
-    found = sorted(float(value) for value in foreach.norms(iter(left)))
+    found = sorted(float(value) for value in trees.norms(iter(left)))
     assert found == pytest.approx(sorted(map(float, exact)), rel=1e-6)
     wide = (torch.float64, torch.complex128)
     types = [torch.float64 if value.dtype in wide else torch.float32 for value in left]
-    assert [length.dtype for length in foreach.norms(left)] == types
+    assert [length.dtype for length in trees.norms(left)] == types
     steps = [a.to(torch.complex128) - b.to(torch.complex128) for a, b in zip(left, right, strict=True)]
     expected = torch.cat([step.flatten() for step in steps]).norm()
     states = [{str(number): value for number, value in enumerate(values)} for values in (left, right)]
     assert distance(*states, states[0]) == pytest.approx(float(expected), rel=2e-3)  # bfloat16 numbers
-    assert foreach.norms([]) == []
+    assert trees.norms([]) == []
     states = [{"w": value.double()} for value in (torch.tensor([1e-9, 1.0]), torch.tensor([1e-9, -1e-9]))]
     # a bound on the step is as exact as the model
     assert distance(*states, ["w"]) == pytest.approx(1 + 1e-9, rel=1e-15)
@@ -85,13 +85,13 @@ def test_what_is_not_finite_or_negative_is_found_among_many():
 def test_copies_are_joined_again(monkeypatch):
     originals = [value for value in tensors(0) if value.dtype == torch.float32]
     originals += [torch.tensor([1, 2]), torch.tensor(3), torch.ones(2, 2), torch.zeros(6).expand(2, 6)]
-    copied = foreach.copies(originals)
-    other_copied = foreach.copies(originals)
+    copied = trees.copies(originals)
+    other_copied = trees.copies(originals)
     floats, integers, others = [0, 1, 5], [3, 4], [2, 6]
     assert [value.dtype == torch.int64 for value in copied] == [place in integers for place in range(7)]
     assert [place for place in range(7) if not originals[place].is_contiguous()] == others
     order = [0, 3, 1, 2, 4, 6, 5]
-    joined = foreach.join([copied[place] for place in order], [other_copied[place] for place in order])
+    joined = trees.join([copied[place] for place in order], [other_copied[place] for place in order])
     assert [len(flat) for flat, _ in joined if flat.ndim == 1] == [
         sum(originals[place].numel() for place in places) for places in (floats, integers)
     ]
@@ -100,8 +100,8 @@ def test_copies_are_joined_again(monkeypatch):
         assert torch.equal(flat, other_flat)
         flat += 1  # a view
     assert all(torch.equal(value, original + 1) for value, original in zip(copied, originals, strict=True))
-    monkeypatch.setattr(foreach, "_BUFFER_ELEMENTS", 8)
-    sizes = [value.untyped_storage().nbytes() for value in foreach.copies([*[torch.ones(4)] * 5, torch.ones(9)])]
+    monkeypatch.setattr(trees, "_BUFFER_ELEMENTS", 8)
+    sizes = [value.untyped_storage().nbytes() for value in trees.copies([*[torch.ones(4)] * 5, torch.ones(9)])]
     assert sizes == [32, 32, 32, 32, 52, 52]
 
 
@@ -111,12 +111,12 @@ def test_a_models_copy_is_one_flat_tensor_per_kind(monkeypatch):
     local = LocalModel(net, entry_policies(net), MemoryStore())
     start, end = local.global_state(), local.answer("a", 1).state
     parameters = [name for name, _ in net.named_parameters()]
-    assert len(foreach.find_runs([start[name] for name in parameters], [end[name] for name in parameters])) == 1
-    assert len(foreach.find_runs(list(start.values()), list(end.values()))) == 4  # also BatchNorm
+    assert len(trees.find_runs([start[name] for name in parameters], [end[name] for name in parameters])) == 1
+    assert len(trees.find_runs(list(start.values()), list(end.values()))) == 4  # also BatchNorm
     sums = WeightedMean()
     sums.add(start, 1.0, 1)
     added = []
-    monkeypatch.setattr(foreach, "cache_chunks", lambda value: added.append(value) or (value,))
+    monkeypatch.setattr(trees, "cache_chunks", lambda value: added.append(value) or (value,))
     sums.add(end, 2.0, 1)
     size = sum(value.numel() for value in net.parameters())
     assert [len(flat) for flat in added] == [size, size, 10, 10, 10, 10]
@@ -127,7 +127,7 @@ def test_neighbours_in_separate_memory_are_not_joined():
     memory = torch.arange(8.0)
     first, second = (torch.frombuffer(memory.numpy()[part], dtype=torch.float32) for part in (slice(4), slice(4, 8)))
     assert second.data_ptr() == first.data_ptr() + 16
-    assert [len(run) for run in foreach.find_runs([first, second])] == [1, 1]
-    assert [len(run) for run in foreach.find_runs([memory[:4], memory[4:]], [first, second])] == [1, 1]
-    assert [len(run) for run in foreach.find_runs([memory[:4], memory[4:].view(torch.int32)])] == [1, 1]
-    assert [len(run) for run in foreach.find_runs([memory[:4], memory[4:]])] == [2]
+    assert [len(run) for run in trees.find_runs([first, second])] == [1, 1]
+    assert [len(run) for run in trees.find_runs([memory[:4], memory[4:]], [first, second])] == [1, 1]
+    assert [len(run) for run in trees.find_runs([memory[:4], memory[4:].view(torch.int32)])] == [1, 1]
+    assert [len(run) for run in trees.find_runs([memory[:4], memory[4:]])] == [2]

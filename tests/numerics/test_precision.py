@@ -19,7 +19,7 @@ from lightning_fed.algorithms import (
 from lightning_fed.algorithms.fedmargin import class_prototypes, class_sums
 from lightning_fed.batch_norm.measurement import InputStatistics, pool_statistics
 from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanEntropy
-from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers
 from lightning_fed.rule import RoundInfo
 
 MPS = torch.device("mps")

@@ -24,8 +24,7 @@ from lightning_fed.features.isolated_pass import isolated_pass, until_fault
 from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import register
-from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.entries import find_non_finite, parameter_entries
+from lightning_fed.model.entries import batch_norm_layers, find_non_finite, parameter_entries
 from lightning_fed.numerics.precision import as_real
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.numerics.weighted_mean import WeightedMean

@@ -40,8 +40,8 @@ from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
-from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import (
+    batch_norm_layers,
     copy_state,
     entry_tensors,
     layer_entries,

@@ -23,7 +23,7 @@ from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation, ClientsBatch
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.messages import Client
-from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.model.entries import batch_norm_layers
 
 _log = logging.getLogger(__name__)
 

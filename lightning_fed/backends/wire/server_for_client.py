@@ -34,11 +34,11 @@ from lightning_fed.federated_callback import AskableCallback, federated_callback
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
-from lightning_fed.model.batch_norm import freeze_batch_norm
 from lightning_fed.model.entries import (
     copy_state,
     find_implausible,
     find_non_finite,
+    freeze_batch_norm,
     live_entries,
     untrained_entries,
 )
