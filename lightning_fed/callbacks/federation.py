@@ -19,7 +19,6 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.aliases import warn_of_two
-from lightning_fed.atomic_files import folders_of, protect_checkpoints
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.console import round_number
@@ -50,6 +49,7 @@ from lightning_fed.fit.fit_summary import (
 from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.lazy_names import find_feature, load_feature
+from lightning_fed.lightning.checkpoints import folders_of, protect_checkpoints
 from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method

@@ -13,7 +13,7 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.cli.recipes import absent_recipe
 from lightning_fed.errors import OptionError
 
-_PROGRAMS = (  # names of modules
+PROGRAMS = (  # names of modules
     "demo", "compare", "study", "data", "methods", "privacy", "merge", "adapt", "flower", "nvflare", "audit", "recipes",
     "doctor", "rehearse", "replay", "certify",
 )  # fmt: skip
@@ -82,7 +82,7 @@ def _dispatch(arguments: Sequence[str], is_process: bool) -> None:
         return
     _find_own_modules()
     try:
-        check_option("COMMAND", command, [*_PROGRAMS, *_RECIPE_COMMANDS])
+        check_option("COMMAND", command, [*PROGRAMS, *_RECIPE_COMMANDS])
     except ValueError as error:
         sys.stderr.write(f"{_HELP}\nerror: {error}\n")
         raise SystemExit(2) from error

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from textwrap import fill, indent
 
 from lightning_fed.argument_checks import check_option
+
+MODEL_OPTIONS = (
+    "Options for model and data: -c RECIPE, --model CLASS, --model.NAME VALUE, --data CLASS, --data.NAME VALUE, and "
+    "--seed_everything SEED for the data's random numbers (default: 0). `lightning-fed fit --model.help CLASS` shows "
+    "the names."
+)
 
 
 def run(args: Sequence[str]) -> None:
@@ -39,6 +47,24 @@ def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Splits a command line at ``--`` into arguments for the command and arguments for ``fit``."""
     end = args.index("--") if "--" in args else len(args)
     return args[:end], args[end + 1 :]
+
+
+def split_model_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Splits a command line into arguments for the command and ``MODEL_OPTIONS`` with values.
+
+    Example:
+        >>> split_model_options(["a.ckpt", "--model.width", "5", "--data=Shapes", "--num_batches", "2"])
+        (['a.ckpt', '--num_batches', '2'], ['--model.width', '5', '--data=Shapes'])
+    """
+    command: list[str] = []
+    model: list[str] = []
+    remaining = iter(args)
+    for arg in remaining:
+        if re.match(r"(-c|--(config|recipe|model|data|seed_everything))(?![\w-])", arg):
+            model += [arg] if "=" in arg else [arg, *islice(remaining, 1)]
+        else:
+            command.append(arg)
+    return command, model
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:

@@ -18,12 +18,12 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, Prog
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fed.atomic_files import RoundCheckpoint
 from lightning_fed.callbacks.evaluation.data_pass import Stage
 from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix
 from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.method_options import MethodChoice
+from lightning_fed.lightning.checkpoints import RoundCheckpoint
 from lightning_fed.recipe import FederatedCLI
 from lightning_fed.report.callback import Report
 

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 
+from lightning_fed.lightning.checkpoints import RoundCheckpoint
 from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
     TRANSFER_HOOKS,

@@ -1,9 +1,11 @@
 """`lightning-fed merge`: checkpoints of runs, with and without a recipe; usage errors."""
 
 import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import lightning as L
 import pytest
@@ -12,8 +14,9 @@ import yaml
 from torch import nn
 
 from lightning_fed.cli.main import main
+from lightning_fed.cli.merge import build_parser
 from lightning_fed.datasets import Shapes, Synthetic
-from lightning_fed.matching import PermutationGroups, load_matched
+from lightning_fed.matching import MatchedAverage, PermutationGroups, load_matched
 from lightning_fed.modules import recalibrate_batch_norm
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask
 from tests import models
@@ -211,15 +214,15 @@ def test_what_is_wrong_is_one_line(capsys):
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"model": nn.ReLU()}}, "unsafe.ckpt")
     named = ("--model", "ClassificationTask")
     for arguments, status, words in (
-        (["a.ckpt", "-o", "b.ckpt"], 2, "a model from `-c RECIPE` or `--model CLASS`, because"),
+        (["a.ckpt", "-o", "b.ckpt"], 2, "Expected `-c RECIPE` or `--model CLASS`, but got neither"),
         (["a.ckpt", "-o", "a.ckpt", *named], 2, "`--out` to differ"),
-        (["a.ckpt", *named], 2, "are required: out"),
-        (["-o", "b.ckpt"], 2, "are required: checkpoints"),
+        (["a.ckpt", *named], 2, "are required: -o/--out"),
+        (["-o", "b.ckpt"], 2, "are required: CHECKPOINT"),
         (["a.ckpt", "a.ckpt", "-o", "folder", *named], 2, "`--out` to be a file, but got the folder folder"),
         (["a.ckpt", "a.ckpt", "-o", "new/", *named], 2, "`--out` to be a file, but got the folder new/"),
         (
             ["a.ckpt", "a.ckpt", "-o", "text.ckpt/b.ckpt", *named],
-            2,
+            1,
             "in a writable folder, but got text.ckpt/b",
         ),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--weights", "[1]"], 2, "per checkpoint (2), but got 1 `--we"),
@@ -230,11 +233,11 @@ def test_what_is_wrong_is_one_line(capsys):
         ),
         (
             ["text.ckpt", "a.ckpt", "-o", "b.ckpt", *named],
-            2,
+            1,
             "text.ckpt to be a checkpoint with tensors and primitives only",
         ),
         (["a.ckpt", "folder", "-o", "b.ckpt", *named], 1, "folder to be a checkpoint, but got a folder"),
-        (["folder", "a.ckpt", "-o", "b.ckpt", *named], 2, "folder to be a checkpoint, but got a folder"),
+        (["folder", "a.ckpt", "-o", "b.ckpt", *named], 1, "folder to be a checkpoint, but got a folder"),
         (["a.ckpt", "none.ckpt", "-o", "b.ckpt", *named], 1, "none.ckpt"),
         (["none.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 1, "none.ckpt"),
         (
@@ -251,7 +254,7 @@ def test_what_is_wrong_is_one_line(capsys):
         ),
         (
             ["unsafe.ckpt", "a.ckpt", "-o", "b.ckpt", *named],
-            2,
+            1,
             "unsafe.ckpt to be a checkpoint with tensors and primitives only",
         ),
         (
@@ -260,8 +263,8 @@ def test_what_is_wrong_is_one_line(capsys):
             "importable class for the model, but got 'no.such.M",
         ),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--mode", "shrink"], 2, "grow"),
-        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--sweeps", "-1"], 2, "`sweeps` to be at least 0"),
-        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--model.num_classes", "1"], 2, "`num_classes` to be at least 2"),
+        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--sweeps", "-1"], 1, "`sweeps` to be at least 0"),
+        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--model.num_classes", "1"], 1, "`num_classes` to be at least 2"),
     ):
         assert words in fails(capsys, status, *arguments), arguments
         assert not Path("b.ckpt").exists()
@@ -291,12 +294,14 @@ def test_a_module_of_ones_own(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "mine")
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["merge", "--help"])
-    assert error.value.code == 0
-    said = capsys.readouterr().out
-    assert "lightning-fed merge CHECKPOINT CHECKPOINT ... -o CHECKPOINT" in said
-    assert "--sweeps" in said
-    main(["--help"])
-    assert "  merge CKPT CKPT -o CKPT" in capsys.readouterr().out
+def test_options_equal_the_arguments_of_matched_average():
+    """The parser repeats names, defaults and choices, because the class imports torch."""
+    parser = build_parser()
+    options, usage = vars(parser.parse_args(["a.ckpt", "-o", "b.ckpt"])), parser.format_help()
+    hints = get_type_hints(MatchedAverage.__init__)
+    for name, argument in inspect.signature(MatchedAverage).parameters.items():
+        if name == "inputs":
+            continue
+        assert options[name] == argument.default
+        if get_origin(hints[name]) is Literal:
+            assert f"--{name} {{{','.join(get_args(hints[name]))}}}" in usage

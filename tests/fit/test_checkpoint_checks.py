@@ -13,9 +13,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedDataModule, Federation
-from lightning_fed.atomic_files import RoundCheckpoint, SafeCheckpointIO
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.fit.checks import check_file, check_option, describe_clients
+from lightning_fed.lightning.checkpoints import RoundCheckpoint, SafeCheckpointIO
 from tests.conftest import QUIET
 from tests.models import Module, as_datasets, mlp, vectors
 

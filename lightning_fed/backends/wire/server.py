@@ -13,7 +13,6 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.atomic_files import RoundCheckpoint
 from lightning_fed.backends.wire.clients_for_server import RemoteClientSide
 from lightning_fed.backends.wire.data import HalfData
 from lightning_fed.backends.wire.options import check_options
@@ -22,6 +21,7 @@ from lightning_fed.backends.wire.run_folder import lock_folder, read_clients, wr
 from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation, ClientsBatch
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.lightning.checkpoints import RoundCheckpoint
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import batch_norm_layers
 
