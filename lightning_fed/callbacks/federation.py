@@ -46,7 +46,7 @@ from lightning_fed.fit.fit_summary import (
     last_checkpoint,
     statistics_of_monitored,
 )
-from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
+from lightning_fed.fit.options import BatchNormOption, Faults, LocalStatistics, VisitsOption, build_options
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.lazy_names import find_feature, load_feature
 from lightning_fed.lightning.checkpoints import folders_of, protect_checkpoints
@@ -174,14 +174,14 @@ class Federation(TrainerCallback):
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         chain = Chain(self.method.aggregator, [*self.method.steps, *steps])
-        self.options = FitOptions(
-            personal=options.personal,
-            frozen=options.frozen,
-            batch_norm=options.batch_norm,
-            optimizer_state=options.optimizer_state,
-            availability=Availability() if availability is None else availability,
-            faults=Faults() if faults is None else faults,
-            visits=visits,
+        self.options = build_options(
+            options.personal,
+            options.frozen,
+            options.batch_norm,
+            options.optimizer_state,
+            availability,
+            faults,
+            visits,
         )
         self.server: ServerInterface = Server(chain, self.options.faults.min_clients)
         self._fresh_chain = copy.deepcopy(chain.state_dict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_fed.argument_checks import check_count, check_option
@@ -114,46 +114,57 @@ VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options for a fit, documented in :class:`~lightning_fed.callbacks.Federation`."""
+    """Checked options for a fit from :func:`build_options`, documented in :class:`~lightning_fed.callbacks.Federation`.
 
-    personal: Sequence[Selector] = ()
-    frozen: Sequence[Selector] = ()
-    batch_norm: BatchNormOption = "auto"
-    optimizer_state: Literal["reset", "keep"] = "reset"
-    availability: Availability = field(default_factory=Availability)
-    faults: Faults = field(default_factory=Faults)
-    visits: VisitsOption = "auto"
+    Args:
+        visits_at_once: The option ``visits``, if clients train at the same time; otherwise ``None``.
+        visits_one_by_one: Loop for visits one by one: ``"fused"`` (the package's), ``"lightning"`` or ``"auto"``.
+        has_personal_entries: Whether an option makes entries personal.
+    """
 
-    def __post_init__(self) -> None:
-        for name in ("personal", "frozen"):
-            object.__setattr__(self, name, check_selectors(name, getattr(self, name)))
-        if not isinstance(self.batch_norm, LocalStatistics | FixedStatistics):
-            _check_name("batch_norm", self.batch_norm, get_args(BatchNormName), "LocalStatistics or FixedStatistics")
-        if not isinstance(self.visits, VisitsAtOnce):
-            _check_name("visits", self.visits, get_args(VisitsName), "Vectorized")
-        check_option("optimizer_state", self.optimizer_state, ("reset", "keep"))
-        for name, kind in (("availability", Availability), ("faults", Faults)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {getattr(self, name)!r}.")
-        if self.faults.visit_timeout is not None and self.visits_at_once is not None:
-            raise ValueError(
-                "Expected `visit_timeout` or `Vectorized`, not both: clients that train at once wait for each other."
-            )
+    personal: Sequence[Selector]
+    frozen: Sequence[Selector]
+    batch_norm: BatchNormOption
+    optimizer_state: Literal["reset", "keep"]
+    availability: Availability
+    faults: Faults
+    visits: VisitsOption
+    visits_at_once: VisitsAtOnce | None
+    visits_one_by_one: VisitsName
+    has_personal_entries: bool
 
-    @property
-    def visits_at_once(self) -> VisitsAtOnce | None:
-        """The option ``visits``, if clients train at the same time; otherwise ``None``."""
-        visits = load_feature(_FASTEST).Fastest() if self.visits == "fastest" else self.visits
-        return visits if isinstance(visits, VisitsAtOnce) and visits.clients > 1 else None
 
-    @property
-    def visits_one_by_one(self) -> VisitsName:
-        """Loop for visits one by one: ``"fused"`` (the package's loop), ``"lightning"`` (Lightning's) or ``"auto"``."""
-        return "auto" if isinstance(self.visits, VisitsAtOnce) or self.visits == "fastest" else self.visits
-
-    @property
-    def has_personal_entries(self) -> bool:
-        return bool(self.personal) or self.batch_norm == "personal" or isinstance(self.batch_norm, LocalStatistics)
+def build_options(
+    personal: Sequence[Selector],
+    frozen: Sequence[Selector],
+    batch_norm: BatchNormOption,
+    optimizer_state: Literal["reset", "keep"],
+    availability: Availability | None,
+    faults: Faults | None,
+    visits: VisitsOption,
+) -> FitOptions:
+    """Checks the options for a fit. Raises ``ValueError`` for an invalid option."""
+    personal, frozen = check_selectors("personal", personal), check_selectors("frozen", frozen)
+    if not isinstance(batch_norm, LocalStatistics | FixedStatistics):
+        _check_name("batch_norm", batch_norm, get_args(BatchNormName), "LocalStatistics or FixedStatistics")
+    if not isinstance(visits, VisitsAtOnce):
+        _check_name("visits", visits, get_args(VisitsName), "Vectorized")
+    check_option("optimizer_state", optimizer_state, ("reset", "keep"))
+    availability = Availability() if availability is None else availability
+    faults = Faults() if faults is None else faults
+    for name, value, kind in (("availability", availability, Availability), ("faults", faults, Faults)):
+        if not isinstance(value, kind):
+            raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {value!r}.")
+    group = load_feature(_FASTEST).Fastest() if visits == "fastest" else visits
+    at_once = group if isinstance(group, VisitsAtOnce) and group.clients > 1 else None
+    if faults.visit_timeout is not None and at_once is not None:
+        raise ValueError(
+            "Expected `visit_timeout` or `Vectorized`, not both: clients that train at once wait for each other."
+        )
+    one_by_one: VisitsName = "auto" if isinstance(visits, VisitsAtOnce) or visits == "fastest" else visits
+    is_personal = bool(personal) or batch_norm == "personal" or isinstance(batch_norm, LocalStatistics)
+    kinds = at_once, one_by_one, is_personal
+    return FitOptions(personal, frozen, batch_norm, optimizer_state, availability, faults, visits, *kinds)
 
 
 def _check_name(argument: str, value: object, names: Sequence[str], kinds: str) -> None:
