@@ -15,6 +15,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from statistics import median, mode
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -35,7 +36,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.fit_summary import monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.lightning.internals import is_overridden
-from lightning_fed.messages import Broadcast, Client, State, tensor_bytes
+from lightning_fed.messages import Broadcast, Client, State, digest, tensor_bytes
 from lightning_fed.model.entries import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.entries import entry_policies, find_implausible, is_running_statistic
 from lightning_fed.process_group import process_group_of
@@ -46,6 +47,9 @@ from lightning_fed.server.server import ServerInterface
 _log = logging.getLogger(__name__)
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+# Digests of models in a round, computed once for all clients.
+_model_keys: WeakKeyDictionary[LocalModel, list[tuple[Mapping[str, Tensor], Tensor]]] = WeakKeyDictionary()
 
 _MOST_LEFT = 0.1  # 22 batches with BatchNorm's default momentum
 
@@ -156,8 +160,8 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         for client in (visit.client for visit in visits):
             served_state = server.rule.model_of(client)
             statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
-            local.store_statistics(
-                client, server.report.round, statistics, state if served_state is None else served_state
+            store_statistics(
+                local, client, server.report.round, statistics, state if served_state is None else served_state
             )
     return shift, fault
 
@@ -304,7 +308,7 @@ def load_own_model(
     if measure_round is not None:
         stored = (local.store.get(client) or {}).get(STATISTICS)
         has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
-        if stored is None or int(stored) != int(local.model_key(state)):
+        if stored is None or int(stored) != int(_model_key(local, state)):
             if has_data and client in fit.population.clients:
                 served = measured = _measure_client(fit, local, client, state, measure_round)
             elif stored is not None:
@@ -384,6 +388,27 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
             "`drop_last=True` if the last batch has one example."
         )
     return batch
+
+
+def store_statistics(
+    local: LocalModel, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> None:
+    """Stores a client's BatchNorm statistics, measured with the model in ``state``."""
+    client_state = {name: value for name, value in local.recall(client).items() if not name.startswith(STATISTICS)}
+    client_state[STATISTICS] = _model_key(local, state)
+    client_state |= {f"{STATISTICS}{name}": value.to(local.entries[name].dtype) for name, value in statistics.items()}
+    local.store.put(client, round, client_state)
+
+
+def _model_key(local: LocalModel, state: Mapping[str, Tensor]) -> Tensor:
+    # A digest of the weights, without sliced entries, which can be large. Equal states give equal numbers.
+    keys = _model_keys.setdefault(local, [])
+    key = next((key for known, key in keys if known is state), None)
+    if key is None:
+        names = (name for name in state if name not in local.sliced and not is_running_statistic(name))
+        key = torch.tensor(int(digest({name: state[name] for name in names})[:15], 16))  # 60 bits
+        keys.append((state, key))
+    return key
 
 
 def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:

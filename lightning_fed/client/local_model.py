@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.packed_optimizers import OPTIMIZER
 from lightning_fed.errors import OptionError
-from lightning_fed.messages import Client, ClientUpdate, State, digest, without_prefix
+from lightning_fed.messages import Client, ClientUpdate, State, without_prefix
 from lightning_fed.model.entries import (
     Policy,
-    Slot,
     copy_adjacent,
     copy_state,
     entry_names,
@@ -46,7 +45,11 @@ class LocalModel:
 
     Shared entries come from the broadcast, and frozen entries from the server. Personal entries come from the client's
     store, or before the first visit from the server's initial values. Outside visits the module contains the global
-    model. Every visit starts with the round's initial values of buffers with ``persistent=False``.
+    model.
+
+    Tensors outside ``state_dict`` pass no information between visits: buffers start with the round's initial values,
+    and parameters must not change. Tensors and layers added in a visit are removed after the visit, and restored after
+    the round if all clients have added equal tensors.
 
     Loading copies values into the module's entries, except for sliced entries (tables of which a client receives only
     some rows). For these the client's rows replace the parameter's data, so the whole table is in memory only once.
@@ -97,10 +100,14 @@ class LocalModel:
         order = [*self.parameters, *sorted(self.shared, key=lambda name: name.rpartition(".")[2])]
         self._whole = [name for name in dict.fromkeys(order) if name not in self.sliced]
         self._slots = {name: slots[tensor] for tensor, name in names.items() if name not in self.sliced}
-        self._unsaved = UnsavedTensors(module, [slots[tensor] for tensor in slots if tensor not in names])
+        unsaved = [slots[tensor] for tensor in slots if tensor not in names]
+        self._unsaved = [slot for slot in unsaved if isinstance(slot.tensor, nn.Parameter)]
+        self._unsaved_norms = self._find_unsaved_norms()
+        self._buffers = [(slot, slot.tensor.clone()) for slot in unsaved if not isinstance(slot.tensor, nn.Parameter)]
+        self._members = {layer: _members(layer) for layer in module.modules()}
+        self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
         self.dropped = set[str]()
         self.has_statistics = False
-        self._model_keys: list[tuple[Mapping[str, Tensor], Tensor]] = []
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
         """Copies the shared entries, except sliced entries, because visits never write into sliced entries.
@@ -120,8 +127,13 @@ class LocalModel:
 
         The caller must not change the tensors of sliced entries afterwards, because the module uses these tensors.
         """
-        self._load({**state, **self.server_entries})
-        self._unsaved.return_additions()
+        self.load({**state, **self.server_entries})
+        additions, self._additions = self._additions, {}
+        for (layer, name), (value, is_persistent) in additions.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                layer.register_buffer(name, value, is_persistent)
+            elif value is not None:
+                setattr(layer, name, value)
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
         """Selects the entries in ``names`` that differ from :attr:`server_entries`. NaN equals NaN."""
@@ -166,16 +178,12 @@ class LocalModel:
             own_model |= without_prefix(client_state, f"{_MEMORY}{OWN_MODEL}")
         self.has_statistics = any(map(is_running_statistic, {**personal, **own_model}))
         initial = self._initial if trains else {}
-        self._load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
+        self.load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
 
     def client_entries(self) -> State:
         """Copies all shared and personal entries of the current client's model."""
         self._find_entries()
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
-
-    def load_client_entries(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the entries copied by :meth:`client_entries` into the module, during a visit."""
-        self._load(state)
 
     def recall(self, client: Client) -> State:
         """Reads a client's stored state (personal entries, optimizer state, callback tensors); empty before a visit."""
@@ -195,30 +203,6 @@ class LocalModel:
         if client_state:
             self.store.put(client, round, client_state)
 
-    def model_key(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Returns a fingerprint of the model ``state``, stored with BatchNorm statistics measured with this model.
-
-        Running statistics and sliced entries, which can be large, are excluded. Equal states give equal numbers.
-        """
-        for known, key in self._model_keys:
-            if known is state:
-                return key
-        weights = {name: state[name] for name in state if name not in self.sliced and not is_running_statistic(name)}
-        key = torch.tensor(int(digest(weights)[:15], 16))  # 60 bits
-        self._model_keys.append((state, key))
-        return key
-
-    def store_statistics(
-        self, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
-    ) -> None:
-        """Stores a client's BatchNorm statistics, measured with the model in ``state``."""
-        client_state = {name: value for name, value in self.recall(client).items() if not name.startswith(STATISTICS)}
-        client_state[STATISTICS] = self.model_key(state)
-        client_state |= {
-            f"{STATISTICS}{name}": value.to(self.entries[name].dtype) for name, value in statistics.items()
-        }
-        self.store.put(client, round, client_state)
-
     def find_personal_fault(self, client: Client) -> str | None:
         """Describes the first personal entry with a new shape or dtype, or implausible values, after a visit.
 
@@ -237,10 +221,11 @@ class LocalModel:
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
         """Builds the client's update. Refuses changes that the visit made to tensors outside ``state_dict``."""
-        self.dropped |= self._unsaved.changed()
+        self._check_unsaved()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
-    def _load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Loads the entries in ``state``, and resets the tensors outside ``state_dict``."""
         for name, owner in self.sliced.items():
             rows = state.get(name, owner)
             if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:
@@ -248,7 +233,7 @@ class LocalModel:
                     f"The state cannot be loaded: the rows of entry {name!r} are {rows.dtype} of shape"
                     f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
                 )
-        self._unsaved.reset()
+        self._reset_unsaved()
         for _, layer, attribute, tensor in self._slots.values():  # the module's original tensor is restored
             if getattr(layer, attribute) is not tensor:
                 setattr(layer, attribute, tensor)
@@ -263,66 +248,30 @@ class LocalModel:
             set_tensor_data(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
 
-    def _find_entries(self, names: Iterable[str] | None = None) -> None:
-        # A module may assign tensors or data instead of writing in place.
-        for name in self._slots if names is None else names:
-            path, layer, attribute, tensor = self._slots[name]
-            current = getattr(layer, attribute, None)
-            if not isinstance(current, Tensor):
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but training replaced it by {current!r}.")
-            if not current.is_set_to(self.entries[name]):  # faster than a new view
-                self.entries[name] = as_real(current.detach())
-
-
-def memory_of(stored: State) -> State:
-    """Selects the tensors of callbacks and update steps from a client's stored state (:meth:`LocalModel.recall`)."""
-    return without_prefix(stored, _MEMORY)
-
-
-def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's stored callback tensors whose names start with ``prefix``, as a change made in ``round``."""
-    client_state = store.get(client) or {}
-    remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
-    store.put(client, round, remaining)
-
-
-class UnsavedTensors:
-    """Resets a module's tensors outside ``state_dict`` for every client, so that visits pass on no information.
-
-    Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
-    only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
-    a visit are removed after the visit, and restored after the round if all clients have added equal tensors.
-    """
-
-    def __init__(self, module: nn.Module, slots: Iterable[Slot]) -> None:
-        self._owner = type(module).__name__
-        self._parameters = [slot for slot in slots if isinstance(slot.tensor, nn.Parameter)]
-        self._norms = self._current_norms()
-        self._buffers = [(slot, slot.tensor.clone()) for slot in slots if not isinstance(slot.tensor, nn.Parameter)]
-        self._members = {layer: _members(layer) for layer in module.modules()}
-        self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
-
-    def changed(self) -> set[str]:
-        """Names of changed non-persistent buffers. Refuses a changed parameter or persistent buffer."""
+    def _check_unsaved(self) -> None:
         changed = {
             path: attribute in vars(layer)["_non_persistent_buffers_set"]
             for (path, layer, attribute, _), before in self._buffers
             if _is_other(getattr(layer, attribute, None), before)
         }
-        lengths = zip(self._parameters, self._norms, self._current_norms(), strict=True)
+        # Only norms are compared, because a frozen backbone outside `state_dict` may be large.
+        lengths = zip(self._unsaved, self._unsaved_norms, self._find_unsaved_norms(), strict=True)
         changed |= {slot.path: False for slot, before, after in lengths if before != after and before == before}
         for path, is_declared in changed.items():
             if not is_declared:
                 raise OptionError(
-                    f"Expected `{self._owner}.state_dict()` to contain every tensor that changes in training, but"
-                    f" {path!r} has changed and shares no memory with an entry: include the tensor in `state_dict`."
+                    f"Expected `{type(self._module).__name__}.state_dict()` to contain every tensor that changes in "
+                    f"training, but {path!r} has changed and shares no memory with an entry: include the tensor in "
+                    "`state_dict`."
                 )
-        return set(changed)
+        self.dropped |= changed.keys()
+
+    def _find_unsaved_norms(self) -> list[float]:
+        return [float(length) for length in norms(slot.tensor.detach() for slot in self._unsaved)]
 
     @torch.no_grad()
-    def reset(self) -> None:
-        """Removes tensors and layers added by the last visit, and restores buffers. Refuses unequal additions."""
+    def _reset_unsaved(self) -> None:
+        # Removes additions of the last visit, so that visits pass on no information.
         differing = []
         for layer, before in self._members.items():
             for name, value in _members(layer).items():
@@ -349,17 +298,28 @@ class UnsavedTensors:
                 setattr(layer, attribute, tensor)
             tensor.copy_(start)
 
-    def return_additions(self) -> None:
-        """Adds the tensors and layers added in visits to the module again, after the round."""
-        additions, self._additions = self._additions, {}
-        for (layer, name), (value, is_persistent) in additions.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                layer.register_buffer(name, value, is_persistent)
-            elif value is not None:
-                setattr(layer, name, value)
+    def _find_entries(self, names: Iterable[str] | None = None) -> None:
+        # A module may assign tensors or data instead of writing in place.
+        for name in self._slots if names is None else names:
+            path, layer, attribute, tensor = self._slots[name]
+            current = getattr(layer, attribute, None)
+            if not isinstance(current, Tensor):
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but training replaced it by {current!r}.")
+            if not current.is_set_to(self.entries[name]):  # faster than a new view
+                self.entries[name] = as_real(current.detach())
 
-    def _current_norms(self) -> list[float]:
-        return [float(length) for length in norms(slot.tensor.detach() for slot in self._parameters)]
+
+def memory_of(stored: State) -> State:
+    """Selects the tensors of callbacks and update steps from a client's stored state (:meth:`LocalModel.recall`)."""
+    return without_prefix(stored, _MEMORY)
+
+
+def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
+    """Deletes a client's stored callback tensors whose names start with ``prefix``, as a change made in ``round``."""
+    client_state = store.get(client) or {}
+    remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
+    store.put(client, round, remaining)
 
 
 def _members(layer: nn.Module) -> dict[str, Any]:

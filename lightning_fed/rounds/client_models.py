@@ -200,9 +200,10 @@ def _load(fit: FederatedFit, local: LocalModel, client: Client, state: State) ->
 
 
 def _store_measurements(fit: FederatedFit, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
-    for part in process_group_of(fit.trainer).gather(measured):
+    measurement = find_measurement(fit.module)
+    for part in () if measurement is None else process_group_of(fit.trainer).gather(measured):
         for client, statistics in part.items():
-            local.store_statistics(client, fit.rounds - 1, statistics, _shared(fit, client, state))
+            measurement.store_statistics(local, client, fit.rounds - 1, statistics, _shared(fit, client, state))
 
 
 def _ask_here(

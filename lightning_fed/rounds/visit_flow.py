@@ -164,12 +164,12 @@ class ClientVisit:
     def second_model(self, state: State) -> Iterator[Callable[[], State]]:
         """Context with ``state`` in the module, and new optimizers. Yields a function that copies all entries."""
         entries, snapshot = self._local.client_entries(), self._optimizers.capture()
-        self._local.load_client_entries(state)
+        self._local.load(state)
         self._optimizers.start_visit()
         self._clear_gradients()
         self.trains_second_model = True
         yield self._local.client_entries
-        self._local.load_client_entries(entries)
+        self._local.load(entries)
         self._optimizers.resume(snapshot)
         self._clear_gradients()
         self.trains_second_model = False
