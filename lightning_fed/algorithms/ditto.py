@@ -104,10 +104,18 @@ class PersonalModel(GradientTerm):
         if visit.main_batches is None or visit.planned.num_batches <= visit.main_batches:
             return
         model = without_prefix(visit.memory, OWN_MODEL) or self._first_model
-        with visit.second_model(model) as entries:
-            for _ in range(visit.planned.num_batches - visit.main_batches):
-                yield
-            model = entries()
+        entries, optimizer_state = visit.local.client_entries(), visit.optimizers.capture()
+        visit.local.load(model)
+        visit.optimizers.start_visit()
+        visit.clear_gradients()
+        visit.trains_second_model = True
+        for _ in range(visit.planned.num_batches - visit.main_batches):
+            yield
+        model = visit.local.client_entries()
+        visit.local.load(entries)
+        visit.optimizers.resume(optimizer_state)
+        visit.clear_gradients()
+        visit.trains_second_model = False
         fault = find_non_finite(model)
         if fault is not None:
             raise ClientFault(f"in its personal model, {fault}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import traceback
@@ -20,6 +21,8 @@ from lightning_fed.errors import without_frames
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import Visit
+
+_log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -87,7 +90,7 @@ class Population(ABC):
         clients: The client names in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
-        has_raised: Whether a traceback for an error in client data was already logged.
+        has_raised: Whether a traceback for an error of a client was already logged.
         sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; if ``None``,
             a visit passes over all examples.
         local_steps: Number of batches in a visit, also if dataloaders have no length; if ``None``, whole passes.
@@ -166,6 +169,13 @@ class Population(ABC):
         if isinstance(self.overfit_batches, int):
             return self.overfit_batches if per_epoch is None else min(per_epoch, self.overfit_batches)
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
+
+    def log_raised(self, origin: str, client: Client, trace: str) -> None:
+        """Logs the traceback of a client's exception, only once. ``origin``: ``"data"`` or ``"step"``."""
+        if not self.has_raised:
+            self.has_raised = True
+            text = "The %s of client %r raised an exception (logged only for the first client):\n%s"
+            _log.warning(text, origin, client, trace)
 
     def is_counted(self, client: Client) -> bool:
         """True if ``client`` is the only client and its data have no known length, so training counts the examples."""

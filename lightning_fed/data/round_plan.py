@@ -44,13 +44,7 @@ class PlannedRound:
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
-        if not population.has_raised:
-            population.has_raised = True
-            _log.warning(
-                "The data of client %r raised an exception (logged only for the first client):\n%s",
-                client,
-                item.trace or f"{describe(item.error)}\n",
-            )
+        population.log_raised("data", client, item.trace or f"{describe(item.error)}\n")
         if isinstance(item.error, VisitTimeout):
             return str(item.error)
         reason = describe(item.error)

@@ -201,7 +201,9 @@ def _load(fit: FederatedFit, local: LocalModel, client: Client, state: State) ->
 
 def _store_measurements(fit: FederatedFit, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
     measurement = find_measurement(fit.module)
-    for part in () if measurement is None else process_group_of(fit.trainer).gather(measured):
+    if measurement is None:
+        return
+    for part in process_group_of(fit.trainer).gather(measured):
         for client, statistics in part.items():
             measurement.store_statistics(local, client, fit.rounds - 1, statistics, _shared(fit, client, state))
 

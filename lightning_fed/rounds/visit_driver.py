@@ -115,20 +115,6 @@ class VisitDriver:
         self._has_loss = self._has_loss or output is not None
         return output
 
-    def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Calls ``backward(*args, **kwargs)``, the module's backward pass. An error excludes the client."""
-        if not self._module.automatic_optimization:  # inside the training step
-            backward(*args, **kwargs)
-            return
-        assert self.current is not None
-        try:
-            with self._loader.interrupting():
-                backward(*args, **kwargs)
-        except Exception as error:
-            self._fail(self.current.planned, error)
-            for parameter in self._module.parameters():  # the optimizer still steps, and a loss scale needs gradients
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-
     def end(self, group: Sequence[PlannedVisit]) -> None:
         """Ends the visits in ``group`` after the last batch, or without batches."""
         planned = group[0]
@@ -179,10 +165,18 @@ class VisitDriver:
             return self.train_step(self._step.original, args, kwargs)
 
     def _on_backward(self, *args: Any, **kwargs: Any) -> None:
-        if self.group:
-            self.backward(self._backward.original, args, kwargs)
-        else:
+        visit = self.current
+        # Without a single visit, or inside a training step with manual optimization, the caller handles errors.
+        if visit is None or not self._module.automatic_optimization:
             self._backward.original(*args, **kwargs)
+            return
+        try:
+            with self._loader.interrupting():
+                self._backward.original(*args, **kwargs)
+        except Exception as error:
+            self._fail(visit.planned, error)
+            for parameter in self._module.parameters():  # the optimizer still steps, and a loss scale needs gradients
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Ends a batch, and trains the round's remaining batches in fused visits. Lightning calls this hook last."""
@@ -266,14 +260,8 @@ class VisitDriver:
         if fault is None or is_alone or self.fit.has_ranks:
             raise error
         planned.fail(fault, error)
-        if not isinstance(error, ClientFault) and not self._loader.population.has_raised:
-            self._loader.population.has_raised = True
-            trace = error.__notes__[-1]
-            _log.warning(
-                "The step of client %r raised an exception (logged only for the first client):\n%s",
-                planned.visit.client,
-                trace,
-            )
+        if not isinstance(error, ClientFault):
+            self._loader.population.log_raised("step", planned.visit.client, error.__notes__[-1])
 
     def _skip_batch(self) -> None:
         planned = self._loader.current

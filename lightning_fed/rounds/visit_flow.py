@@ -8,8 +8,7 @@ the generator receives a reply: from :func:`ask_server` for :class:`Ask`, from :
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,9 +54,11 @@ class ClientVisit:
 
     Attributes:
         planned: The visit.
+        local: Loads the client's model.
+        optimizers: The client's optimizers.
         memory: Tensors of callbacks and update steps, stored on the client if the server accepts the update.
         main_batches: Number of batches for the received model; if ``None``, all. A callback may train a second model
-            on the remaining batches (:meth:`second_model`).
+            on the remaining batches.
         trains_second_model: Whether the module currently contains the second model.
         step: The event of the next batch; ``None`` before the first and after the last batch.
     """
@@ -70,7 +71,7 @@ class ClientVisit:
         untrained: Sequence[str],
         planned: PlannedVisit,
     ) -> None:
-        self._fit, self._local, self._optimizers, self._untrained = fit, local, optimizers, untrained
+        self._fit, self.local, self.optimizers, self._untrained = fit, local, optimizers, untrained
         self._trainer, self._module = fit.trainer, fit.module
         self._callbacks = federated_callbacks(fit.trainer)
         self._must_train = fit.module.automatic_optimization and not fit.has_one_client
@@ -85,7 +86,7 @@ class ClientVisit:
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
         try:
             # Request.
-            stored = self._local.recall(client)
+            stored = self.local.recall(client)
             self.memory = memory_of(stored)
             request = Request(client)
             for callback in self._callbacks:
@@ -97,7 +98,7 @@ class ClientVisit:
                 callback.on_client_receive(trainer, module, client, broadcast)
 
             # Load.
-            self._local.load_client(client, broadcast.state, stored=stored)
+            self.local.load_client(client, broadcast.state, stored=stored)
             self._load_optimizers(request, stored)
             del stored  # may be large
             for callback in self._callbacks:
@@ -130,7 +131,7 @@ class ClientVisit:
                 return
 
             # Keep.
-            self._local.store_client(client, self.planned.visit.round, self._end_optimizers(), self.memory)
+            self.local.store_client(client, self.planned.visit.round, self._end_optimizers(), self.memory)
         finally:
             for callback in self._callbacks:
                 callback.on_client_visit_end(trainer, module, client)
@@ -160,22 +161,12 @@ class ClientVisit:
             batch = callback.on_client_batch(self._trainer, self._module, self.planned.visit.client, batch)
         return batch
 
-    @contextmanager
-    def second_model(self, state: State) -> Iterator[Callable[[], State]]:
-        """Context with ``state`` in the module, and new optimizers. Yields a function that copies all entries."""
-        entries, snapshot = self._local.client_entries(), self._optimizers.capture()
-        self._local.load(state)
-        self._optimizers.start_visit()
-        self._clear_gradients()
-        self.trains_second_model = True
-        yield self._local.client_entries
-        self._local.load(entries)
-        self._optimizers.resume(snapshot)
-        self._clear_gradients()
-        self.trains_second_model = False
+    def clear_gradients(self) -> None:
+        for parameter in self._module.parameters():  # the user may have replaced `zero_grad`
+            parameter.grad = None
 
     def _check_rows(self, request: Request) -> None:
-        unsliced = sorted(request.rows.keys() - self._local.sliced.keys())
+        unsliced = sorted(request.rows.keys() - self.local.sliced.keys())
         if unsliced:
             raise MisconfigurationException(
                 f"A callback requests rows of {unsliced}, which are sent as a whole: list these entries in"
@@ -188,25 +179,21 @@ class ClientVisit:
             kept = {name: value for name, value in stored.items() if name.startswith(OPTIMIZER)}
         if kept.pop(_FIT_NUMBER, torch.tensor(0)) != self._fit.number:  # a fit begins with new optimizers
             kept = {}
-        rows = [(self._local.sliced[name], rows) for name, rows in request.rows.items()]
-        self._optimizers.start_visit(kept, rows)
-        self._clear_gradients()
+        rows = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
+        self.optimizers.start_visit(kept, rows)
+        self.clear_gradients()
 
     def _end_optimizers(self) -> State:
-        state = self._optimizers.end_visit(self.planned.position)
+        state = self.optimizers.end_visit(self.planned.position)
         if state and self._fit.number:
             state[_FIT_NUMBER] = torch.tensor(self._fit.number)
         return state
-
-    def _clear_gradients(self) -> None:
-        for parameter in self._module.parameters():  # the user may have replaced `zero_grad`
-            parameter.grad = None
 
     def _check_trained(self, num_losses: int) -> None:
         if self._must_train and not num_losses:
             self.planned.fault = f"its training step returned no loss in {self.planned.num_batches} batches"
             raise ClientFault(self.planned.fault)
-        fault = self._local.find_personal_fault(self.planned.visit.client)
+        fault = self.local.find_personal_fault(self.planned.visit.client)
         if fault is not None:
             raise ClientFault(f"in its personal entries, {fault}")
 
@@ -214,11 +201,11 @@ class ClientVisit:
         # Callbacks may write into the update. Without such callbacks, unchanged entries need no copies.
         has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
         known = None if has_callbacks else self._unchanged(received)
-        update = self._local.answer(self.planned.visit.client, self.planned.num_samples, known)
+        update = self.local.answer(self.planned.visit.client, self.planned.num_samples, known)
         fit = self._fit
         if fit.unset and "filled" not in fit.warned:
             frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
-            filled = self._local.changed_server_entries(frozen)
+            filled = self.local.changed_server_entries(frozen)
             if filled:
                 fit.record_warning("filled")
                 warn_of_filled(filled)
@@ -226,7 +213,7 @@ class ClientVisit:
 
     def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
         # Sliced entries are the module's own tensors, and a pass with the model writes and restores the module.
-        sliced, state = self._local.sliced, update.state.items()
+        sliced, state = self.local.sliced, update.state.items()
         return [(name, id(value), name in sliced or tensor_version(value)) for name, value in state]
 
     def _mark_unchanged(self, update: ClientUpdate, received: State) -> None:

@@ -71,12 +71,6 @@ class StackedVisits(VisitDriver):
                     self._fail(self.group[part.clients[0]], error)
         return joint_loss(losses) if losses else self._skip_batch()
 
-    def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.current is not None:
-            super().backward(backward, args, kwargs)
-        else:
-            backward(*args, **kwargs)
-
     def end(self, group: Sequence[PlannedVisit]) -> None:
         if len(group) == 1:
             super().end(group)
