@@ -32,8 +32,7 @@ from lightning_fed.errors import OptionError, describe
 from lightning_fed.features.batches import BatchKey, find_inputs
 from lightning_fed.features.isolated_pass import forward_step, isolated_pass, run_step
 from lightning_fed.federated_callback import notify_model_loaded
-from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.fit_summary import monitored_names
+from lightning_fed.fit.federated_fit import FederatedFit, monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, Client, State, digest, tensor_bytes

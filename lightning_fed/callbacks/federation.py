@@ -38,16 +38,9 @@ from lightning_fed.fit.checks import (
     put_first,
     warn_of_batch_norm_option,
 )
-from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
-from lightning_fed.fit.fit_summary import (
-    describe_end,
-    describe_start,
-    files_of,
-    last_checkpoint,
-    statistics_of_monitored,
-)
+from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide, describe_start, statistics_of_monitored
 from lightning_fed.fit.options import BatchNormOption, Faults, LocalStatistics, VisitsOption, build_options
-from lightning_fed.fit.round_log import RoundLog
+from lightning_fed.fit.round_log import RoundLog, describe_end, files_of, last_checkpoint
 from lightning_fed.lazy_names import find_feature, load_feature
 from lightning_fed.lightning.checkpoints import folders_of, protect_checkpoints
 from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating

@@ -4,6 +4,5 @@
 
 from lightning_fed.fit.checks import check_processes, find_loader_owner
 from lightning_fed.fit.entry_policies import freeze_parameters
-from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
-from lightning_fed.fit.fit_summary import monitored_names
+from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide, monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics, VisitsAtOnce

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,17 +13,25 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.console import round_number
 from lightning_fed.data.population import Population, generator_states
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.federated_callback import federated_callbacks
 from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unset_buffers
 from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.options import BatchNormOption, FitOptions, FixedStatistics, LocalStatistics
-from lightning_fed.fit.round_log import RoundLog
-from lightning_fed.lightning.internals import ignored_warning
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, plain_keys
-from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
-from lightning_fed.process_group import RoundSynchronisation, sharing_strategy
+from lightning_fed.fit.round_log import RoundLog, format_bytes
+from lightning_fed.lightning.internals import callbacks_of, ignored_warning
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, plain_keys, tensor_bytes
+from lightning_fed.model.entries import (
+    Policy,
+    batch_norm_layers,
+    batch_norm_statistics,
+    copy_state,
+    live_entries,
+    parameter_entries,
+)
+from lightning_fed.process_group import RoundSynchronisation, process_group_of, sharing_strategy
 from lightning_fed.server.schedule import Cohort, Schedule, Visit
 from lightning_fed.server.server import ServerInterface
 
@@ -347,3 +356,58 @@ class FederatedFit:
         if self.options.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
+
+
+def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
+    """Describes a fit at the start in one line: clients, shared entries, and kind of visits."""
+    clients, trainer = len(fit.population.clients), fit.trainer
+    counts = Counter[str](fit.policies.values())
+    entries = live_entries(fit.module)
+    untrained = {name for value, name in parameter_entries(fit.module).items() if not value.requires_grad}
+    shared = {name: entries[name] for name, policy in fit.policies.items() if policy == "shared"}
+    following = {name: shared.pop(name) for name in untrained & shared.keys()}
+    first, last = trainer.current_epoch, trainer.max_epochs
+    rounds = "rounds without end" if last in (None, -1) else f"rounds {round_number(first)} to {last}"
+    secret = fit.schedule.secret
+    size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
+    kept = " and ".join(f"{counts[policy]} {policy}" for policy in ("personal", "frozen") if counts[policy])
+    text = [
+        f"{method}: {rounds}, {size} of {clients} clients per round, {_execution(fit, at_once)}.",
+        f"{format_bytes(tensor_bytes(shared))} each way per client ({len(shared)} "
+        f"tensors{f'; not sent: {kept}' if kept else ''}).",
+    ]
+    if following:
+        text.append(
+            f"{format_bytes(tensor_bytes(following))} more ({len(following)} tensors without gradient) if the module "
+            "writes to them, as with a teacher."
+        )
+    if counts["sliced"]:
+        text.append(f"{counts['sliced']} more tensors, of which clients receive only requested rows.")
+    if batch_norm_layers(fit.module):
+        again = ", and clients also receive each new model to measure statistics" if fit.reports_statistics else ""
+        text.append(f"BatchNorm: {fit.batch_norm!r}{again}.")
+    return " ".join([*text, f"Seed {fit.schedule.seed}."])
+
+
+def _execution(fit: FederatedFit, at_once: int) -> str:
+    if fit.is_remote:
+        return "on other machines"
+    number = process_group_of(fit.trainer).size
+    if number > 1:
+        return f"in {number} processes"
+    return f"up to {at_once} at once" if at_once > 1 else "one after another"
+
+
+def monitored_names(fit: FederatedFit) -> list[str]:
+    """Returns the names of logged values that the Trainer's callbacks monitor, such as ``val_loss``."""
+    monitors = (getattr(callback, "monitor", None) for callback in callbacks_of(fit.trainer))
+    return list(dict.fromkeys(name for name in monitors if isinstance(name, str)))
+
+
+def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
+    """Maps monitored names to the BatchNorm statistics used: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
+    of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
+    return {
+        name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
+        for name in monitored_names(fit)
+    }

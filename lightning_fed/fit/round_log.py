@@ -1,4 +1,4 @@
-"""Log of each round: clients, bytes and distances between models."""
+"""Log of each round (clients, bytes and distances between models), and of a whole fit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.console import round_number
 from lightning_fed.lightning.internals import hide_metrics, log_position, show_metrics
@@ -23,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_METRICS = 64  # numbers per client and round
 _MOST_NAMES = 256  # per fit
+_UNITS = ["bytes", "kB", "MB", "GB", "TB"]
+_OURS = ("fed/", "comm/", "client/", "clients/", "evaluation/")
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 
 
@@ -169,3 +173,74 @@ class RoundLog:
                 )  # fmt: skip
             self.totals["numbers"] += len(left_out)
         return {f"clients/{name}": sum(values) / len(values) for name, values in sorted(sent.items()) if name in taken}
+
+
+def format_bytes(number: float) -> str:
+    """Formats a number of bytes in decimal units, such as ``4.0 kB``."""
+    unit = 0
+    while number >= 1000 and unit < len(_UNITS) - 1:
+        number, unit = number / 1000, unit + 1
+    return f"{number:.0f} bytes" if unit == 0 else f"{number:.1f} {_UNITS[unit]}"
+
+
+def describe_end(
+    method: str,
+    totals: Mapping[str, int],
+    seconds: float,
+    metrics: Mapping[str, float],
+    files: Mapping[str, str] | None = None,
+    recalibrates: bool = False,
+) -> str:
+    """Formats a fit's results as a table: ``totals`` (:attr:`RoundLog.totals`), duration, and last logged values.
+
+    If ``recalibrates``, clients receive each new model twice, to measure BatchNorm's statistics.
+
+    Example:
+        >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
+        >>> metrics = {"val_acc": 0.8125, "fed/clients": 2.0, "evaluation/clients": 2.0}
+        >>> print(describe_end("FedAvg", totals, 3.0, metrics))
+        FedAvg:
+          rounds            2, 1.5 s each, 3 s in total
+          updates used      5
+          clients excluded  1 failed, 0 dropped out
+          sent to clients   4.0 kB
+          sent back         3.5 kB
+          val_acc           0.8125
+    """
+    rows = {
+        "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in total",
+        "updates used": str(totals["clients"]),
+        "clients excluded": f"{totals['failed']} failed, {totals['dropped']} dropped out",
+        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", new models sent twice (BatchNorm)",
+        "sent back": format_bytes(totals["up_bytes"]),
+    }
+    if totals.get("numbers"):
+        rows["values skipped"] = f"{totals['numbers']} values that clients sent for the log"
+    rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OURS)}
+    rows |= files or {}
+    width = max(map(len, rows))
+    return "\n".join([f"{method}:", *(f"  {name.ljust(width)}  {value}" for name, value in rows.items())])
+
+
+def files_of(trainer: L.Trainer) -> dict[str, str]:
+    """Maps titles to paths of a fit's logs and checkpoints. The best checkpoint's title contains score and round."""
+    rows = {}
+    for saver in trainer.checkpoint_callbacks:
+        if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:
+            epoch = re.search(r"epoch=(\d+)", Path(saver.best_model_path).name)  # Lightning's default name
+            after = f" after round {round_number(int(epoch[1]))}" if epoch else ""
+            rows[f"best {saver.monitor}"] = f"{float(saver.best_model_score):.4g}{after}, {saver.best_model_path}"
+    newest = last_checkpoint(trainer)
+    if newest is not None:
+        rows["newest checkpoint"] = newest
+    if trainer.log_dir is not None and trainer.loggers:
+        rows["logs"] = trainer.log_dir
+    return rows
+
+
+def last_checkpoint(trainer: L.Trainer) -> str | None:
+    """Path of the latest checkpoint; ``None`` without a checkpoint."""
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    names = {name for saver in savers for name in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)}
+    written = [path for path in map(Path, names - {""}) if path.exists()]
+    return str(max(written, key=lambda path: path.stat().st_mtime)) if written else None
