@@ -1,17 +1,25 @@
 """Federations trained by the tests on NVFLARE and in one process."""
 
-from lightning_fed import Federation
+import os
+import signal
+from pathlib import Path
+
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from tests import models
 from tests.backends.flower.halves import clients_of
 
 SIZES = {"site-1": 33, "site-2": 20}
+RANKS = "two processes per site"
 
 FEDERATIONS = {
     "fedavg": lambda: Federation(local_epochs=2, seed=3),
     "scaffold, kept optimizers": lambda: Federation("scaffold", optimizer_state="keep", seed=1),
     "secure sum": lambda: Federation("fedavgm", steps=[MaxSamples(40), SecureSum(5.0)], seed=3),
+    RANKS: lambda: Federation(local_epochs=2, optimizer_state="keep", seed=3),
 }
 
 
@@ -22,3 +30,31 @@ def module():
 def data_of(*sites):
     data = models.vectors(SIZES)
     return clients_of({site: data[site] for site in sites})
+
+
+class Deadly(TensorDataset):
+    """While a file exists, a read removes the file and kills the second process of a site."""
+
+    def __getitem__(self, index):
+        token = Path(os.environ["FEDJOB_FOLDER"]) / "deadly"
+        if os.environ.get("RANK") == "1" and token.exists():
+            token.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def plain_module():
+    """Without dropout, because each process has another mask."""
+    return models.Module(models.mlp(), models.momentum)
+
+
+def vectors():
+    """Data in batches of eight examples for each site, without a remainder."""
+    return models.vectors({"site-1": 32, "site-2": 24})
+
+
+def shared_data(node):
+    """Half batches for two processes, at the site in ``node``."""
+    site = node["site"]
+    kind = Deadly if site == "site-2" else TensorDataset
+    return FederatedDataModule({site: kind(*vectors()[site])}, batch_size=4)

@@ -14,9 +14,9 @@ from lightning_fed.backends.nvflare.transport import from_shareable
 from lightning_fed.backends.wire.packets import PacketError
 from lightning_fed.cli.main import main
 from lightning_fed.recipe import FederatedCLI
-from tests import models
-from tests.backends.flower.halves import Loses, in_process
-from tests.backends.nvflare.federations import FEDERATIONS, SIZES, module
+from tests import models, warm_process
+from tests.backends.flower.halves import Loses, clients_of, in_process
+from tests.backends.nvflare.federations import FEDERATIONS, RANKS, SIZES, module, plain_module, vectors
 from tests.backends.nvflare.processes import JOB, ROOT, Poc, simulate
 from tests.recorders import assert_same, state_of
 
@@ -33,10 +33,28 @@ def reference(trainer, case, callbacks=(), rounds=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(FEDERATIONS))
+@pytest.mark.parametrize("case", [case for case in FEDERATIONS if case != RANKS])
 def test_the_simulator_trains_as_one_process(case, federated_trainer, tmp_path):
     simulate(tmp_path, case)
     assert_same(weights_of(tmp_path), reference(federated_trainer, case))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not warm_process.CAN_FORK, reason="needs processes that are forked")
+@pytest.mark.timeout(600)
+def test_sites_with_two_processes_train_as_one_process(federated_trainer, tmp_path):
+    """In the first round, a killed process excludes the second site by name. New processes train in later rounds."""
+    (tmp_path / "deadly").touch()
+    said = simulate(tmp_path, RANKS, seconds=500)
+    assert re.findall(r"Round \d+: client .* is excluded: .*", said) == [
+        "Round 1: client 'site-2' is excluded: process 2 of its 2 processes ended with signal SIGKILL."
+    ]
+    fitted = federated_trainer(federation=FEDERATIONS[RANKS](), max_rounds=3, callbacks=[Loses("site-2", rounds=(0,))])
+    expected = plain_module()
+    fitted.fit(expected, datamodule=clients_of(vectors(), 8))
+    weights = weights_of(tmp_path)
+    for name, value in state_of(expected).items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from lightning_fed.backends.wire import Deadline
 from lightning_fed.backends.wire.packets import Answer, Fault, PacketError, write_fault, write_update
 from lightning_fed.messages import ClientUpdate
 from tests.backends.flower.test_flower_faults import NONSENSE
-from tests.backends.nvflare.federations import FEDERATIONS, data_of, module
+from tests.backends.nvflare.federations import FEDERATIONS, RANKS, data_of, module, plain_module, shared_data
 
 FOLDER = Path(os.environ["FEDJOB_FOLDER"])
 DEADLINE = Deadline(**json.loads(os.environ["FEDJOB_DEADLINE"]))
@@ -93,20 +93,28 @@ HOSTILE = {
 }  # fmt: skip
 
 
+def site_data(node):
+    return data_of(node["site"])
+
+
+CASE = os.environ["FEDJOB"]
+IS_SHARED = CASE == RANKS
+MODULE = plain_module if IS_SHARED else module
+
+
 class Server(FederationController):
     def __init__(self):
         rounds = len(HOSTILE) + 1 if "FEDJOB_HOSTILE" in os.environ else 3
         super().__init__(
-            FEDERATIONS[os.environ["FEDJOB"]](), module, None, {**OPTIONS, "max_epochs": rounds},
+            FEDERATIONS[CASE](), MODULE, None, {**OPTIONS, "max_epochs": rounds},
             clients=["site-1", "site-2"], folder=FOLDER / "server", time_limit=DEADLINE, patience=60,
         )  # fmt: skip
 
 
 class Client(FederationExecutor):
     def __init__(self):
-        super().__init__(
-            FEDERATIONS[os.environ["FEDJOB"]](), module, lambda node: data_of(node["site"]), OPTIONS, callbacks=[Wait()]
-        )
+        data, devices = (shared_data, {"devices": 2, "strategy": "ddp"}) if IS_SHARED else (site_data, {})
+        super().__init__(FEDERATIONS[CASE](), MODULE, data, OPTIONS | devices, callbacks=[Wait()])
 
     def execute(self, task_name, shareable, fl_ctx, abort_signal):
         """Answers a task; a hostile site changes each answer in another way, except the last one."""
