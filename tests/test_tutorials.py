@@ -15,7 +15,7 @@ tutorials = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tutorials)
 
 PAGES = {page.stem: page for page in tutorials.PAGES}
-NEEDS = {"lora": "peft", "privacy": "dp_accounting"}
+NEEDS = {"lora": "peft", "privacy": "dp_accounting", "volumes": "monai"}
 
 pytestmark = [
     pytest.mark.prose,
@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     # peft 0.21 uses a deprecated name in transformers 5.23.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    # MONAI 1.6 calls a function with an argument deprecated in MONAI 1.5.
+    pytest.mark.filterwarnings("ignore:monai.metrics.utils get_mask_edges:FutureWarning"),
 ]
 
 
