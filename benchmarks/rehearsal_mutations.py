@@ -68,6 +68,8 @@ BUGS = {
         "clients_for_server.py", "if reported.keeps:", "if True:"),
     "a client trains without its lost state": (
         "server_for_client.py", "fit.store.newest(train_request.visit.client) != train_request.kept:", "False:"),
+    "a late order of a killed server is obeyed": (
+        "newest_order.py", "if newest > order:", "if False:"),
     "the client's states are never deleted": (
         "runner.py", "if train_request.needed:", "if False:"),
     "the reply belongs to any client": (

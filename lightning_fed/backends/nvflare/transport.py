@@ -64,9 +64,6 @@ class FlareTransport(Transport):
             time.sleep(self._poll)
         return wanted
 
-    def discover(self) -> None:
-        """Does nothing, because NVFLARE itself knows the connected sites."""
-
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
         if self.connection(client) is None:
             return None
@@ -87,9 +84,6 @@ class FlareTransport(Transport):
         site = self._sites[client]
         is_lost = self._controller.get_client_disconnect_time(site) is not None
         return None if is_lost else site
-
-    def forget(self, client: Client) -> None:
-        """Does nothing, because each client always has the same site."""
 
     def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         name, result = client_task.task.msg_root_id, client_task.result

@@ -214,9 +214,6 @@ class RehearsalTransport(Transport):
             self._world.sleep(self._poll)
         return wanted
 
-    def discover(self) -> None:
-        """Does nothing, because the simulated network knows the connected machines."""
-
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
         site = self._sites[client]
         if not site.machine.is_online(self._world.now):
@@ -245,9 +242,6 @@ class RehearsalTransport(Transport):
     def connection(self, client: Client) -> int | None:
         machine = self._sites[client].machine
         return machine.starts if machine.is_online(self._world.now) else None
-
-    def forget(self, client: Client) -> None:
-        """Does nothing, because a site always serves the same client."""
 
     def ask(
         self,

@@ -21,8 +21,8 @@ class AnswerFile:
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)
-        # `needed` and `head` of the same order can change after a restart of the server.
-        order = hashlib.sha256(repr(replace(train_request, needed=0, head=None)).encode())
+        # `needed`, `head` and `start` of the same order can change after a restart of the server.
+        order = hashlib.sha256(repr(replace(train_request, needed=0, head=None, start=0)).encode())
         order.update(data)
         self._key = order.hexdigest().encode()
 

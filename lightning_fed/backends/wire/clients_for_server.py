@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -41,7 +41,7 @@ from lightning_fed.batch_norm.pooling import find_bad_statistics
 from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.compression import CODES, VERSION
 from lightning_fed.console import round_number
-from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
+from lightning_fed.data.population import Population
 from lightning_fed.errors import BadUpdate, describe, without_frames
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
@@ -65,26 +65,15 @@ _Reply: TypeAlias = Request | tuple[ClientUpdate, Answer] | Fault
 
 
 class RemotePopulation(Population):
-    """Population of clients whose data are on other machines."""
+    """Population of clients whose data are on other machines. Every access to client data is an error."""
 
-    def num_samples(self, client: Client) -> int:
-        raise self._error(client)
-
-    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        raise self._error(client)
-
-    def stream(
-        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
-    ) -> Iterator[VisitBatch]:
-        """Raises an error, because a server with remote clients has no client data."""
-        raise self._error(visits[0].visit.client)
-
-    @staticmethod
-    def _error(client: Client) -> MisconfigurationException:
-        return MisconfigurationException(
-            f"The data of client {client!r} are on the client's machine and not available on the server. A callback "
-            "or option that needs client data on the server works only with clients in one process."
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise MisconfigurationException(
+            "Expected a server that needs no client data, because client data are on the clients' machines: a callback "
+            "or option with client data on the server works only with clients in one process."
         )
+
+    num_samples = batches_per_epoch = stream = _refuse
 
 
 class RemoteClientSide(RemoteSide):
@@ -93,9 +82,10 @@ class RemoteClientSide(RemoteSide):
     has_server = True
 
     def __init__(
-        self, transport: Transport, client_store: RemoteClientStore, clients: Sequence[Client], seed: int
+        self, transport: Transport, client_store: RemoteClientStore, clients: Sequence[Client], seed: int, start: int
     ) -> None:
-        self._transport, self._client_store, self._seed = transport, client_store, seed
+        self._transport, self._client_store = transport, client_store
+        self._constant = {"seed": seed, "start": start}
         self.population = RemotePopulation(clients)
         self._cohort = Cohort(())
         self._distrusted: set[Client] = set()  # clients distrusted in secure sums
@@ -239,8 +229,8 @@ class RemoteClientSide(RemoteSide):
         return {
             "run": self._client_store.run,
             "needed": self._client_store.needed,
-            "seed": self._seed,
             "frozen": digest(frozen),
+            **self._constant,
         }
 
     def _start_sum(self, fit: FederatedFit) -> ServerSum | None:

@@ -20,7 +20,7 @@ from lightning_fed.errors import describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
 from lightning_fed.server.schedule import Visit
 
-VERSION = 7
+VERSION = 8
 """Version of the message format. A message with another version is an error."""
 
 _MANY = 2**53  # largest integer that a float represents exactly
@@ -88,6 +88,7 @@ class TrainRequest:
         keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
         head: Number and digest of the last line in the site's record file that the server knows; at first ``None``.
+        start: Number of the server's start. Later starts have larger numbers.
         question: Query from a callback, outside of a round; ``None`` in a round.
     """
 
@@ -103,6 +104,7 @@ class TrainRequest:
     keeps: bool = False
     peers: Sequence[Client] | None = None
     head: Sequence[Any] | None = None
+    start: int = 0
     question: dict[str, Any] | None = None
 
 
@@ -303,6 +305,7 @@ def _check_train_request(train_request: TrainRequest) -> None:
         raise TypeError(bad_place)
     numbers = (
         ("kept", train_request.kept, -1), ("needed", train_request.needed, 0), ("seed", train_request.seed, 0),
+        ("start", train_request.start, 0),
         ("visit's seed", visit.seed, 0), ("epochs", visit.epochs, 1),
         ("steps", 1 if visit.steps is None else visit.steps, 1),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
                     f"Another server is training in {str(folder)!r}: stop that server, or use another folder."
                 ) from error
         yield
+
+
+def count_start(folder: Path) -> int:
+    """Returns a number for this start of the server, larger than in all earlier starts.
+
+    The number is at least the time in seconds, and therefore grows also in a folder restored from a backup.
+    """
+    path = folder / "start"
+    number = max(int(time.time()), int(path.read_text()) + 1 if path.exists() else 0)
+    write_text_atomically(path, f"{number}")
+    return number
 
 
 def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:

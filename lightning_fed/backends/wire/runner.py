@@ -20,6 +20,7 @@ from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.data import HalfData, read_data
 from lightning_fed.backends.wire.held_file import HeldFile
+from lightning_fed.backends.wire.newest_order import refuse_older_order
 from lightning_fed.backends.wire.options import check_options
 from lightning_fed.backends.wire.packets import (
     HELLO,
@@ -139,6 +140,8 @@ class ClientRunner:
         train_request, broadcast = read_train_request(packet, kind)
         try:
             self._check_order(kind, train_request, clients, population)
+            if kind == VISIT:
+                refuse_older_order(self._store / train_request.run, train_request)
             is_kept = kind == VISIT and self._summed is None  # keys of a secure sum must not be reused
             finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
             last = None if finished is None else finished.read()

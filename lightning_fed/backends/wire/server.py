@@ -17,7 +17,7 @@ from lightning_fed.backends.wire.clients_for_server import RemoteClientSide
 from lightning_fed.backends.wire.data import HalfData
 from lightning_fed.backends.wire.options import check_options
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
-from lightning_fed.backends.wire.run_folder import lock_folder, read_clients, write_clients
+from lightning_fed.backends.wire.run_folder import count_start, lock_folder, read_clients, write_clients
 from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation, ClientsBatch
 from lightning_fed.callbacks.federation import Federation
@@ -93,7 +93,7 @@ def run_server(
         store=client_store,
         visits=federation.options.visits_one_by_one,
     )
-    half.split(RemoteClientSide(transport, client_store, clients, half.schedule.seed))
+    half.split(RemoteClientSide(transport, client_store, clients, half.schedule.seed, count_start(Path(folder))))
     L.seed_everything(half.schedule.seed, verbose=False)
     module = model if isinstance(model, L.LightningModule) else model()
     _check(half, module, callbacks)

@@ -74,9 +74,8 @@ class Transport(ABC):
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
         """Waits for clients (names, or a number). Returns names. Raises ``TimeoutError`` after ``patience`` seconds."""
 
-    @abstractmethod
-    def discover(self) -> None:
-        """Updates the list of connected clients. Returns immediately."""
+    def discover(self) -> None:  # noqa: B027 - optional
+        """Updates the list of connected clients, for a network without an own list. Returns immediately."""
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
@@ -90,8 +89,7 @@ class Transport(ABC):
     def connection(self, client: Client) -> int | str | None:
         """Returns a name for the client's current connection, or ``None`` if the client is disconnected."""
 
-    @abstractmethod
-    def forget(self, client: Client) -> None:
+    def forget(self, client: Client) -> None:  # noqa: B027 - optional
         """Forgets the node assigned to a client, because this node does not serve the client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:

@@ -48,6 +48,7 @@ def build_plans():
         "subset": Plan(build_sites(count=5), federation(clients_per_round=2, method="fedavgm"), 6),
         "quorum": Plan(build_sites(deadline=quorum), federation(), 6),
         "policy": Plan(build_sites(replace(quiet, policy=POLICY)), federation(), 8),
+        "restarts": Plan(build_sites(quiet, server=Profile(restarts=600.0, downtime=30.0)), federation(), 6),
         "secure sum": Plan(build_sites(quiet), federation(steps=[MaxSamples(40), SecureSum(5.0)]), 4),
     }
     if find_spec("dp_accounting"):

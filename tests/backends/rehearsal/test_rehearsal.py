@@ -28,6 +28,7 @@ PLANS = build_plans()
     [
         *((name, 1) for name in PLANS),
         ("rough", 78),  # a client without new state pruned the version in use
+        ("restarts", 47),  # a late order of a killed server replaced the newer state
     ],
 )
 def test_all_invariants_hold(name, seed):

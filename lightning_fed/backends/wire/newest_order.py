@@ -1,0 +1,25 @@
+"""File with the newest order for a client, to refuse an older order that arrives late."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.backends.wire.packets import TrainRequest
+from lightning_fed.errors import ClientFault
+from lightning_fed.messages import file_name
+
+
+def refuse_older_order(folder: Path, train_request: TrainRequest) -> None:
+    """Stores an order as the client's newest. Raises ``ClientFault`` if the client has received a newer order.
+
+    An older order would replace client state of later rounds. Orders are compared by server start and round.
+    """
+    visit = train_request.visit
+    path, order = folder / "orders" / file_name(visit.client), [train_request.start, visit.round]
+    newest = json.loads(path.read_text()) if path.exists() else []
+    if newest > order:
+        raise ClientFault("it has a newer order, so a restored server needs a clock with the correct time")
+    if newest < order:
+        write_text_atomically(path, json.dumps(order))
