@@ -155,7 +155,7 @@ class FolderStore(ClientStore):
         self._written: set[Client] = set()  # in this run; other versions after `_resumed_at` belong to older runs
         self._prunable: set[Client] = set()
         self._last_checkpoint = 0
-        self._rank = 0  # only the first process deletes files
+        self._rank = 0  # only the first process deletes old versions
         self._of_round: tuple[int, list[Client]] = (-1, [])
         self._kept: set[Client] = set()  # clients that must have a version
 
@@ -224,13 +224,11 @@ class FolderStore(ClientStore):
         """Returns the state for a checkpoint. Deletes files unused by this and the previous checkpoint."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
-            for client in () if self.keep_all else list(self._prunable):
+            for client in () if self.keep_all or self._rank else list(self._prunable):
                 versions = self._versions(client)
                 obsolete += [path for version, path in versions if version < self._last_checkpoint][:-1]
                 if not versions or versions[-1][0] < self._last_checkpoint:
                     self._prunable.discard(client)
-            if self._rank:
-                obsolete = []
             if obsolete:
                 write_text_atomically(self._oldest, str(self._last_checkpoint))
             for path in obsolete:

@@ -1,4 +1,4 @@
-"""File with the newest order for a client, to refuse an older order that arrives late."""
+"""File with the newest order for a client, to refuse late older orders."""
 
 from __future__ import annotations
 

@@ -37,12 +37,6 @@ class Sites(Transport):
     def await_clients(self, expected, patience):
         return expected
 
-    def discover(self):
-        pass
-
-    def forget(self, client):
-        pass
-
     def connection(self, client):
         return client
 

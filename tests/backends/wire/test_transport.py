@@ -42,12 +42,6 @@ class Network(Transport):
     def await_clients(self, expected, patience):
         return expected
 
-    def discover(self):
-        pass
-
-    def forget(self, client):
-        pass
-
     def push(self, client, kind, packet, round):
         connection = self.connection(client)
         if connection is None:
