@@ -25,19 +25,19 @@ BUGS = {
         "transport.py", "if connection is not None and again is not None:", "if False:"),
     "late answers are not counted": ("transport.py", "self.late += 1", "pass"),
     "the deadline is ten times too long": (
-        "transport.py", "end, limit = time.monotonic() + self._deadline.seconds,",
-        "end, limit = time.monotonic() + 10 * self._deadline.seconds,"),
+        "transport.py", "end, limit = time.monotonic() + self.deadline.seconds,",
+        "end, limit = time.monotonic() + 10 * self.deadline.seconds,"),
     "the deadline is half as long": (
-        "transport.py", "end, limit = time.monotonic() + self._deadline.seconds,",
-        "end, limit = time.monotonic() + self._deadline.seconds / 2,"),
+        "transport.py", "end, limit = time.monotonic() + self.deadline.seconds,",
+        "end, limit = time.monotonic() + self.deadline.seconds / 2,"),
     "a lost connection is given up at once": (
-        "transport.py", "if now - message.lost_at < self._deadline.reconnect:", "if False:"),
+        "transport.py", "if now - message.lost_at < self.deadline.reconnect:", "if False:"),
     "a lost connection is never given up": (
-        "transport.py", "if now - message.lost_at < self._deadline.reconnect:", "if True:"),
+        "transport.py", "if now - message.lost_at < self.deadline.reconnect:", "if True:"),
     "a connection that is back counts as lost since its first loss": (
         "transport.py", "            message.lost_at = None\n            return None", "            return None"),
     "the time for the other clients is ignored": (
-        "transport.py", "end = min(end, time.monotonic() + self._deadline.rest)", "pass"),
+        "transport.py", "end = min(end, time.monotonic() + self.deadline.rest)", "pass"),
     "a fault counts as an answer": (
         "transport.py", "counts = isinstance(answer, Packet) and is_answer(answer)", "counts = True"),
     "an answer after the deadline check is dropped": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import exp
@@ -74,7 +74,12 @@ class Arrival(NamedTuple):
 
 
 class Order(ABC):
-    """Base class for arrival orders: the order of updates over all rounds."""
+    """Base class for arrival orders: the order of updates over all rounds.
+
+    ``flying`` maps clients to start versions, for visits on other machines.
+    """
+
+    flying: Mapping[Client, int] = {}
 
     @abstractmethod
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
@@ -172,19 +177,58 @@ class RecordedOrder(Order):
         self.lines = list(read_lines(path))
 
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        lines = self.of_round(round)
-        if not lines:
+        last = max((line[0] for line in self.lines), default=-1)
+        if round > last:
             raise OptionError(
                 f"Expected `replay` to contain round {round}, but {self.path!r} contains {len(self.lines)} arrivals up "
-                f"to round {max((line[0] for line in self.lines), default=-1)}: train at most this number of rounds."
+                f"to round {last}: train at most this number of rounds."
             )
-        return [Arrival(0.0, number, client, version) for number, (_, client, version, _) in enumerate(lines)]
+        lines = enumerate(self.of_round(round))  # none after a round without an update
+        return [Arrival(0.0, number, client, version) for number, (_, client, version, _) in lines]
 
     def versions(self, round: int) -> Collection[int]:
         return {version for arrived, _, version, _ in self.lines if arrived >= round > version}
 
     def of_round(self, round: int) -> list[list[Any]]:
         return [line for line in self.lines if line[0] == round]
+
+
+class NetworkOrder(Order):
+    """Order on a network: the answers arrive in real time.
+
+    A round without a new model does not restore the earlier state, because answers arrive only once.
+    """
+
+    def __init__(self) -> None:
+        self.flying: dict[Client, int] = {}
+        self._started = 0
+        self._is_running = False
+
+    def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
+        """Returns no arrivals, because the clients of a round are unknown at the round's start."""
+        return ()
+
+    def versions(self, round: int) -> Collection[int]:
+        return self.flying.values()
+
+    def start(
+        self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
+    ) -> list[Client]:
+        """Starts visits with model ``version`` in all free places. Returns the clients, none of them in ``busy``."""
+        free = schedule.cohort_size(len(clients)) - len(self.flying)
+        drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
+        self.flying |= dict.fromkeys(drawn, version)
+        self._started, self._is_running = self._started + len(drawn), True
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        clients = plain_keys(self.flying)
+        return {"clients": clients, "versions": list(self.flying.values()), "started": self._started}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self._is_running:
+            self.flying = dict(zip(state.get("clients", ()), state.get("versions", ()), strict=True))
+            self._started = state["started"]
 
 
 def read_lines(path: str) -> Iterator[list[Any]]:

@@ -24,10 +24,6 @@ class AsynchronousRounds(FederatedCallback):
         rule: The federation's asynchronous rule.
     """
 
-    needs_local_clients = (
-        "a virtual clock simulates the arrival order, but the server waits for all clients in a round: use 'fedavg' "
-        "with a deadline for slow clients"
-    )
     supports_vectorize = True
     keeps_privacy = True
 
@@ -38,6 +34,8 @@ class AsynchronousRounds(FederatedCallback):
         """Refuses unsuitable settings. If the fit resumes, removes later rounds from the order file."""
         federation, rule = find_federation(trainer), self.rule
         name = type(rule).__name__
+        if not federation.has_server:
+            return
         availability = federation.arguments["availability"]
         if availability is not None:
             raise MisconfigurationException(
@@ -56,7 +54,7 @@ class AsynchronousRounds(FederatedCallback):
                 )
         if rule.record is not None and trainer.is_global_zero:
             path = Path(rule.record)
-            if path.exists() and not federation.rounds:
+            if path.exists() and not federation.rounds and not federation.is_remote:
                 raise MisconfigurationException(
                     f"Expected `record` to be a new file, but {rule.record!r} exists: choose another name, or replay "
                     "the order with `replay`."

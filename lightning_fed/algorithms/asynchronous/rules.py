@@ -146,7 +146,9 @@ class AsynchronousRule(AveragingAggregator):
         self.order.load_state_dict(state["order"])
 
     def _version_of(self, client: Client) -> int:
-        return self.arrived[client].version if client in self.arrived else self._info.round
+        if client in self.arrived:
+            return self.arrived[client].version
+        return self.order.flying.get(client, self._info.round)
 
     def _model(self, version: int) -> State:
         # A round without a new model is not stored: the next round starts from the same model.

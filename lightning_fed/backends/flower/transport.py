@@ -115,9 +115,7 @@ class FlowerTransport(Transport):
         node = self._find_node(client)
         # Messages stay valid beyond the time limit, because the round may still wait for an earlier client when an
         # answer arrives.
-        return (
-            None if node is None else self._push(node, kind, packet, f"{round}", self._deadline.seconds + _COLLECTION)
-        )
+        return None if node is None else self._push(node, kind, packet, f"{round}", self.deadline.seconds + _COLLECTION)
 
     def pull(self, name: str) -> Answer | None:
         try:
@@ -170,10 +168,10 @@ class FlowerTransport(Transport):
             if self._retry_times.get(node, now) > now:
                 continue
             sent = self._push(
-                node, HELLO, self.signed(HELLO, write_packet("hello", {})), "hello", self._deadline.seconds
+                node, HELLO, self.signed(HELLO, write_packet("hello", {})), "hello", self.deadline.seconds
             )
             if sent is not None:
-                self._hello_messages[node] = sent, now + min(_HELLO_SECONDS, self._deadline.seconds)
+                self._hello_messages[node] = sent, now + min(_HELLO_SECONDS, self.deadline.seconds)
         for node, (sent, _) in list(self._hello_messages.items()):
             answer = self.pull(sent)
             if answer is not None:

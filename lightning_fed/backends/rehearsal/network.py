@@ -192,7 +192,8 @@ class RehearsalTransport(Transport):
         self._limit = deadline
         self._slack, self._valid = self._poll * 2 + _TICK, deadline.seconds + 3600
         self.messages: dict[str, Message] = {}
-        self.results: dict[int, dict[Client, bool]] = {}  # validity of each answer, by round and client
+        # Validity of each answer, by round (-1 for the open round of an asynchronous rule) and client.
+        self.results: dict[int, dict[Client, bool]] = {}
         self._released = released
         self._num_sent = self._num_received = 0
 
@@ -283,8 +284,28 @@ class RehearsalTransport(Transport):
             f"round {round + 1}, {kind}: late answers and bytes (down, up) are counted as {counts}, but are {expected}",
         )
 
-    def _miss(self, message: Any, kind: str, round: int, again: Callable[[Client], Packet] | None) -> Answer | None:
-        answer = super()._miss(message, kind, round, again)
+    def await_any(
+        self, messages: dict[Client, Any], again: Callable[[Client], Packet], seconds: float
+    ) -> tuple[Client, Answer] | None:
+        """Calls :meth:`Transport.await_any`, and checks the outcome."""
+        turn, ends = self._world.now, {client: one.sent_at + self._limit.seconds for client, one in messages.items()}
+        self._server.set_fuse(seconds)
+        arrival = super().await_any(messages, again, seconds)
+        if arrival is not None:
+            client, answer = arrival
+            message = [one for one in self.messages.values() if one.client == client][-1]
+            place = f"{message.name} to {client!r}"
+            late = self._world.now - ends[client]
+            self._check(late <= self._slack, f"{place} ends {late:.1f} s after the deadline")
+            self._judge(place, message, answer, (turn, ends[client]), True)
+            message.closed_at = self._world.now
+            self._num_received += len(answer.data) if isinstance(answer, Packet) else 0
+            is_good = isinstance(answer, Packet) and is_answer(answer) and not message.is_damaged
+            self.results.setdefault(-1, {})[client] = is_good
+        return arrival
+
+    def _miss(self, message: Any, again: Callable[[Client], Packet] | None) -> Answer | None:
+        answer = super()._miss(message, again)
         if answer is not None:
             self.messages[message.name].given_up_at = self._world.now
         return answer

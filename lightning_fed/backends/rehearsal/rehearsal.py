@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from lightning_fed.algorithms.asynchronous.arrivals import RecordedOrder
+from lightning_fed.algorithms.asynchronous.rules import AsynchronousRule
 from lightning_fed.backends.rehearsal.network import Message, RehearsalTransport, Site
 from lightning_fed.backends.rehearsal.profiles import DAY, Sites
 from lightning_fed.backends.rehearsal.stand_in import (
@@ -28,6 +31,7 @@ from lightning_fed.backends.rehearsal.world import Killed, Machine, World
 from lightning_fed.backends.site.gate import POLICY_FILE
 from lightning_fed.backends.site.policy import ANSWERS, change_update, find_kind, read_policy
 from lightning_fed.backends.site.record import RecordError, read_record
+from lightning_fed.backends.wire.arrivals import ORDER
 from lightning_fed.backends.wire.packets import Packet
 from lightning_fed.backends.wire.server import ServerRunner
 from lightning_fed.backends.wire.transport import Deadline
@@ -186,7 +190,7 @@ class _Run:
                 f"round {round + 1}: {client!r} has no state, although no disk lost a file: {reason}",
             )
         outcome.visits[round] = RoundResult(list(report.received), dict(report.failed), model, is_new)
-        results = self.transport.results.get(round, {})
+        results = self.transport.results.pop(-1 if federation.server.rule.has_versions else round, {})
         lost = [client for client, is_good in results.items() if is_good and client not in report.received]
         extra = [client for client in report.received if not results.get(client)]
         if federation.server.chain.reveals == "update":
@@ -230,10 +234,17 @@ class _Run:
         is_exact = federation.server.chain.reveals == "update"
         server = Server(Chain(federation.server.rule, [step for step in federation.steps if step.reveals == "update"]))
         state, stored = copy_state(live_entries(plan.model())), dict[Client, State]()
+        rule, population = server.rule, SimpleNamespace(clients=clients)
+        lines: list[list[Any]] = []
+        if isinstance(rule, AsynchronousRule) and (self.server.folder / ORDER).exists():
+            rule.replay = str(self.server.folder / ORDER)
+            rule.order = RecordedOrder(rule.replay)
+            lines = rule.order.lines
         for round, result in sorted(self.outcome.visits.items()):
+            visits = rule.draw_cohort(round, federation.schedule, population).visits if result.is_new else ()
             server.start_round(RoundInfo(round, clients, seed=federation.seed), state)
             pending: dict[Client, State] = {}
-            for visit in federation.schedule.cohort(round, clients).visits if result.is_new else ():
+            for visit in visits:
                 client = visit.client
                 if client not in result.received:
                     continue
@@ -252,6 +263,12 @@ class _Run:
             self.check(
                 is_equal and new.keys() == result.model.keys(),
                 f"round {round + 1}: the model differs from a fit in one process: a lost, doubled or changed update",
+            )
+            recorded = [line for line in lines if line[0] == round]
+            digests = rule.digests if isinstance(rule, AsynchronousRule) else {}
+            self.check(
+                not result.is_new or [[line[1], line[3]] for line in recorded] == [[*item] for item in digests.items()],
+                f"round {round + 1}: the updates differ from the recorded order",
             )
             state, stored = result.model, stored | {client: kept for client, kept in pending.items() if kept}
 

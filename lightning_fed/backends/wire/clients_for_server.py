@@ -101,9 +101,8 @@ class RemoteClientSide(RemoteSide):
         """Does nothing, because the server uses the Trainer's optimizers and schedulers unchanged."""
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
-    def exchange(self, round: Round) -> None:
-        """Runs a round's visits on remote clients, in cohort order. An invalid answer excludes only the client."""
-        fit, server, optimizers = round.fit, round.fit.server, round.optimizers
+    def _prepare(self, round: Round) -> None:
+        fit, optimizers = round.fit, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
                 "Expected per-step schedulers that the server can repeat, but `ReduceLROnPlateau` depends on a "
@@ -122,9 +121,14 @@ class RemoteClientSide(RemoteSide):
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
         self._train_request = self._common(frozen) | {"hyperparameters": start}
+
+    def exchange(self, round: Round) -> None:
+        """Runs a round's visits on remote clients, in cohort order. An invalid answer excludes only the client."""
+        fit, server = round.fit, round.fit.server
+        self._prepare(round)
         secure_sum = self._start_sum(fit)
         visits = {
-            visit.client: _RemoteVisit(visit, position)
+            visit.client: RemoteVisit(visit, position)
             for position, visit in enumerate(self._cohort.visits)
             if visit.client not in server.report.failed
         }
@@ -151,7 +155,7 @@ class RemoteClientSide(RemoteSide):
         if secure_sum is not None:
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
-    def _run_visit(self, round: Round, remote: _RemoteVisit, request: _Reply | None) -> Flow:
+    def _run_visit(self, round: Round, remote: RemoteVisit, request: _Reply | None) -> Flow:
         """Runs the server side of a visit. Yields for request, training and answer, as :meth:`ClientVisit.run` does."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
@@ -186,9 +190,9 @@ class RemoteClientSide(RemoteSide):
         if (yield UpdateAnswer(update)):
             remote.steps = steps
             if reported.keeps:
-                self._client_store.record_update(client, server.report.round)
+                self._client_store.record_update(client, server.report.round, remote.visit.round)
 
-    def _end_optimizers(self, round: Round, visits: Sequence[_RemoteVisit]) -> None:
+    def _end_optimizers(self, round: Round, visits: Sequence[RemoteVisit]) -> None:
         optimizers, trainer = round.optimizers, round.fit.trainer
         counts = sorted(remote.steps.num_steps for remote in visits if remote.steps is not None)
         most = _MOST_TIMES * counts[(len(counts) - 1) // 2] if counts else 0
@@ -228,7 +232,6 @@ class RemoteClientSide(RemoteSide):
     def _common(self, frozen: State) -> dict[str, Any]:
         return {
             "run": self._client_store.run,
-            "needed": self._client_store.needed,
             "frozen": digest(frozen),
             **self._constant,
         }
@@ -278,21 +281,13 @@ class RemoteClientSide(RemoteSide):
         self, server: ServerInterface, kind: str, messages: Iterable[tuple[Visit, Broadcast, str]]
     ) -> Iterator[tuple[Client, Packet | str]]:
         sent: dict[Client, tuple[Visit, Broadcast, str]] = {}
-        digests: dict[frozenset[str], str] = {frozenset(): ""}
+        digests: dict[Any, str] = {frozenset(): ""}
         lacking: list[Client] = []
 
         def pack(message: tuple[Visit, Broadcast, str]) -> tuple[Client, Packet]:
             visit, broadcast, asked = message
             sent[visit.client] = message
-            if broadcast.unsent not in digests:
-                digests[broadcast.unsent] = digest({name: broadcast.state[name] for name in broadcast.unsent})
-            missing = server.held.names - broadcast.unsent
-            train_request = replace(
-                self._train_request_for(visit, asked),
-                held=digests[broadcast.unsent],
-                keeps=VERSION in broadcast.extras or (bool(missing) and missing <= broadcast.state.keys()),
-            )
-            return visit.client, write_train_request(kind, train_request, broadcast)
+            return visit.client, self._pack(server, kind, self._train_request_for(visit, asked), broadcast, digests)
 
         def pack_again(client: Client) -> Packet:
             server.report.down_bytes += sent[client][1].nbytes
@@ -306,7 +301,7 @@ class RemoteClientSide(RemoteSide):
 
         number, waiting = server.report.round, list[tuple[Client, Packet | str]]()
         for client, reply in self._transport.ask(kind, map(pack, messages), number, pack_again):
-            if sent[client][1].unsent and _is_lacking(reply):
+            if sent[client][1].unsent and is_lacking(reply):
                 lacking.append(client)
             if lacking:  # preserves the order of answers
                 waiting.append((client, reply))
@@ -323,6 +318,15 @@ class RemoteClientSide(RemoteSide):
         answers = dict(self._transport.ask(kind, map(pack_whole, lacking), number, pack_again))
         for client, reply in waiting:
             yield client, answers.get(client, reply)
+
+    def _pack(
+        self, server: ServerInterface, kind: str, order: TrainRequest, broadcast: Broadcast, digests: dict[Any, str]
+    ) -> Packet:
+        if broadcast.unsent not in digests:
+            digests[broadcast.unsent] = digest({name: broadcast.state[name] for name in broadcast.unsent})
+        missing = server.held.names - broadcast.unsent
+        keeps = VERSION in broadcast.extras or (bool(missing) and missing <= broadcast.state.keys())
+        return write_train_request(kind, replace(order, held=digests[broadcast.unsent], keeps=keeps), broadcast)
 
     def _requests(self, fit: FederatedFit, visits: Sequence[Visit], model: State) -> dict[Client, _Reply]:
         callbacks = federated_callbacks(fit.trainer)
@@ -347,11 +351,13 @@ class RemoteClientSide(RemoteSide):
         return answer
 
     def _train_request_for(self, visit: Visit, asked: str = "") -> TrainRequest:
-        kept, head = self._client_store.kept(visit.client), self._client_store.heads.get(visit.client)
-        return TrainRequest(visit=visit, kept=kept, asked=asked, head=head, **self._train_request)
+        store, client = self._client_store, visit.client
+        kept, needed, head = store.kept(client), store.needed(client), store.heads.get(client)
+        return TrainRequest(visit=visit, kept=kept, needed=needed, asked=asked, head=head, **self._train_request)
 
 
-def _is_lacking(reply: Packet | str) -> bool:
+def is_lacking(reply: Packet | str) -> bool:
+    """True if the client does not store the entries omitted from the message."""
     return isinstance(reply, Packet) and not reply.data and NOT_HELD in reply.text
 
 
@@ -419,7 +425,7 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 
 
 @dataclass
-class _RemoteVisit:
+class RemoteVisit:
     """Visit on another machine: index in the round, hash of the client's request, server message, reported steps."""
 
     visit: Visit

@@ -78,8 +78,7 @@ class TrainRequest:
     Args:
         run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
-            needed: Earliest round from which the server may resume. From earlier rounds, the client only needs the
-            newest client state.
+            needed: First round whose client states the server may need. From earlier rounds, only the newest.
         seed: Seed of the federation, for the construction of the model.
         frozen: Hash of the entries that are never sent. Server and client must have equal values.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.

@@ -22,7 +22,8 @@ class RemoteClientStore(ClientStore):
         self.run = ""  # name of the fit; new after every `restore(0, {})`
         self._rounds: dict[Client, int] = {}
         self._round, self._of_round = -1, dict[Client, int]()
-        self._checkpoints = 0, 0
+        self._last = 0
+        self._checkpoints: list[dict[Client, int]] = []  # the rounds in the last two checkpoints
         self.heads: dict[Client, Sequence[Any]] = {}  # last known line of each site's record
         self.restore(0, {})
 
@@ -41,16 +42,17 @@ class RemoteClientStore(ClientStore):
         if round == self._round:
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
-    def record_update(self, client: Client, round: int) -> None:
+    def record_update(self, client: Client, round: int, start: int) -> None:
+        """Notes a valid update in ``round`` from a visit with the model of round ``start``."""
         if round != self._round:
-            self._rounds |= self._of_round
+            self._rounds = self._rounds | self._of_round
             self._round, self._of_round = round, {}
-        self._of_round[client] = round
+        self._of_round[client] = start
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        if round > self._checkpoints[1]:
-            self._checkpoints = self._checkpoints[1], round
         rounds = self._rounds | (self._of_round if self._round < round else {})
+        if round > self._last:
+            self._last, self._checkpoints = round, [self._checkpoints[-1], rounds]
         heads = {"heads": plain_keys(self.heads), "lines": list(self.heads.values())}
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values()), **heads}
 
@@ -66,9 +68,8 @@ class RemoteClientStore(ClientStore):
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}
         self.heads = dict(zip(state.get("heads", ()), state.get("lines", ()), strict=True))
-        self._checkpoints = round, round
+        self._last, self._checkpoints = round, [self._rounds]
 
-    @property
-    def needed(self) -> int:
-        """Earliest round from which a restarted server may resume: the round of the second-to-last checkpoint."""
-        return self._checkpoints[0]
+    def needed(self, client: Client) -> int:
+        """Number after the client's state in the second-to-last checkpoint, from which a server may resume."""
+        return self._checkpoints[0].get(client, -1) + 1

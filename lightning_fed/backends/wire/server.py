@@ -13,6 +13,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.backends.wire.arrivals import RemoteArrivals
 from lightning_fed.backends.wire.clients_for_server import RemoteClientSide
 from lightning_fed.backends.wire.data import HalfData
 from lightning_fed.backends.wire.options import check_options
@@ -93,7 +94,9 @@ def run_server(
         store=client_store,
         visits=federation.options.visits_one_by_one,
     )
-    half.split(RemoteClientSide(transport, client_store, clients, half.schedule.seed, count_start(Path(folder))))
+    parts = transport, client_store, clients, half.schedule.seed, count_start(Path(folder))
+    has_versions = half.server.rule.has_versions
+    half.split(RemoteArrivals(*parts, folder=Path(folder)) if has_versions else RemoteClientSide(*parts))
     L.seed_everything(half.schedule.seed, verbose=False)
     module = model if isinstance(model, L.LightningModule) else model()
     _check(half, module, callbacks)

@@ -65,7 +65,7 @@ class Transport(ABC):
     """
 
     def __init__(self, deadline: Deadline | float, poll: float = 0.1, key: Ed25519PrivateKey | None = None) -> None:
-        self._deadline = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
+        self.deadline = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
         self._poll, self._key = poll, key
         self.sent = self.received = self.late = 0
         self._unanswered: dict[str, tuple[Client, int, float]] = {}  # messages without an answer in time
@@ -95,7 +95,7 @@ class Transport(ABC):
     def signed(self, kind: str, packet: Packet) -> Packet:
         if self._key is None:
             return packet
-        seconds = self._deadline.seconds + _WAITING
+        seconds = self.deadline.seconds + _WAITING
         return Packet(sign(kind, packet.text, packet.data, self._key, seconds), packet.data)
 
     def ask(
@@ -113,41 +113,38 @@ class Transport(ABC):
         """
         self.discover()
         self._count_late()
-        end, limit = time.monotonic() + self._deadline.seconds, f"{self._deadline.seconds:.0f} s"
-        open_messages: dict[Client, _Message] = {}
+        end, limit = time.monotonic() + self.deadline.seconds, f"{self.deadline.seconds:.0f} s"
+        open_messages: dict[Client, Message] = {}
         ready: dict[Client, Callable[[], Answer]] = {}
         order: list[Client] = []
         for client, packet in packets:
             order.append(client)
-            name = self.push(client, kind, self.signed(kind, packet), round)
-            if name is None:
+            message = self.send(client, kind, packet, round)
+            if message is None:
                 ready[client] = lambda: "it is not connected"
             else:
-                self.sent += len(packet.data)
-                open_messages[client] = _Message(client, name, self.connection(client))
+                open_messages[client] = message
             del packet  # frees a large model while waiting for answers
         count = 0
         for client in order:
             while client not in ready:
-                in_turn = self._deadline.min_clients is None
+                in_turn = self.deadline.min_clients is None
                 for message in [open_messages[client]] if in_turn else list(open_messages.values()):
-                    answer = self.pull(message.name)
-                    if answer is None:
-                        answer = self._miss(message, kind, round, again)
+                    answer = self._fetch(message, again)
                     if answer is None:
                         continue
                     del open_messages[message.client]
                     ready[message.client] = _constant(answer) if in_turn else put_aside(answer)
                     counts = isinstance(answer, Packet) and is_answer(answer)
                     count += counts
-                    if counts and count == self._deadline.min_clients:
-                        end = min(end, time.monotonic() + self._deadline.rest)
-                        limit = f"{self._deadline.rest:.0f} s after {count} other answers"
+                    if counts and count == self.deadline.min_clients:
+                        end = min(end, time.monotonic() + self.deadline.rest)
+                        limit = f"{self.deadline.rest:.0f} s after {count} other answers"
                 if client in ready:
                     break
                 if time.monotonic() > end:
-                    self._unanswered[open_messages.pop(client).name] = client, round, time.monotonic()
-                    ready[client] = _constant(f"it did not answer within {limit}")
+                    reason = self._give_up(open_messages.pop(client), f"it did not answer within {limit}")
+                    ready[client] = _constant(reason)
                 else:
                     time.sleep(self._poll)
             answer = ready.pop(client)()
@@ -155,9 +152,42 @@ class Transport(ABC):
             yield client, answer
             del answer  # frees the answer before reading the next one
 
-    def _miss(
-        self, message: _Message, kind: str, round: int, again: Callable[[Client], Packet] | None
-    ) -> Answer | None:
+    def send(self, client: Client, kind: str, packet: Packet, round: int) -> Message | None:
+        """Sends a packet. Returns the open message, or ``None`` if the client is disconnected."""
+        name = self.push(client, kind, self.signed(kind, packet), round)
+        if name is None:
+            return None
+        self.sent += len(packet.data)
+        return Message(client, kind, round, name, self.connection(client), time.monotonic())
+
+    def await_any(
+        self, messages: dict[Client, Message], again: Callable[[Client], Packet], seconds: float
+    ) -> tuple[Client, Answer] | None:
+        """Returns the next answer to any of the messages, and removes the message.
+
+        A client without an answer within the time limit after the message, or without a connection, is also returned,
+        with the reason. After ``seconds`` without an answer, returns ``None``. ``again`` rebuilds a packet.
+        """
+        self._count_late()
+        end = time.monotonic() + seconds
+        while True:
+            for message in messages.values():
+                answer = self._fetch(message, again)
+                if answer is None and time.monotonic() > message.sent_at + self.deadline.seconds:
+                    answer = self._give_up(message, f"it did not answer within {self.deadline.seconds:.0f} s")
+                if answer is not None:
+                    del messages[message.client]
+                    self.received += len(answer.data) if isinstance(answer, Packet) else 0
+                    return message.client, answer
+            if time.monotonic() > end:
+                return None
+            time.sleep(self._poll)
+
+    def _fetch(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
+        answer = self.pull(message.name)
+        return self._miss(message, again) if answer is None else answer
+
+    def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
         """Checks the connection of a client without an answer. Returns a reason to stop waiting, or ``None``."""
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
@@ -169,25 +199,26 @@ class Transport(ABC):
             return None
         message.lost_at = now if message.lost_at is None else message.lost_at
         if connection is not None and again is not None:
-            packet = again(message.client)
-            name = self.push(message.client, kind, self.signed(kind, packet), round)
-            if name is not None:
+            new = self.send(message.client, message.kind, again(message.client), message.round)
+            if new is not None:
                 _log.info(
                     "Round %d: client %r restarted, so the server sends the message again.",
-                    round_number(round),
+                    round_number(message.round),
                     message.client,
                 )
-                self.sent += len(packet.data)
-                self._unanswered[message.name] = message.client, round, now
-                message.name, message.connection, message.lost_at = name, connection, None
+                self._give_up(message)
+                message.name, message.connection, message.lost_at = new.name, connection, None
                 return None
-        if now - message.lost_at < self._deadline.reconnect:
+        if now - message.lost_at < self.deadline.reconnect:
             return None
-        self._unanswered[message.name] = message.client, round, now
-        return "its connection was lost"
+        return self._give_up(message, "its connection was lost")
+
+    def _give_up(self, message: Message, reason: str = "") -> str:
+        self._unanswered[message.name] = message.client, message.round, time.monotonic()
+        return reason
 
     def _count_late(self) -> None:
-        end = time.monotonic() - self._deadline.seconds - _WAITING
+        end = time.monotonic() - self.deadline.seconds - _WAITING
         for name, (client, round, since) in list(self._unanswered.items()):
             answer = self.pull(name)
             if answer is not None or since < end:
@@ -199,12 +230,15 @@ class Transport(ABC):
 
 
 @dataclass
-class _Message:
-    """Unanswered message: connection used for sending, time of the last check, and time of the connection's loss."""
+class Message:
+    """Unanswered message: connection used for sending, and times of sending, last check, and the connection's loss."""
 
     client: Client
+    kind: str
+    round: int
     name: str
     connection: int | str | None
+    sent_at: float
     checked_at: float = -_LOOK
     lost_at: float | None = None
 

@@ -260,13 +260,13 @@ def test_the_store_forgets_what_came_to_nothing():
     """The store records since when each client has stored state; a checkpoint in a round excludes this round."""
     client_store = RemoteClientStore()
     run = client_store.run
-    client_store.record_update("a", 0)
-    client_store.record_update("b", 0)
+    client_store.record_update("a", 0, 0)
+    client_store.record_update("b", 0, 0)
     client_store.heads["a"] = [4, "0" * 64]
     client_store.checkpoint(1)
-    client_store.record_update("a", 1)
+    client_store.record_update("a", 1, 1)
     client_store.put("b", 1, {})  # values put by callbacks on the server belong to the client
-    assert (client_store.kept("a"), client_store.kept("b"), client_store.kept("c"), client_store.needed) == (
+    assert (client_store.kept("a"), client_store.kept("b"), client_store.kept("c"), client_store.needed("a")) == (
         1,
         0,
         -1,
@@ -274,7 +274,7 @@ def test_the_store_forgets_what_came_to_nothing():
     )
     inside = client_store.checkpoint(1)
     after = client_store.checkpoint(2)
-    assert client_store.needed == 1
+    assert client_store.needed("a") == 1
     client_store.restore(1, inside)
     assert (client_store.run, client_store.kept("a"), client_store.kept("b")) == (run, 0, 0)
     client_store.heads.clear()
