@@ -1,4 +1,4 @@
-"""Lazy imports: loads a package's names on first access, and modules of optional features on demand."""
+"""Imports: lazy names of a package, modules of optional features, and the two package names of Lightning."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import ast
 import difflib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
 _log = logging.getLogger(__name__)
 
@@ -61,3 +68,95 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
         return value
 
     return load, lambda: sorted(sources), sorted(sources)
+
+
+def unite_names() -> None:
+    """Makes both package names of Lightning refer to the package imported first, by default ``lightning.pytorch``.
+
+    The packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
+    package. The function does nothing if both packages are already imported, or have different versions.
+    """
+    if _version("lightning") != _version("pytorch-lightning"):
+        return
+    aliases: dict[str, str] = {}
+    for name, twin in NAMES.items():
+        if twin not in sys.modules and name in sys.modules:
+            aliases[twin] = name
+        elif name not in sys.modules:
+            aliases[name] = twin
+    sys.meta_path.insert(0, _Aliases(aliases))
+
+
+def refuse_foreign(*objects: Any) -> None:
+    """Raises ``TypeError`` for an object from the other package of Lightning."""
+    for value in objects:
+        for base in type(value).__mro__:
+            if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():
+                raise TypeError(
+                    f"Expected objects from the package `lightning`, but got {type(value).__name__}, a {base.__name__}"
+                    f" from the package `pytorch_lightning`. {_advice()}"
+                )
+
+
+@cache
+def warn_of_two() -> None:
+    """Warns once if both packages of Lightning are imported: a Trainer rejects callbacks from the other package."""
+    if "pytorch_lightning" in sys.modules and not _is_one():
+        _log.warning(
+            "Both `lightning` and `pytorch_lightning` are imported: two packages with the same code. `Federation` needs"
+            ' `lightning`; a Trainer from `pytorch_lightning` refuses `Federation` ("Expected a parent").'
+            " %s",
+            _advice(),
+        )
+
+
+def _is_one() -> bool:
+    return sys.modules.get("pytorch_lightning") is sys.modules.get("lightning.pytorch")
+
+
+def _advice() -> str:
+    versions = {name: _version(name) for name in ("lightning", "pytorch-lightning")}
+    if len({*versions.values()}) > 1:
+        return f"Install the same version of both packages: got {versions}."
+    return "Import only one of the packages, or import `lightning_fed` before the second package, to unify both names."
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Import hook. Importing one Lightning package returns the module of the other, already imported package."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if self._imported_name(fullname) is None else spec_from_loader(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        imported = self._imported_name(spec.name)
+        assert imported is not None
+        module = import_module(imported)
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module is already executed; only the original spec is restored.
+        assert module.__spec__ is not None
+        module.__spec__ = self._specs.pop(module.__spec__.name)
+
+    def _imported_name(self, fullname: str) -> str | None:
+        for name, imported in self._names.items():
+            if fullname == name or fullname.startswith(f"{name}."):
+                return imported + fullname[len(name) :]
+        return None
+
+
+unite_names()

@@ -11,13 +11,12 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
-from lightning_fed.aliases import refuse_foreign
 from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import default_progress_bar
 from lightning_fed.data.federated import is_one_client
 from lightning_fed.fit.checks import check_processes
-from lightning_fed.lazy_names import load_feature
+from lightning_fed.lazy_names import load_feature, refuse_foreign
 from lightning_fed.method import Method
 from lightning_fed.rule import Aggregator
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from lightning_fed import FederatedTrainer, aliases
+from lightning_fed import FederatedTrainer, lazy_names
 from tests import models
 from tests.breadth import slow
 from tests.conftest import QUIET
@@ -71,11 +71,11 @@ def test_two_lightnings_are_named_before_the_trainer_refuses():
 
 
 def test_different_versions_stay_apart(monkeypatch):
-    monkeypatch.setattr(aliases, "version", {"lightning": "2.6.6", "pytorch-lightning": "1.9.0"}.__getitem__)
+    monkeypatch.setattr(lazy_names, "version", {"lightning": "2.6.6", "pytorch-lightning": "1.9.0"}.__getitem__)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     before = [*sys.meta_path]
     monkeypatch.setitem(sys.modules, "pytorch_lightning", object())
-    aliases.unite_names()
+    lazy_names.unite_names()
     assert sys.meta_path == before
     with pytest.raises(TypeError, match=r"Install the same version of both packages: .* 'pytorch-lightning': '1.9.0'"):
         FederatedTrainer(callbacks=[foreign("Callback")], **QUIET)

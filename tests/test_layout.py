@@ -21,7 +21,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "dev" / "architecture.md"
 
 # A file imports from packages in earlier lines and from its own package. Packages in one line are independent.
 ORDER = [
-    ["aliases", "errors", "argument_checks", "console", "atomic_files", "messages", "lazy_names"],
+    ["errors", "argument_checks", "console", "atomic_files", "messages", "lazy_names"],
     ["numerics"],
     ["process_group"],
     ["model"],
@@ -57,7 +57,7 @@ ORDER = [
 # Maintainers must know these folders and files. Everything else can be deleted folder by folder.
 KERNEL = {
     "messages", "rule", "steps", "federated_callback", "method", "server", "client", "lightning", "fit", "rounds",
-    "data", "model", "numerics", "process_group", "errors", "argument_checks", "atomic_files", "aliases", "console",
+    "data", "model", "numerics", "process_group", "errors", "argument_checks", "atomic_files", "console",
     "lazy_names", "trainer", "callbacks.federation", "callbacks.progress_bar",
 }  # fmt: skip
 
@@ -164,6 +164,7 @@ WRITERS_OF_A_FIT = {
     "policies": {"callbacks.federation"},
     "synchronisation": {"rounds.loop"},
     "cohort": {"rounds.loop"},
+    "failed_rounds": {"rounds.loop"},
     "rounds": {"rounds.loop"},
     "is_plain": {"rounds.loop"},
     "norm_layers": {"rounds.round"},

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.aliases import warn_of_two
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.console import round_number
@@ -41,7 +40,7 @@ from lightning_fed.fit.checks import (
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide, describe_start, statistics_of_monitored
 from lightning_fed.fit.options import BatchNormOption, Faults, LocalStatistics, VisitsOption, build_options
 from lightning_fed.fit.round_log import RoundLog, describe_end, files_of, last_checkpoint
-from lightning_fed.lazy_names import find_feature, load_feature
+from lightning_fed.lazy_names import find_feature, load_feature, warn_of_two
 from lightning_fed.lightning.checkpoints import folders_of, protect_checkpoints
 from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating
 from lightning_fed.messages import Client, State
