@@ -27,21 +27,23 @@ ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / "lightning_fed" / "backends"
 sys.path.insert(0, str(ROOT))
 
+HALVES = "network_halves"
+"""Module with both halves."""
 FLOWER_SERVER = """
 from lightning_fed.backends.flower import server_app
-from network_halves import server_half
+from {halves} import server_half
 
 app = server_half(server_app)
 """
 FLOWER_CLIENTS = """
 from lightning_fed.backends.flower import client_app
-from network_halves import client_half
+from {halves} import client_half
 
 app = client_half(client_app)
 """
 NVFLARE_SERVER = """
 from lightning_fed.backends.nvflare import FederationController
-from network_halves import server_half
+from {halves} import server_half
 
 class Server(FederationController):
     def __init__(self):
@@ -49,7 +51,7 @@ class Server(FederationController):
 """
 NVFLARE_CLIENT = """
 from lightning_fed.backends.nvflare import FederationExecutor
-from network_halves import client_half
+from {halves} import client_half
 
 class Client(FederationExecutor):
     def __init__(self):
@@ -65,7 +67,7 @@ def write_flower_app(folder: Path, name: str, **sources: str) -> Path:
         text = (TEMPLATES / "flower" / "template" / template).read_text()
         (package / file).write_text(text.format(name=name, package=name))
     for module, source in {"__init__": "", **sources}.items():
-        (package / f"{module}.py").write_text(source)
+        (package / f"{module}.py").write_text(source.replace("{halves}", HALVES))
     return package.parent
 
 
@@ -108,7 +110,7 @@ def on_nvflare(folder: Path) -> None:
         place = app.parent if template.stem == "meta.json" else app / "config"
         (place / template.stem).write_text(template.read_text().format(name="latency", package="latency"))
     for module, source in {"__init__": "", "server": NVFLARE_SERVER, "client": NVFLARE_CLIENT}.items():
-        (app / "custom" / "latency" / f"{module}.py").write_text(source)
+        (app / "custom" / "latency" / f"{module}.py").write_text(source.replace("{halves}", HALVES))
     with Poc(folder, "") as poc:
         poc.wait(poc.submit(app.parent), seconds=1200)
 
