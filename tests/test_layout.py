@@ -311,7 +311,7 @@ FEATURES = {
     "study": {"study", "cli.study"},
     "rehearsal": {"backends.rehearsal", "cli.rehearse"},
     "kept rounds": {"backends.kept_rounds", "cli.replay", "cli.certify"},
-    "asynchronous rounds": {"algorithms.asynchronous"},
+    "asynchronous rounds": {"algorithms.asynchronous", "backends.wire.arrivals"},
     "report": {"report", "cli.report"},
     "several processes per client": {"backends.ddp"},
 }

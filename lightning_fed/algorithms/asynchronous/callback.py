@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class AsynchronousRounds(FederatedCallback):
         if rule.record is not None and trainer.is_global_zero:
             with Path(rule.record).open("a") as file:
                 file.write(_text(lines))
+                file.flush()
+                os.fsync(file.fileno())  # before the checkpoint of the round, which does not contain the lines
         if isinstance(rule.order, RecordedOrder):
             for line, recorded in zip(lines, rule.order.of_round(round), strict=True):
                 if line != recorded:
