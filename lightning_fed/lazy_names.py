@@ -76,7 +76,7 @@ def unite_names() -> None:
     The packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
     package. The function does nothing if both packages are already imported, or have different versions.
     """
-    if _version("lightning") != _version("pytorch-lightning"):
+    if installed_version("lightning") != installed_version("pytorch-lightning"):
         return
     aliases: dict[str, str] = {}
     for name, twin in NAMES.items():
@@ -115,13 +115,14 @@ def _is_one() -> bool:
 
 
 def _advice() -> str:
-    versions = {name: _version(name) for name in ("lightning", "pytorch-lightning")}
+    versions = {name: installed_version(name) for name in ("lightning", "pytorch-lightning")}
     if len({*versions.values()}) > 1:
         return f"Install the same version of both packages: got {versions}."
     return "Import only one of the packages, or import `lightning_fed` before the second package, to unify both names."
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of an installed package; ``None`` if the package is missing."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from lightning_fed.cli.main import PROGRAMS
 
@@ -103,6 +105,9 @@ FAST = [
     (["audit", "absent.jsonl"], 1, "absent.jsonl"),
     (["demo", "--rounds", "0"], 2, "Expected `--rounds` to be at least 1"),
     (["nvflare", "new", "--help"], 0, "RECIPE"),
+    (["flower", "certificates", "keys", "--name", "server"], 0, "server.crt"),
+    (["flower", "node", "app", "--client", "a", "--keys", "keys", "--address", "here"], 1, "here"),
+    (["certify", ".", "--check", "key.pub", "--out", "key.pub"], 1, "changed: the certificate itself"),
     (["privacy", "absent.yaml"], 1, "absent.yaml"),
     (["privacy", RECIPE], 1, "CentralDP"),
 ]
@@ -110,6 +115,8 @@ FAST = [
 
 def test_commands_without_a_model_need_no_torch(tmp_path):
     """Help and usage errors for all commands, in one process."""
+    key = Ed25519PrivateKey.generate().public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    (tmp_path / "key.pub").write_bytes(key)
     commands = json.dumps([arguments for arguments, *_ in FAST])
     command = [sys.executable, "-c", WITHOUT_TORCH, commands]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)

@@ -18,22 +18,6 @@ _DESCRIPTION = (
 
 def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed adapt`` with the command-line arguments ``args``."""
-    parser = _parser()
-    command_args, model_args = split_model_options(args)
-    options = parser.parse_args(command_args)
-    source = options.checkpoint
-    options.out = options.out or source.with_name(f"{source.stem}-adapted{source.suffix}")
-    if options.out.resolve() == source.resolve():
-        parser.error(f"Expected `--out` to differ from the checkpoint, but got {options.out}.")
-    from lightning_fed.cli.checkpoints import adapt_checkpoint  # imports torch
-
-    try:
-        adapt_checkpoint(options, model_args)
-    except ValueError as error:
-        raise OptionError(str(error)) from error
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed adapt",
         usage="lightning-fed adapt CHECKPOINT [-o CHECKPOINT] [--recipe RECIPE] [--data CLASS] [options]",
@@ -46,4 +30,15 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--out", type=Path, metavar="CHECKPOINT", help="the file to write (default: CHECKPOINT-adapted)"
     )
     parser.add_argument("--num_batches", type=int, help="number of batches (default: all)")
-    return parser
+    command_args, model_args = split_model_options(args)
+    options = parser.parse_args(command_args)
+    source = options.checkpoint
+    options.out = options.out or source.with_name(f"{source.stem}-adapted{source.suffix}")
+    if options.out.resolve() == source.resolve():
+        parser.error(f"Expected `--out` to differ from the checkpoint, but got {options.out}.")
+    from lightning_fed.cli.checkpoints import adapt_checkpoint  # imports torch
+
+    try:
+        adapt_checkpoint(options, model_args)
+    except ValueError as error:
+        raise OptionError(str(error)) from error

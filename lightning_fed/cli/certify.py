@@ -10,27 +10,6 @@ from pathlib import Path
 
 def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed certify`` with the command-line arguments ``args``. Exit status 1 means a changed run."""
-    parser = _parser()
-    options = parser.parse_args(args)
-    if (options.key is None) == (options.check is None):
-        parser.error("Expected either `--key`, to write a certificate, or `--check`, to verify a certificate.")
-    from lightning_fed.backends.kept_rounds.kept_round import find_changes, write_certificate
-    from lightning_fed.backends.site.signatures import read_private_key, read_public_key
-
-    if options.check is not None:
-        changes = find_changes(options.run, options.out.read_text(), read_public_key(options.check.read_text()))
-        sys.stdout.writelines(f"changed: {name}\n" for name in changes)
-        if changes:
-            raise SystemExit(1)
-        sys.stdout.write(f"{options.out}: nothing has changed.\n")
-        return
-    key = read_private_key(options.key)
-    assert key is not None
-    options.out.write_text(write_certificate(options.run, key))
-    sys.stdout.write(f"The certificate: {options.out}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed certify",
         description="Write or verify one signed JSON file about a run with the callback `KeepRounds`: participants,"
@@ -42,4 +21,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("certificate.json"), help="the certificate (default: %(default)s)"
     )
-    return parser
+    options = parser.parse_args(args)
+    if (options.key is None) == (options.check is None):
+        parser.error("Expected either `--key`, to write a certificate, or `--check`, to verify a certificate.")
+    from lightning_fed.backends.kept_rounds.certificate import find_changes
+    from lightning_fed.backends.site.signatures import read_private_key, read_public_key
+
+    if options.check is not None:
+        changes = find_changes(options.run, options.out.read_text(), read_public_key(options.check.read_text()))
+        sys.stdout.writelines(f"changed: {name}\n" for name in changes)
+        if changes:
+            raise SystemExit(1)
+        sys.stdout.write(f"{options.out}: nothing has changed.\n")
+        return
+    from lightning_fed.backends.kept_rounds.kept_round import write_certificate  # imports torch
+
+    key = read_private_key(options.key)
+    assert key is not None
+    options.out.write_text(write_certificate(options.run, key))
+    sys.stdout.write(f"The certificate: {options.out}\n")

@@ -14,7 +14,17 @@ from lightning_fed.cli.recipes import split_options
 def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed data`` with the command-line arguments ``args``."""
     command_args, fit_args = split_options(args)
-    options = _parser().parse_args(command_args)
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed data",
+        usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",
+        description="Show the data of each client in a recipe: examples, classes, pixels per class, total variation "
+        "distance between the class distributions of the client and of all clients, and images. Reads "
+        "the training data once.",
+        epilog="Arguments after `--` are passed to `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
+    )
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
+    parser.add_argument("--out", type=Path, help="file for a picture of the clients' images and class distributions")
+    options = parser.parse_args(command_args)
     # Imports torch, so only after the parser: errors and help stay fast.
     from lightning_fed.backends.wire.data import read_data
     from lightning_fed.compare.run import quiet
@@ -35,17 +45,3 @@ def run(args: Sequence[str]) -> None:
     if options.out is not None:
         report.save_picture(options.out)
         sys.stdout.write(f"\nPicture: {options.out}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-fed data",
-        usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",
-        description="Show the data of each client in a recipe: examples, classes, pixels per class, total variation "
-        "distance between the class distributions of the client and of all clients, and images. Reads "
-        "the training data once.",
-        epilog="Arguments after `--` are passed to `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
-    )
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
-    parser.add_argument("--out", type=Path, help="file for a picture of the clients' images and class distributions")
-    return parser

@@ -8,12 +8,13 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from lightning_fed import __version__
+from lightning_fed.lazy_names import installed_version
 from lightning_fed.errors import describe
 
 PACKAGE = "lightning-fed"
@@ -115,14 +116,6 @@ def is_of_extra(requirement: Requirement, extra: str) -> bool:
 def states_of(requirements: Sequence[Requirement]) -> list[PackageState]:
     """Returns the installed version of each requirement."""
     return [PackageState(requirement, installed_version(requirement.name)) for requirement in requirements]
-
-
-def installed_version(name: str) -> str | None:
-    """Returns the version of an installed package; ``None`` if the package is missing."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def devices() -> list[str]:

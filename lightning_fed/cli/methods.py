@@ -17,19 +17,6 @@ from lightning_fed.argument_checks import check_option
 
 def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed methods`` with the command-line arguments ``args``."""
-    parser = _parser()
-    options = parser.parse_args(args)
-    try:
-        for name in options.methods:
-            if "." not in name:
-                check_option("method", name.lower().replace("_", ""), list(read_methods()))
-        text = "\n".join(map(describe_method, options.methods)) if options.methods else table_of_methods()
-    except ValueError as error:
-        parser.error(str(error))
-    sys.stdout.write(text)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed methods",
         description="List all methods with their typical use, or describe the named methods: payload of a visit, "
@@ -39,7 +26,15 @@ def _parser() -> argparse.ArgumentParser:
         "my_project.FedMine:option=value",
     )
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe these methods (default: list all)")
-    return parser
+    options = parser.parse_args(args)
+    try:
+        for name in options.methods:
+            if "." not in name:
+                check_option("method", name.lower().replace("_", ""), list(read_methods()))
+        text = "\n".join(map(describe_method, options.methods)) if options.methods else table_of_methods()
+    except ValueError as error:
+        parser.error(str(error))
+    sys.stdout.write(text)
 
 
 def read_methods() -> dict[str, str]:

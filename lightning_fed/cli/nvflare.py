@@ -27,14 +27,6 @@ More: https://lightning-fed.github.io/lightning-fed/guides/nvflare/
 
 def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed nvflare`` with the command-line arguments ``args``."""
-    options = _parser().parse_args(args)
-    from lightning_fed.cli.recipe_halves import write_halves  # imports torch
-
-    write_halves(options.folder, options.config, _TEMPLATES, "nvflare")
-    sys.stdout.write(_NEXT.format(recipe=options.config, folder=options.folder))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed nvflare", description="Write a federation across machines on NVFLARE."
     )
@@ -42,4 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     new = commands.add_parser("new", help="write an NVFLARE job for a recipe")
     new.add_argument("folder", type=Path, help="the new folder")
     new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
-    return parser
+    options = parser.parse_args(args)
+    from lightning_fed.cli.recipe_halves import write_halves  # imports torch
+
+    write_halves(options.folder, options.config, _TEMPLATES, "nvflare")
+    sys.stdout.write(_NEXT.format(recipe=options.config, folder=options.folder))

@@ -21,7 +21,11 @@ MODEL_OPTIONS = (
 
 def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed recipes`` with the command-line arguments ``args``."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed recipes",
+        description="List the packaged recipes, or print one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print (default: list all)")
     options = parser.parse_args(args)
     recipes = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
     if options.name is None:
@@ -32,15 +36,6 @@ def run(args: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     sys.stdout.write(recipes[options.name].read_text())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-fed recipes",
-        description="List the packaged recipes, or print one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print (default: list all)")
-    return parser
 
 
 def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -10,7 +10,16 @@ from pathlib import Path
 
 def run(args: Sequence[str]) -> None:
     """Runs ``lightning-fed replay`` with the command-line arguments ``args``. Exit status 1 means a different model."""
-    options = _parser().parse_args(args)
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed replay",
+        description="Repeat the aggregation of a round from the updates kept by the callback `KeepRounds`.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the callback's folder")
+    parser.add_argument("round", type=int, metavar="ROUND", help="the round, from 1, as in the log")
+    parser.add_argument("--without", nargs="+", default=[], metavar="SITE", help="clients to leave out")
+    parser.add_argument("--rule", help="another method, by name, with the same update steps")
+    parser.add_argument("--recipe", type=Path, help="the run's recipe (default: the method's default options)")
+    options = parser.parse_args(args)
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.backends.kept_rounds.kept_round import load_round, replay_round
     from lightning_fed.callbacks.federation import Federation
@@ -38,16 +47,3 @@ def run(args: Sequence[str]) -> None:
     )
     if not (is_equal or without or options.rule):
         raise SystemExit(1)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-fed replay",
-        description="Repeat the aggregation of a round from the updates kept by the callback `KeepRounds`.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the callback's folder")
-    parser.add_argument("round", type=int, metavar="ROUND", help="the round, from 1, as in the log")
-    parser.add_argument("--without", nargs="+", default=[], metavar="SITE", help="clients to leave out")
-    parser.add_argument("--rule", help="another method, by name, with the same update steps")
-    parser.add_argument("--recipe", type=Path, help="the run's recipe (default: the method's default options)")
-    return parser

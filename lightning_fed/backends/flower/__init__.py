@@ -1,9 +1,6 @@
 """Flower backend: the server side and the client side as Flower apps."""
 
-from lightning_fed.backends.flower.client import client_app as client_app
-from lightning_fed.backends.flower.server import server_app as server_app
+from lightning_fed.lazy_names import attach_names as _attach_names
 
-__all__ = [
-    "client_app",
-    "server_app",
-]
+# The stub `__init__.pyi` lists the names. Certificates and nodes need no torch.
+__getattr__, __dir__, __all__ = _attach_names(__name__, __file__)

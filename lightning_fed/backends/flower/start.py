@@ -28,8 +28,8 @@ _ENVIRONMENT = {
 SERVER_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": f"{4 * 2**20}"}
 """Makes the allocator return the memory of large messages (Flower's chunks have 5 MiB). Slows down training, so only
 the server's processes use the setting."""
-GATEWAY = (sys.executable, "-P", str(Path(__file__).with_name("gateway.py")))
-"""Command for the gateway. The file runs as a script: an import as a module of this package would load torch."""
+GATEWAY = (sys.executable, "-P", "-m", "lightning_fed.backends.flower.gateway")
+"""Command for the gateway."""
 
 _START_SECONDS = 300.0
 _GRACE_SECONDS = 10.0

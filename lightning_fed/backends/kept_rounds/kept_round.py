@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Collection
@@ -13,11 +11,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.atomic_files import atomic_write
+from lightning_fed.backends.kept_rounds.certificate import digest_files, write_json
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
@@ -149,29 +147,6 @@ def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
     certificate = {
         "versions": {name: version(name) for name in ("lightning-fed", "lightning", "torch")},
         "rounds": [{name: value for name, value in one.items() if name not in _TENSORS} for one in rounds],
-        "files": _digest_files(folder),
+        "files": digest_files(folder),
     }
-    return _write(certificate | {"signature": key.sign(_write(certificate).encode()).hex()})
-
-
-def find_changes(folder: Path, text: str, key: Ed25519PublicKey) -> list[str]:
-    """Lists all differences between a certificate and the folder; empty for an unchanged run."""
-    try:
-        certificate = json.loads(text)
-        signature = bytes.fromhex(certificate.pop("signature"))
-        key.verify(signature, _write(certificate).encode())
-        if _write(certificate | {"signature": signature.hex()}) != text:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, InvalidSignature):
-        return ["the certificate itself"]
-    recorded, found = certificate["files"], _digest_files(folder)
-    return [name for name in sorted(recorded.keys() | found.keys()) if recorded.get(name) != found.get(name)]
-
-
-def _digest_files(folder: Path) -> dict[str, str]:
-    files = sorted(file for file in folder.glob("round-*/*"))
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def _write(content: dict[str, Any]) -> str:
-    return json.dumps(content, sort_keys=True, indent=1) + "\n"
+    return write_json(certificate | {"signature": key.sign(write_json(certificate).encode()).hex()})

@@ -9,7 +9,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from lightning_fed import FederatedDataModule, Federation
-from lightning_fed.backends.kept_rounds.kept_round import KeepRounds, find_changes, replay_round, write_certificate
+from lightning_fed.backends.kept_rounds.certificate import find_changes
+from lightning_fed.backends.kept_rounds.kept_round import KeepRounds, replay_round, write_certificate
 from lightning_fed.cli.main import main
 from lightning_fed.compression import TopK
 from lightning_fed.errors import OptionError

@@ -1,0 +1,36 @@
+"""Verifies a run's certificate, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+
+def find_changes(folder: Path, text: str, key: Ed25519PublicKey) -> list[str]:
+    """Lists all differences between a certificate and the folder; empty for an unchanged run."""
+    try:
+        certificate = json.loads(text)
+        signature = bytes.fromhex(certificate.pop("signature"))
+        key.verify(signature, write_json(certificate).encode())
+        if write_json(certificate | {"signature": signature.hex()}) != text:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidSignature):
+        return ["the certificate itself"]
+    recorded, found = certificate["files"], digest_files(folder)
+    return [name for name in sorted(recorded.keys() | found.keys()) if recorded.get(name) != found.get(name)]
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """Maps all stored files to SHA-256 digests."""
+    files = sorted(file for file in folder.glob("round-*/*"))
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def write_json(content: dict[str, Any]) -> str:
+    """Returns canonical JSON text: sorted keys, one space of indent."""
+    return json.dumps(content, sort_keys=True, indent=1) + "\n"
