@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+
+from lightning_fed.lazy_names import find_feature
 
 LOGGER = logging.getLogger("lightning_fed")
 
@@ -18,17 +19,10 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
             self.setStream(sys.stderr)  # `sys.stderr` may have been replaced
             super().emit(record)
 
-
-@contextmanager
-def root_logger_as_it_was() -> Iterator[None]:
-    """Context that finally removes handlers added to the root logger, because only programs should add handlers."""
-    old_handlers = [*logging.root.handlers]
-    try:
-        yield
-    finally:
-        for handler in [*logging.root.handlers]:
-            if handler not in old_handlers:
-                logging.root.removeHandler(handler)
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        terminal = find_feature("lightning_fed.report.terminal") if "\n|---" in text else None
+        return text if terminal is None else str(terminal.draw_tables(text))
 
 
 def round_number(round: int) -> int:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from lightning_fed.console import LOGGER, root_logger_as_it_was, show_log
+from lightning_fed.console import LOGGER, show_log
 
 
 @pytest.fixture
@@ -55,19 +55,3 @@ def test_a_program_that_has_set_a_level_keeps_it(capsys, plain_script):
     logging.getLogger("lightning_fed.rounds").info("3 clients.")
     logging.getLogger("lightning_fed.rounds").warning("A client is excluded.")
     assert lines(capsys) == ["A client is excluded."]
-
-
-def test_a_library_that_sets_up_logging(plain_script):
-    """Even if the library raises; the program's handlers stay."""
-    plain_script()
-    own = logging.NullHandler()
-    logging.getLogger().addHandler(own)
-
-    @root_logger_as_it_was()
-    def set_up():
-        logging.getLogger().addHandler(logging.StreamHandler())
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        set_up()
-    assert logging.getLogger().handlers == [own]

@@ -21,7 +21,8 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "dev" / "architecture.md"
 
 # A file imports from packages in earlier lines and from its own package. Packages in one line are independent.
 ORDER = [
-    ["errors", "argument_checks", "console", "atomic_files", "messages", "lazy_names"],
+    ["errors", "argument_checks", "atomic_files", "messages", "lazy_names"],
+    ["console"],
     ["numerics"],
     ["process_group"],
     ["model"],

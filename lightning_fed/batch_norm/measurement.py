@@ -34,7 +34,7 @@ from lightning_fed.features.isolated_pass import forward_step, isolated_pass, ru
 from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit, monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
-from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.lightning.internals import is_overridden, show_status
 from lightning_fed.messages import Broadcast, Client, State, digest, tensor_bytes
 from lightning_fed.model.entries import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.entries import entry_policies, find_implausible, is_running_statistic
@@ -499,7 +499,8 @@ def measure_statistics(
     reports: dict[Client, State] = {}
     visits = list(visits)
     shares = balance_loads([server.report.received[visit.client] for visit in visits], ranks.size)
-    for visit in (visits[position] for position in shares[ranks.rank]):
+    for number, visit in enumerate((visits[position] for position in shares[ranks.rank]), start=1):
+        show_status(trainer, f"recalibrating BatchNorm {number}/{len(shares[ranks.rank])}")
         try:
             load(visit)
             notify_model_loaded(trainer, module, visit.client)

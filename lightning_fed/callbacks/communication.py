@@ -12,7 +12,7 @@ import lightning as L
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.federation import find_federation, move_behind_federation
 from lightning_fed.console import markdown_table, round_number
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
@@ -105,9 +105,7 @@ class CommunicationReport(FederatedCallback):
             find_federation(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.remove(self)  # Lightning's loop is already past this position, so no callback is skipped
-        callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
+        move_behind_federation(self, trainer)  # Lightning's loop is already past this position, so skips no callback
         entries = live_entries(pl_module)
         self._prefixes = self.parts or top_level_parts(list(entries))
         self._full = {}

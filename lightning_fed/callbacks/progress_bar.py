@@ -11,51 +11,59 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
-from lightning_fed.callbacks.federation import Federation
-from lightning_fed.console import round_number
+from lightning_fed.callbacks.federation import federation_of
+from lightning_fed.console import round_number, show_status
+
+_INTERVAL = 0.25  # seconds between updates, which slow down the batch loop
 
 
 class _ByRound(ProgressBar):
     supports_vectorize = True
-
-    def __init__(self, interval: float = 0.25, **options: Any) -> None:
-        super().__init__(**options)
-        self.interval = interval
-        self._outputs: Any = None
-        self._last_drawn = -math.inf
+    _outputs: Any = None
+    _last_drawn = -math.inf
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = monotonic()
-        if now - self._last_drawn < self.interval and batch_idx + 1 < self.total_train_batches:
+        if now - self._last_drawn < _INTERVAL and batch_idx + 1 < self.total_train_batches:
             return
         self._last_drawn = now
         self._outputs = outputs  # reading the loss waits for the device, so the loss is read only when drawn
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        show_status(trainer, "validating")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        show_status(trainer, "")
+        super().on_train_epoch_end(trainer, pl_module)
+
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, int | str | float | Any]:
         metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)  # part of the path of the logs
         if isinstance(self._outputs, Mapping) and "loss" in self._outputs:
-            metrics.setdefault("loss", f"{float(self._outputs['loss']):.3f}")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Federation) and callback.current_client is not None:
-                places = {visit.client: place for place, visit in enumerate(callback.cohort.visits, start=1)}
-                name = callback.current_client
-                metrics = {"client": f"{name} ({places.get(name, 1)} of {max(1, len(places))})", **metrics}
+            loss = float(self._outputs["loss"])
+            if not any("loss" in name and math.isclose(value, loss, rel_tol=1e-6) for name, value in metrics.items()):
+                metrics.setdefault("loss", f"{loss:.3f}")
+        federation = federation_of(trainer)
+        if federation is not None and federation.current_client is not None:
+            places = {visit.client: place for place, visit in enumerate(federation.cohort.visits, start=1)}
+            name = federation.current_client
+            metrics = {"client": f"{name} ({places.get(name, 1)} of {max(1, len(places))})", **metrics}
         return metrics
 
-    def _description(self, epoch: int) -> str:
+    def _description(self, epoch: int, status: str = "") -> str:
         last = self.trainer.max_epochs
-        return f"Round {round_number(epoch)}" + (f"/{last}" if last and last > 0 else "")
+        return f"Round {round_number(epoch)}" + (f"/{last}" if last and last > 0 else "") + (status and f", {status}")
 
 
 class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """Lightning's progress bar with the round (``Round 3/50``), the current client and the loss.
 
     Args:
-        interval: Seconds between updates; updates slow down the batch loop.
-        options: Further arguments for ``TQDMProgressBar``.
+        options: Arguments for ``TQDMProgressBar``.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[Federation(), FederatedProgressBar()], logger=False)
@@ -69,25 +77,30 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
         bar.set_description(self._description(trainer.current_epoch), refresh=False)
         bar.reset()  # draws it
 
+    def show_status(self, text: str) -> None:
+        self.train_progress_bar.set_description(self._description(self.trainer.current_epoch, text))
+
 
 class FederatedRichProgressBar(_ByRound, RichProgressBar):
     """:class:`FederatedProgressBar` drawn with ``rich``.
 
     Args:
-        interval: Seconds between updates.
-        options: Further arguments for ``RichProgressBar``.
+        options: Arguments for ``RichProgressBar``.
 
     Raises:
         ModuleNotFoundError: If ``rich`` is not installed.
     """
 
-    def __init__(self, interval: float = 0.25, **options: Any) -> None:
-        super().__init__(
-            interval, **{"refresh_rate": 10, **options}
-        )  # updates per second; Lightning's default of 100 costs CPU time
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"refresh_rate": 10, **options})  # per second; Lightning's default of 100 costs CPU time
 
     def _get_train_description(self, current_epoch: int) -> str:
         return f"{self._description(current_epoch):{len(self.validation_description)}}"
+
+    def show_status(self, text: str) -> None:
+        if self.progress is not None and self.train_progress_bar_id is not None:
+            text = self._description(self.trainer.current_epoch, text).replace("[", r"\[")  # no markup of rich
+            self.progress.update(self.train_progress_bar_id, description=text)
 
 
 def default_progress_bar() -> ProgressBar:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fed.cli.methods import read_methods
 from lightning_fed.cli.recipes import split_options
+from lightning_fed.report.terminal import draw_tables
 
 if TYPE_CHECKING:
     from lightning_fed.compare.plan import Plan
@@ -28,13 +29,12 @@ def run(args: Sequence[str]) -> None:
     plan = read_plan(parser, options, fit_args, stragglers=options.stragglers, test=options.test)
     from lightning_fed.compare.plan import run_comparison
     from lightning_fed.compare.report import write_report
-    from lightning_fed.study.report import align_tables
 
     results = run_comparison(plan)
     if results:
         table = write_report(results, options.out, options.target, options.last)
         sys.stdout.write(
-            f"\n{align_tables(table)}\n\nTables, curves, checkpoints and logs: {options.out}\n"
+            f"\n{draw_tables(table)}\n\nTables, curves, checkpoints and logs: {options.out}\n"
             f"To draw the clients' classes: lightning-fed data {options.recipe} --out clients.png\n"
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.cli.recipes import split_options
+from lightning_fed.report.terminal import draw_tables
 
 
 def run(args: Sequence[str]) -> None:
@@ -41,7 +42,7 @@ def run(args: Sequence[str]) -> None:
         getattr(cli.datamodule, "class_names", ()),
         getattr(cli.datamodule, "ignore_index", 255),
     )
-    sys.stdout.write(f"{report}\n")
+    sys.stdout.write(f"{draw_tables(str(report))}\n")
     if options.out is not None:
         report.save_picture(options.out)
         sys.stdout.write(f"\nPicture: {options.out}\n")

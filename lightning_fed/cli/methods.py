@@ -13,6 +13,8 @@ from textwrap import fill
 from typing import Any
 
 from lightning_fed.argument_checks import check_option
+from lightning_fed.console import markdown_table
+from lightning_fed.report.terminal import draw_tables
 
 
 def run(args: Sequence[str]) -> None:
@@ -56,11 +58,9 @@ def read_methods() -> dict[str, str]:
 
 def table_of_methods() -> str:
     """Formats the names and purposes of all registered methods as a table."""
-    methods = read_methods()
-    width = max(map(len, methods))
-    lines = [f"{'METHOD':{width}}  FOR"]
-    lines += [f"{name:{width}}  {costs_of(text)['For']}" for name, text in methods.items()]
-    return "\n".join([*lines, "", "`lightning-fed methods NAME` describes a method, its costs and its options.", ""])
+    rows = [["METHOD", "FOR"], *([name, costs_of(text)["For"]] for name, text in read_methods().items())]
+    table = draw_tables(markdown_table(rows))
+    return f"{table}\n\n`lightning-fed methods NAME` describes a method, its costs and its options.\n"
 
 
 def describe_method(name: str) -> str:

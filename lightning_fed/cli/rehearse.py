@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_fed.report.terminal import draw_tables
+
 if TYPE_CHECKING:
     from lightning_fed.backends.rehearsal.rehearsal import Plan
 
@@ -36,7 +38,7 @@ def run(args: Sequence[str]) -> None:
         (options.out / f"seed_{outcome.seed}.log").write_text(f"{write_log(outcome)}\n")
     text = write_summary(plan, outcomes)
     (options.out / "rehearsal.md").write_text(f"{text}\n")
-    sys.stdout.write(f"{text}\n\nThe summary and the logs of the worst seeds: {options.out}\n")
+    sys.stdout.write(f"{draw_tables(text)}\n\nThe summary and the logs of the worst seeds: {options.out}\n")
     if any(outcome.violations for outcome in outcomes):
         raise SystemExit(1)
 

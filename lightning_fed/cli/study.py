@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lightning_fed.cli.compare import add_options, read_plan
 from lightning_fed.cli.recipes import split_options
+from lightning_fed.report.terminal import draw_tables
 
 
 def run(args: Sequence[str]) -> None:
@@ -20,7 +21,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_fed.compare.plan import run_comparison
     from lightning_fed.compare.report import summarize
     from lightning_fed.study.answers import LOCAL
-    from lightning_fed.study.report import align_tables, gather_study, keep_primary, write_study
+    from lightning_fed.study.report import gather_study, keep_primary, write_study
 
     labels = [method.label for method in plan.methods]
     federated = [label for label in labels if label not in (CENTRAL, LOCAL)]
@@ -37,7 +38,7 @@ def run(args: Sequence[str]) -> None:
     sent = {label: cell.megabytes for (label, _), cell in summarize(results).items()}
     megabytes = {label: sum(numbers) / len(numbers) for label, numbers in sent.items() if numbers}
     study = gather_study(results, models, options.min_support, megabytes)
-    text = align_tables(write_study(study, options.out))
+    text = draw_tables(write_study(study, options.out))
     sys.stdout.write(f"\n{text}\n\nTables, sums, runs and the forest plot: {options.out}\n")
 
 

@@ -27,6 +27,7 @@ from lightning_fed.lightning.internals import (
     lightning_attributes,
     loss_scale,
     loss_scaler,
+    show_status,
     start_at_epoch,
     tensor_version,
 )

@@ -144,6 +144,13 @@ def is_fitting(trainer: L.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING
 
 
+def show_status(trainer: L.Trainer, text: str) -> None:
+    """Shows the current work between two batches of a fit in the package's progress bar."""
+    show = getattr(trainer.progress_bar_callback, "show_status", None)
+    if show is not None and is_fitting(trainer):
+        show(text)
+
+
 def is_validating(trainer: L.Trainer) -> bool:
     """True if ``trainer.validate`` is running. In contrast, ``trainer.validating`` is also true in a fit."""
     return trainer.state.fn == TrainerFn.VALIDATING

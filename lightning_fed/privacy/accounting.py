@@ -17,8 +17,8 @@ from typing import Any, Literal
 from scipy.optimize import brentq
 
 from lightning_fed.argument_checks import check_count, check_inside, check_option, check_positive
-from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.errors import OptionError
+from lightning_fed.privacy.root_logger import root_logger_as_it_was
 
 _LEAST_NOISE = 0.05  # with less noise the bounds exceed 1,000 and are numerically unreliable
 _FINEST_GRID, _COARSEST_GRID = 1e-5, 1e-3  # discretisation of the privacy loss, in nats

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn import grad as nn_grad
 
-from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.data.batch_structure import batch_tensors, rebuild_batch
 from lightning_fed.data.population import batch_length, seeded_generators
 from lightning_fed.features.isolated_pass import isolated_pass, loss_in
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.model.entries import BatchNorm
+from lightning_fed.privacy.root_logger import root_logger_as_it_was
 
 _TRIED = 8  # examples per check: enough for losses that mix some examples, and cheap compared with a visit
 _CONVOLUTIONS: dict[type, Any] = {

@@ -26,7 +26,7 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.entry_policies import warn_of_dropped
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lazy_names import find_feature
-from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, tensor_version
+from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, show_status, tensor_version
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import (
     find_fault,
@@ -158,6 +158,7 @@ class Round:
     def close(self) -> bool:
         """Aggregates the updates, loads the new global model, and logs the round. Returns ``True`` for a new model."""
         self.driver.detach()
+        show_status(self._trainer, "averaging")
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
         is_new = state is not None and state is not self.state

@@ -181,32 +181,6 @@ def describe(study: Study) -> str:
     return "\n\n".join([*lines, _note(study, tables[0], pooled[0])])
 
 
-def align_tables(text: str) -> str:
-    r"""Pads the cells of Markdown tables to equal widths, for a terminal.
-
-    Example:
-        >>> print(align_tables("| a | b |\n|---|---|\n| long | 1 |"))
-        | a    | b |
-        |------|---|
-        | long | 1 |
-    """
-    lines, table = list[str](), list[list[str]]()
-    for line in [*text.split("\n"), ""]:
-        if line.startswith("|"):
-            table.append([cell.strip() for cell in line.strip("|").split("|")])
-            continue
-        widths = [max(len(cell) for cell in column if set(cell) - set("-:")) for column in zip(*table, strict=True)]
-        for cells in table:
-            is_rule = not set("".join(cells)) - set("-:")
-            padded = [
-                "-" * (width + 2) if is_rule else f" {cell:{width}} " for cell, width in zip(cells, widths, strict=True)
-            ]
-            lines.append(f"|{'|'.join(padded)}|")
-        table = []
-        lines.append(line)
-    return "\n".join(lines[:-1])
-
-
 def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
     """Draws a forest plot: one gain with interval per site, and the mean gain at the bottom."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`

@@ -10,7 +10,7 @@ from PIL import Image
 from scipy import stats
 
 from lightning_fed.study import load_study, paired_sums, write_study
-from lightning_fed.study.report import Study, align_tables, compare_sites, describe, pool_sites
+from lightning_fed.study.report import Study, compare_sites, describe, pool_sites
 from tests import references_study as reference
 
 GAINS = {"a": 0.1, "loser": -0.2, "equal": 0.0, "weak": 0.02}  # of the federation, for noise 0.05 and 20 cases
@@ -159,12 +159,3 @@ def test_the_files_of_a_study(tmp_path, monkeypatch):
     assert [color for _, color in intervals] == [colors[row["verdict"]] for row in rows]
     with Image.open(tmp_path / "forest.png") as picture:
         assert picture.size[1] > 200
-
-
-def test_tables_for_a_terminal():
-    text = "Before\n\n| a | wide |\n|---|---:|\n| long name | 1 |\n\nafter | not a table\n| b |\n|---|"
-    assert align_tables(text).split("\n") == [
-        "Before", "", "| a         | wide |", "|-----------|------|", "| long name | 1    |", "", "after | not a table",
-        "| b |", "|---|",
-    ]  # fmt: skip
-    assert align_tables("no table") == "no table"

@@ -33,12 +33,7 @@ from lightning_fed.console import round_number
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import AskableCallback, RevertingCallback, federated_callbacks
-from lightning_fed.lightning.internals import (
-    OverriddenMethod,
-    callbacks_of,
-    datamodule_of,
-    is_fitting,
-)
+from lightning_fed.lightning.internals import OverriddenMethod, callbacks_of, datamodule_of, is_fitting, show_status
 from lightning_fed.messages import MOST_SAMPLES, Client, ClientUpdate
 from lightning_fed.rounds.client_models import Answers
 from lightning_fed.steps.weights import MaxSamples
@@ -178,6 +173,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
         loaders = self._of_clients(trainer, stage)
         if client not in loaders:
             raise ClientFault(f"it has no {stage} data")
+        show_status(trainer, f"evaluating {client}")
         try:
             report = evaluate_data(trainer, module, loaders[client], stage, self.rules, limit)
         except ClientFault:
