@@ -42,7 +42,7 @@ from lightning_fed.fit.options import BatchNormOption, Faults, LocalStatistics, 
 from lightning_fed.fit.round_log import RoundLog, describe_end, files_of, last_checkpoint
 from lightning_fed.lazy_names import find_feature, load_feature, warn_of_two
 from lightning_fed.lightning.checkpoints import folders_of, protect_checkpoints
-from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating
+from lightning_fed.lightning.internals import callbacks_of, find_callbacks, is_fitting, is_validating, show_status
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.entries import Policy, Selector, batch_norm_layers, live_entries
@@ -456,6 +456,7 @@ class Federation(TrainerCallback):
         if is_validating(trainer):
             self._decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
+            show_status(trainer, "validating")
             self._loop.start_validation()
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -479,6 +480,7 @@ class Federation(TrainerCallback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Abandons an interrupted round, and prepares the Trainer's loops for the next round."""
+        show_status(trainer, "")
         if self.has_own_statistics:
             load_feature("lightning_fed.batch_norm.measurement").warn_of_monitors(self._fit)
         self._loop.end_epoch()

@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
 from lightning_fed.callbacks.federation import federation_of
-from lightning_fed.console import round_number, show_status
+from lightning_fed.console import round_number
 
 _INTERVAL = 0.25  # seconds between updates, which slow down the batch loop
 
@@ -32,17 +32,8 @@ class _ByRound(ProgressBar):
         self._outputs = outputs  # reading the loss waits for the device, so the loss is read only when drawn
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        show_status(trainer, "validating")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        show_status(trainer, "")
-        super().on_train_epoch_end(trainer, pl_module)
-
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, int | str | float | Any]:
         metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)  # part of the path of the logs
         if isinstance(self._outputs, Mapping) and "loss" in self._outputs:
             loss = float(self._outputs["loss"])
             if not any("loss" in name and math.isclose(value, loss, rel_tol=1e-6) for name, value in metrics.items()):

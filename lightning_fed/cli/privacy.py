@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import yaml  # type: ignore[import-untyped]
 
 from lightning_fed.cli.recipes import split_options
+from lightning_fed.console import markdown_table
 from lightning_fed.errors import OptionError
+from lightning_fed.report.terminal import draw_tables
 
 if TYPE_CHECKING:
     from lightning_fed.cli.recipe_halves import Recipe
@@ -34,7 +36,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_fed.cli.recipe_halves import read_recipe
 
     recipe = read_recipe(options.recipe, fit_args)
-    sys.stdout.write(describe_privacy(recipe, options.audit))
+    sys.stdout.write(draw_tables(describe_privacy(recipe, options.audit)))
     if options.figure is not None:
         draw_epsilon(recipe, options.figure)
 
@@ -80,11 +82,17 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
         f"standard deviation {std:.4g} per coordinate, and norm {std * math.sqrt(num_parameters):.3g} over "
         f"{num_parameters:,} parameters; for comparison, {cohort} equal updates at the clipping norm have a sum with "
         f"norm {cohort * privacy.clip:g}",
-        _table("rounds", "epsilon", [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)]),
-        _table(
-            f"epsilon after {rounds} rounds",
-            "noise multiplier",
-            [(f"{epsilon:g}", needed(epsilon)) for epsilon in _EPSILONS],
+        markdown_table(
+            [
+                ["rounds", "epsilon"],
+                *([f"{number}", f"{budget.epsilon(number):.4g}"] for number in _some_rounds(rounds)),
+            ]
+        ),
+        markdown_table(
+            [
+                [f"epsilon after {rounds} rounds", "noise multiplier"],
+                *([f"{epsilon:g}", f"{needed(epsilon):.4g}"] for epsilon in _EPSILONS),
+            ]
         ),
     ]
     if has_audit:
@@ -135,8 +143,3 @@ def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:
 
 def _some_rounds(rounds: int, count: int = 8) -> list[int]:
     return sorted({1, *(math.ceil(rounds * part / count) for part in range(1, count + 1))})
-
-
-def _table(left: str, right: str, rows: Sequence[tuple[str, float]]) -> str:
-    lines = [f"| {left} | {right} |", "|---:|---:|", *(f"| {name} | {value:.4g} |" for name, value in rows)]
-    return "\n".join(lines)
