@@ -172,11 +172,13 @@ WRITERS_OF_A_FIT = {
     "model_round": {"rounds.round"},
     "fastest": {"backends.vectorized.plan"},
     "reports": {"batch_norm.measurement"},
+    "treatment": {"fit.federated_fit"},
+    "is_alone": {"fit.federated_fit"},
     "num_measured": {"batch_norm.measurement"},
     "served_client": {"batch_norm.measurement"},
     "decision": {"batch_norm.measurement", "backends.wire.server_for_client"},
 }
-"""The files that assign to an attribute of a ``FederatedFit``. Options and parts are constant."""
+"""The files that assign to attributes of a ``FederatedFit`` and ``BatchNormState``. Options and parts are constant."""
 
 
 def writers_of_a_fit():
@@ -191,7 +193,8 @@ def writers_of_a_fit():
             for target in (assigned.elts if isinstance(assigned, ast.Tuple) else [assigned])
         ]
         for target in targets:
-            if isinstance(target, ast.Attribute) and ast.unparse(target.value).rpartition(".")[2] in ("fit", "_fit"):
+            owner = ast.unparse(target.value).rpartition(".")[2] if isinstance(target, ast.Attribute) else ""
+            if owner in ("fit", "_fit", "batch_norm"):
                 writers.setdefault(target.attr, set()).add(name)
     return writers
 

@@ -69,7 +69,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
     """Warns once per fit if ``batch_norm`` has no effect, or is unsuitable for the module or the visits."""
     if "batch_norm" in fit.warned:
         return
-    option, rounds = fit.batch_norm, fit.trainer.max_epochs
+    option, rounds = fit.batch_norm.treatment, fit.trainer.max_epochs
     if isinstance(option, FixedStatistics) and option.after and rounds is not None and 0 <= rounds <= option.after:
         _log.warning(
             "batch_norm=%r never fixes the running statistics of BatchNorm layers, because the fit ends after %d "
@@ -78,17 +78,18 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
             rounds,
         )
         fit.record_warning("batch_norm")
-    if visits and (option == "average" or isinstance(option, FixedStatistics)) and not fit.is_batch_norm_fixed:
+    is_averaged = option == "average" or isinstance(option, FixedStatistics)
+    if visits and is_averaged and not fit.batch_norm.is_fixed(fit.trainer.current_epoch):
         warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
         fit.record_warning("batch_norm")
-    measures = fit.reports_statistics or fit.has_measured_statistics
+    measures = fit.batch_norm.is_reported or fit.batch_norm.is_measured
     if measures and layers_in_training(fit.module) and forward_step(fit.module) is None:
         _log.warning(
             "batch_norm=%r cannot measure BatchNorm's running statistics, so %s: with manual optimization, "
             "`training_step` would train the model, and %s has no `validation_step` to run instead. Implement "
             "`validation_step`, or choose another `batch_norm`.",
             option,
-            "they are averaged" if fit.reports_statistics else "the model keeps its initial statistics",
+            "they are averaged" if fit.batch_norm.is_reported else "the model keeps its initial statistics",
             type(fit.module).__name__,
         )
         fit.record_warning("batch_norm")
@@ -102,7 +103,7 @@ def warn_of_monitors(fit: FederatedFit) -> None:
             "%r is a value of the global model, for which %s, because each client has its own BatchNorm statistics. "
             "Pass validation data by client, and monitor %r, the mean over the clients' models.",
             names[0],
-            _SERVES[fit.unseen],
+            _SERVES[fit.batch_norm.unseen],
             f"fed/{names[0]}/mean",
         )
 
@@ -127,7 +128,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     """
     module, server = fit.module, fit.server
     layers = measured_layers(fit)
-    if not fit.reports_statistics or not layers or forward_step(module) is None:
+    if not fit.batch_norm.is_reported or not layers or forward_step(module) is None:
         return {}, None
     state = local.global_state()
 
@@ -154,7 +155,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     else:
         measured = fit.remote.measure(server, visits, send)
     shift, fault = pool_reports(fit, local, measured, list(layers))
-    if fault is None and fit.has_measured_statistics and not fit.is_remote:
+    if fault is None and fit.batch_norm.is_measured and not fit.is_remote:
         reports = dict(measured)
         for client in (visit.client for visit in visits):
             served_state = server.rule.model_of(client)
@@ -177,7 +178,7 @@ def pool_reports(
         measured = [(client, report) for (client, _), report in zip(measured, limited, strict=True)]
     groups = _group_by_model(server.rule, measured)
     of_global = groups[0][1] if groups and groups[0][0] is None else [report for _, report in measured]
-    if isinstance(fit.batch_norm, LocalStatistics) and fit.batch_norm.measured == "visit":
+    if isinstance(fit.batch_norm.treatment, LocalStatistics) and fit.batch_norm.treatment.measured == "visit":
         _write_statistics(local.entries, local.personal, of_global, layers, server.rule)
         local.update_server_entries()
     else:
@@ -214,16 +215,16 @@ def _record_shift(
 ) -> dict[str, float]:
     rule = fit.server.rule
     shifts = _find_shifts(rule, measured, layers)
-    if fit.batch_norm == "auto" and not fit.decision:
+    if fit.batch_norm.treatment == "auto" and not fit.batch_norm.decision:
         if not shifts and not rule.resizes:  # layers with different widths are not comparable
-            fit.reports |= dict(measured)
-            measured = list(fit.reports.items())
+            fit.batch_norm.reports |= dict(measured)
+            measured = list(fit.batch_norm.reports.items())
             shifts = _find_shifts(rule, measured, layers)
         decide_statistics(fit, measured, shifts)
     if not shifts:
         return {}
     first, shift, excess = _find_first_shift(fit, measured, shifts)
-    if fit.batch_norm == "recalibrate" and excess > LARGE_SHIFT and fit.record_warning("shift"):
+    if fit.batch_norm.treatment == "recalibrate" and excess > LARGE_SHIFT and fit.record_warning("shift"):
         _log.warning(
             "Pooled BatchNorm statistics may not fit the clients, because the clients' inputs differ: %.0f %% of the"
             " variance in the inputs of the first BatchNorm layer, %r, is between the clients."
@@ -255,7 +256,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
     between rounds.
     """
     cohort = fit.cohort
-    is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
+    is_first, size = not fit.batch_norm.num_measured, len(cohort.visits) + len(cohort.dropped)
     if shifts and len(measured) >= fit.server.min_clients and not (is_first and 2 * len(measured) < size):
         first, shift, excess = _find_first_shift(fit, measured, shifts)
         decision = "own" if excess > LARGE_SHIFT else "pooled"
@@ -270,7 +271,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
             first,
             text,
         )
-        fit.decision, fit.reports = decision, {}
+        fit.batch_norm.decision, fit.batch_norm.reports = decision, {}
     elif fit.record_warning("undecided"):
         _log.info(
             "BatchNorm: %d clients have reported statistics. To choose separate or pooled statistics, the server needs "
@@ -279,7 +280,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
             len(measured),
             max(2, fit.server.min_clients),
         )
-    fit.num_measured += 1
+    fit.batch_norm.num_measured += 1
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
@@ -318,10 +319,10 @@ def load_own_model(
                         "are not available to measure again: %s for this client, and for other clients in this "
                         "situation.",
                         client,
-                        _SERVES[fit.unseen],
+                        _SERVES[fit.batch_norm.unseen],
                     )
     local.load_client(client, state, trains=False, statistics=served)
-    fit.served_client = client if local.has_statistics else None
+    fit.batch_norm.served_client = client if local.has_statistics else None
     return measured
 
 
@@ -412,7 +413,8 @@ def _model_key(local: LocalModel, state: Mapping[str, Tensor]) -> Tensor:
 
 def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:
     module, step = fit.module, forward_step(fit.module)
-    layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in (fit.norm_layers or ())}
+    names = fit.batch_norm.norm_layers or ()
+    layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in names}
     if step is None or not layers:
         return {}
     local.load_client(client, state)
@@ -448,8 +450,8 @@ def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 def measured_layers(fit: FederatedFit) -> dict[str, nn.BatchNorm2d]:
     """Returns the BatchNorm layers in training mode by name, except layers with frozen or personal statistics."""
     excluded, policies = {"frozen", "personal"}, fit.policies
-    if isinstance(fit.batch_norm, LocalStatistics):  # the option itself makes statistics frozen or personal
-        excluded = {"frozen"} if fit.batch_norm.measured == "visit" else excluded
+    if isinstance(fit.batch_norm.treatment, LocalStatistics):  # the option itself makes statistics frozen or personal
+        excluded = {"frozen"} if fit.batch_norm.treatment.measured == "visit" else excluded
         policies = entry_policies(fit.module, fit.options.personal, fit.options.frozen)
     layers = layers_in_training(fit.module)
     names = [name for name in layers if policies.get(f"{name}.running_mean".lstrip(".")) not in excluded]

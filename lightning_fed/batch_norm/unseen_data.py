@@ -65,7 +65,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if batch_idx or self._adapter is None or self._find_fit().unseen != "data":
+        if batch_idx or self._adapter is None or self._find_fit().batch_norm.unseen != "data":
             return
         if trainer.testing:
             stage, loaders, limits = "test", trainer.test_dataloaders, trainer.num_test_batches
@@ -85,13 +85,13 @@ class UnseenData(RevertingCallback, FederatedCallback):
             self._start(module)
         if self._adapter is not None:
             self._adapter.report = {}
-            self._adapter.is_active = client is None or self._find_fit().served_client != client
+            self._adapter.is_active = client is None or self._find_fit().batch_norm.served_client != client
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
         """If ``unseen="data"``, measures BatchNorm statistics on unlabelled data that belong to no client."""
         adapter = self._adapter
-        if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
+        if adapter is None or not adapter.is_active or self._find_fit().batch_norm.unseen != "data":
             return
         adapter.report = {}
         layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in adapter.names}
@@ -114,8 +114,8 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
     def _start(self, module: L.LightningModule) -> None:
         fit = self._find_fit()
-        if fit.has_own_statistics:
-            self._adapter = DataStatistics(module, fit.norm_layers)
+        if fit.batch_norm.has_own:
+            self._adapter = DataStatistics(module, fit.batch_norm.norm_layers)
 
     def revert(self) -> None:
         if self._adapter is not None:

@@ -215,12 +215,12 @@ class Federation(TrainerCallback):
     @property
     def has_own_statistics(self) -> bool:
         """True if each client has separate BatchNorm statistics in the current fit or evaluation."""
-        return self._fit.has_own_statistics
+        return self._fit.batch_norm.has_own
 
     @property
     def batch_norm_decision(self) -> str:
         """Decision of ``batch_norm="auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision."""
-        return self._fit.decision
+        return self._fit.batch_norm.decision
 
     def preset_decision(self, decision: str) -> None:
         """Sets the decision of ``batch_norm="auto"`` for the next fit, for example from another fit."""
@@ -236,7 +236,7 @@ class Federation(TrainerCallback):
     @property
     def reports_statistics(self) -> bool:
         """True if clients report BatchNorm statistics of new global models to the server."""
-        return self._fit.reports_statistics
+        return self._fit.batch_norm.is_reported
 
     @property
     def seed(self) -> int:
@@ -496,7 +496,8 @@ class Federation(TrainerCallback):
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = perf_counter() - self._start
-            again = (self._fit.reports_statistics or self._fit.num_measured > 0) and bool(batch_norm_layers(pl_module))
+            state = self._fit.batch_norm
+            again = (state.is_reported or state.num_measured > 0) and bool(batch_norm_layers(pl_module))
             _log.info(describe_end(self.method.name, totals, seconds, metrics, files, again))
             if self.has_own_statistics:
                 _log.info(
@@ -507,7 +508,7 @@ class Federation(TrainerCallback):
                     else "`client_model(client)` of the federation returns a client's model, and "
                     "`trainer.test(ckpt_path=...)` evaluates with the checkpoint's statistics, if these were "
                     "measured with the checkpoint's weights",
-                    "pooled" if self.reports_statistics else "averaged" if self._fit.decision else "the initial",
+                    "pooled" if state.is_reported else "averaged" if state.decision else "the initial",
                 )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
@@ -36,10 +38,8 @@ from lightning_fed.server.schedule import Cohort, Schedule, Visit
 from lightning_fed.server.server import ServerInterface
 
 # State stored in checkpoints without conversion.
-_SAVED = (
-    *("generators", "rounds", "number", "initial_statistics", "decision", "num_measured", "model_round"),
-    *("norm_layers", "is_plain", "fastest"),
-)
+_SAVED = ("generators", "rounds", "number", "is_plain", "fastest")
+_SAVED_OF_BATCH_NORM = ("initial_statistics", "decision", "num_measured", "model_round", "norm_layers")
 
 
 class RemoteSide(ABC):
@@ -97,6 +97,96 @@ class RemoteSide(ABC):
         return iter(())
 
 
+@dataclass
+class BatchNormState:
+    """Treatment of BatchNorm's running statistics in a fit.
+
+    Args:
+        option: The user's option ``batch_norm``.
+        treatment: The option. If only one treatment is possible, this treatment replaces ``"auto"``.
+        decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
+        is_alone: Whether the federation has a single client.
+        initial_statistics: Statistics for first visits, if visits measure statistics for pooling.
+        num_measured: Number of rounds with reported statistics.
+        reports: Newest report by client, from rounds with too few reports for the decision.
+        model_round: Index of the last round with a new global model; -1 before such a round.
+        norm_layers: Names of the layers in training mode; ``None`` before the first round.
+        served_client: The client whose statistics are in the module, outside visits, or ``None``.
+    """
+
+    option: BatchNormOption
+    treatment: BatchNormOption
+    decision: str = ""
+    is_alone: bool = False
+    initial_statistics: State = field(default_factory=dict)
+    num_measured: int = 0
+    reports: dict[Client, State] = field(default_factory=dict)
+    model_round: int = -1
+    norm_layers: list[str] | None = None
+    served_client: Client | None = None
+
+    @property
+    def own(self) -> LocalStatistics | None:
+        """Options for clients' separate statistics (set, or decided by ``"auto"``); otherwise ``None``."""
+        if isinstance(self.treatment, LocalStatistics):
+            return self.treatment
+        return LocalStatistics() if self.decision == "own" else None
+
+    @property
+    def has_own(self) -> bool:
+        return self.own is not None
+
+    @property
+    def is_measured(self) -> bool:
+        """True if each client measures separate statistics with the global model, after the aggregation."""
+        return self.own is not None and self.own.measured == "aggregation"
+
+    @property
+    def unseen(self) -> str:
+        """Option ``LocalStatistics.unseen``, for data that belong to no client; empty for shared statistics."""
+        return "" if self.own is None else self.own.unseen
+
+    @property
+    def measure_round(self) -> int | None:
+        """Round of the global model with which clients measure statistics; ``None`` if clients do not measure."""
+        return self.model_round if self.is_measured and self.model_round >= 0 else None
+
+    @property
+    def is_reported(self) -> bool:
+        """True if each round's clients report statistics to the server."""
+        if isinstance(self.treatment, LocalStatistics):
+            return self.treatment.unseen == "pooled"
+        # A single client trains as in a plain fit. Separate statistics need no report.
+        is_open = self.treatment == "auto" and self.decision != "own" and not self.is_alone
+        return self.treatment == "recalibrate" or is_open
+
+    def is_fixed(self, epoch: int) -> bool:
+        """True if layers normalise with running statistics during training in the round ``epoch`` (FixBN)."""
+        return self.option == "frozen" or (isinstance(self.option, FixedStatistics) and epoch >= self.option.after)
+
+    def store_initial(self, module: nn.Module, policies: Mapping[str, Policy]) -> None:
+        """Copies the module's statistics for clients' first visits, before the first pooling."""
+        own = self.treatment
+        is_needed = isinstance(own, LocalStatistics) and own.unseen == "pooled" and own.measured == "visit"
+        if is_needed and not self.initial_statistics:
+            names = {name for name in batch_norm_statistics(module) if policies.get(name) == "personal"}
+            entries = live_entries(module)
+            self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in _SAVED_OF_BATCH_NORM},
+            "batch_norm": repr(self.option),
+            "reports": dict(zip(plain_keys(self.reports), self.reports.values(), strict=True)),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in (*_SAVED_OF_BATCH_NORM, "reports"):
+            setattr(self, name, state[name])
+        if self.option != "auto":  # an evaluation may use another option than the checkpoint
+            self.decision = ""
+
+
 class FederatedFit:
     """One federated fit: options, components and state for all rounds.
 
@@ -119,15 +209,8 @@ class FederatedFit:
         synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
-        initial_statistics: BatchNorm statistics for first visits, if visits measure statistics for pooling.
-        batch_norm: The option ``batch_norm``. If only one treatment is possible, this treatment replaces ``"auto"``.
-        decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
-        num_measured: Number of rounds with reported statistics.
-        reports: Newest BatchNorm report by client, from rounds with too few reports for the decision.
-        model_round: Index of the last round with a new global model; -1 before such a round.
+        batch_norm: Treatment of BatchNorm's running statistics.
         fastest: Choice of ``visits="fastest"``: clients at once (0 before the choice), and the measured gain.
-        norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
-        served_client: The client whose BatchNorm statistics are in the module, outside visits, or ``None``.
     """
 
     trainer: L.Trainer
@@ -159,14 +242,8 @@ class FederatedFit:
         self._population: Population | None = None
         self.changes = ExitStack()
         self.warned: set[str] = set()
-        # Written by the measurement of BatchNorm statistics.
-        self.initial_statistics: State = {}
-        self.batch_norm: BatchNormOption = options.batch_norm
-        self.decision = decision
-        self.num_measured, self.model_round, self.fastest = 0, -1, (0, 1.0)
-        self.reports: dict[Client, State] = {}
-        self.norm_layers: list[str] | None = None
-        self.served_client: Client | None = None
+        self.batch_norm = BatchNormState(options.batch_norm, options.batch_norm, decision)
+        self.fastest = 0, 1.0
 
     @property
     def module(self) -> L.LightningModule:
@@ -185,48 +262,6 @@ class FederatedFit:
     def has_ranks(self) -> bool:
         """True if several processes train each client together, so that an error in one process ends the fit."""
         return self.trainer.world_size > 1 and sharing_strategy(self.trainer) is None
-
-    @property
-    def is_batch_norm_fixed(self) -> bool:
-        """True if BatchNorm normalises with running statistics during training in the current round (FixBN)."""
-        option, epoch = self.options.batch_norm, self.trainer.current_epoch
-        return option == "frozen" or (isinstance(option, FixedStatistics) and epoch >= option.after)
-
-    @property
-    def own_statistics(self) -> LocalStatistics | None:
-        """Options for clients' separate BatchNorm statistics (set, or decided by ``"auto"``); otherwise ``None``."""
-        if isinstance(self.batch_norm, LocalStatistics):
-            return self.batch_norm
-        return LocalStatistics() if self.decision == "own" else None
-
-    @property
-    def has_own_statistics(self) -> bool:
-        return self.own_statistics is not None
-
-    @property
-    def has_measured_statistics(self) -> bool:
-        """True if each client measures separate BatchNorm statistics with the global model, after the aggregation."""
-        return self.own_statistics is not None and self.own_statistics.measured == "aggregation"
-
-    @property
-    def unseen(self) -> str:
-        """Option ``LocalStatistics.unseen``, for data that belong to no client; empty for shared statistics."""
-        return "" if self.own_statistics is None else self.own_statistics.unseen
-
-    @property
-    def statistics_round(self) -> int | None:
-        """Round of the global model with which clients measure BatchNorm; ``None`` if clients do not measure."""
-        return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
-
-    @property
-    def reports_statistics(self) -> bool:
-        """True if each round's clients report BatchNorm statistics to the server."""
-        option = self.batch_norm
-        if isinstance(option, LocalStatistics):
-            return option.unseen == "pooled"
-        is_one_client = self.is_population_known and len(self.population.clients) == 1
-        # A single client trains as in a plain fit. Separate statistics need no report.
-        return option == "recalibrate" or (option == "auto" and self.decision != "own" and not is_one_client)
 
     @property
     def is_population_known(self) -> bool:
@@ -251,7 +286,7 @@ class FederatedFit:
         if self._population is not None:
             population.sampling, population.has_raised = self._population.sampling, self._population.has_raised
             self._population.close()
-        self._population = population
+        self._population, self.batch_norm.is_alone = population, len(population.clients) == 1
         population.local_epochs = self.schedule.local_epochs
         population.local_steps = self.schedule.local_steps
         population.overfit_batches = self.trainer.overfit_batches  # type: ignore[attr-defined]
@@ -271,8 +306,8 @@ class FederatedFit:
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
         options, known = self.options, self.policies
         if options.batch_norm == "auto" and not known:
-            self.batch_norm = LocalStatistics() if self.needs_own_statistics(module, sliced) else "auto"
-        policies = decide_policies(module, options.personal, options.frozen, self.batch_norm, sliced)
+            self.batch_norm.treatment = LocalStatistics() if self.needs_own_statistics(module, sliced) else "auto"
+        policies = decide_policies(module, options.personal, options.frozen, self.batch_norm.treatment, sliced)
         new = {name: policy for name, policy in policies.items() if name not in known}
         if self.unset is None or known:  # a resumed fit has the names: the buffers may be set by now
             self.unset = unset_buffers(module, new) | (self.unset or frozenset())
@@ -286,16 +321,8 @@ class FederatedFit:
 
     def local_model(self, module: L.LightningModule) -> LocalModel:
         """Creates the object that loads clients' models. ``module`` must contain the global model."""
-        return LocalModel(module, self.policies, self.store, self.server.rule.resizes, self.initial_statistics)
-
-    def store_initial_statistics(self) -> None:
-        """Copies the module's BatchNorm statistics for clients' first visits, before the first pooling."""
-        option = self.batch_norm
-        is_needed = isinstance(option, LocalStatistics) and option.unseen == "pooled" and option.measured == "visit"
-        if is_needed and not self.initial_statistics:
-            names = {name for name in batch_norm_statistics(self.module) if self.policies.get(name) == "personal"}
-            entries = live_entries(self.module)
-            self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
+        initial = self.batch_norm.initial_statistics
+        return LocalModel(module, self.policies, self.store, self.server.rule.resizes, initial)
 
     def record_warning(self, subject: str) -> bool:
         """Remembers a warning about ``subject``. Returns ``True`` only for the first such warning in the fit."""
@@ -325,19 +352,16 @@ class FederatedFit:
             **{name: getattr(self, name) for name in _SAVED},
             "totals": self.round_log.state_dict(),
             "failed_rounds": [self.failed_rounds.in_a_row, self.failed_rounds.has_trained],
-            "batch_norm": repr(self.options.batch_norm),
-            "reports": dict(zip(plain_keys(self.reports), self.reports.values(), strict=True)),
+            **self.batch_norm.state_dict(),
             "unset": None if self.unset is None else sorted(self.unset),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in _SAVED:
             setattr(self, name, state[name])
-        if self.options.batch_norm != "auto":  # an evaluation may use another option than the checkpoint
-            self.decision = ""
+        self.batch_norm.load_state_dict(state)
         self.round_log.load_state_dict(state["totals"])
         self.failed_rounds = FailedRounds(*state["failed_rounds"])
-        self.reports = state["reports"]
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
@@ -384,8 +408,8 @@ def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
     if counts["sliced"]:
         text.append(f"{counts['sliced']} more tensors, of which clients receive only requested rows.")
     if batch_norm_layers(fit.module):
-        again = ", and clients also receive each new model to measure statistics" if fit.reports_statistics else ""
-        text.append(f"BatchNorm: {fit.batch_norm!r}{again}.")
+        again = ", and clients also receive each new model to measure statistics" if fit.batch_norm.is_reported else ""
+        text.append(f"BatchNorm: {fit.batch_norm.treatment!r}{again}.")
     return " ".join([*text, f"Seed {fit.schedule.seed}."])
 
 
@@ -406,8 +430,8 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
     """Maps monitored names to the BatchNorm statistics used: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
-    of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
+    of_global = fit.batch_norm.unseen or ("pooled" if fit.batch_norm.is_reported else "model")
     return {
-        name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
+        name: "own" if fit.batch_norm.has_own and name.startswith(("fed/", "client/")) else of_global
         for name in monitored_names(fit)
     }

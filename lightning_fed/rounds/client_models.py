@@ -118,7 +118,7 @@ def ask(
         with _counting(fit) as answers, seeded_generators():
             if fit.remote is not None:
                 question = {**question, "callback": type(callback).__name__, "own": own}
-                question |= {"statistics_round": fit.statistics_round, "decision": fit.decision}
+                question |= {"statistics_round": fit.batch_norm.measure_round, "decision": fit.batch_norm.decision}
                 for client, answer in fit.remote.ask(fit, question, visits, send):
                     if isinstance(answer, str):
                         answers.failed[client] = answer
@@ -130,7 +130,7 @@ def ask(
                 def answer_here(visit: Visit) -> ClientUpdate:
                     sent = send(visit).state
                     if own:
-                        statistics = _load_own_model(fit, local, visit.client, sent, fit.statistics_round)
+                        statistics = _load_own_model(fit, local, visit.client, sent, fit.batch_norm.measure_round)
                         measured.update({} if statistics is None else {visit.client: statistics})
                     else:
                         local.load_global(sent)
@@ -169,7 +169,7 @@ def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None
             for client in itertools.islice(ordered, ranks.rank, None, ranks.size):
                 try:
                     served_state = _shared(fit, client, state)
-                    statistics = _load_own_model(fit, local, client, served_state, fit.statistics_round)
+                    statistics = _load_own_model(fit, local, client, served_state, fit.batch_norm.measure_round)
                 except ClientFault as fault:
                     _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
                     continue
@@ -194,7 +194,7 @@ def _load_own_model(
 
 def _load(fit: FederatedFit, local: LocalModel, client: Client, state: State) -> None:
     # With several processes, a single process stores no measurement.
-    statistics = _load_own_model(fit, local, client, _shared(fit, client, state), fit.statistics_round)
+    statistics = _load_own_model(fit, local, client, _shared(fit, client, state), fit.batch_norm.measure_round)
     if statistics is not None and process_group_of(fit.trainer).size == 1:
         _store_measurements(fit, local, {client: statistics}, state)
 

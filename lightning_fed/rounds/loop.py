@@ -174,7 +174,7 @@ class RoundLoop:
                 for hook in VISIT_HOOKS
             ),
         )
-        measures = fit.batch_norm == "recalibrate" or fit.has_own_statistics  # in the share of each process
+        measures = fit.batch_norm.treatment == "recalibrate" or fit.batch_norm.has_own  # in the share of each process
         check_processes(fit.trainer, not fit.has_server or (fit.is_plain and not measures))
         check_trainer(fit.trainer, fit.is_plain, options.optimizer_state == "keep")
         if fit.trainer.ckpt_path is not None and then not in (None, fit.is_plain):
@@ -193,8 +193,8 @@ class RoundLoop:
         self._is_started = True
         self._check_entries()
         fit.decide_policies(fit.trainer, fit.module)
-        check_sliced(fit.module, fit.policies, fit.server.rule, fit.options, fit.reports_statistics)
-        if fit.batch_norm != fit.options.batch_norm and fit.trainer.is_global_zero and fit.has_server:
+        check_sliced(fit.module, fit.policies, fit.server.rule, fit.options, fit.batch_norm.is_reported)
+        if fit.batch_norm.treatment != fit.options.batch_norm and fit.trainer.is_global_zero and fit.has_server:
             has_slices = "sliced" in fit.policies.values()
             reason = (
                 "a report needs the whole model on each client"
@@ -207,7 +207,7 @@ class RoundLoop:
         self._batch_loop = self._fuse()
         if self._batch_loop is not None:
             fit.changes.callback(shorten_log(fit.trainer).restore)
-        fit.store_initial_statistics()
+        fit.batch_norm.store_initial(fit.module, fit.policies)
         self._freeze_parameters()
         self._plan_visits()
 
@@ -222,10 +222,10 @@ class RoundLoop:
         if visits is None:
             return
         self.find_population()
-        if fit.is_batch_norm_fixed:
+        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
             freeze_batch_norm(fit.module)  # as in a round
         self._plan = visits.plan(fit) or self._plan
-        if fit.is_batch_norm_fixed:
+        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
             thaw_batch_norm(fit.module)
 
     def _find_new_entries(self) -> bool:
@@ -269,7 +269,7 @@ class RoundLoop:
     def end_training(self, module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, with the layers' original training modes."""
         self._abandon_round()
-        if self.is_attached and self.fit.is_batch_norm_fixed:  # not without `setup`
+        if self.is_attached and self.fit.batch_norm.is_fixed(self.fit.trainer.current_epoch):  # not without `setup`
             thaw_batch_norm(module)
 
     def detach(self) -> None:
@@ -439,7 +439,7 @@ class RoundLoop:
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
         """Measures the BatchNorm statistics of ``clients`` before validation, if clients have separate statistics."""
-        if self.fit.statistics_round is not None:
+        if self.fit.batch_norm.measure_round is not None:
             with self.averages_in_place():
                 measure_own_statistics(self.fit, clients)
 

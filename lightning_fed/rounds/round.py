@@ -66,7 +66,7 @@ class Round:
         self.fit, self.cohort, self.loader = fit, cohort, loader
         self._is_new = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
-        if fit.is_batch_norm_fixed:
+        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
             freeze_batch_norm(fit.module)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
         self._server_callbacks = server_callbacks(fit)
@@ -102,7 +102,7 @@ class Round:
             for client, reason in self.loader.failed.items():
                 self._server.fail(client, reason, self.loader.errors.get(client))
         measurement = find_measurement(self._module)
-        self.fit.norm_layers = [] if measurement is None else list(measurement.measured_layers(self.fit))
+        self.fit.batch_norm.norm_layers = [] if measurement is None else list(measurement.measured_layers(self.fit))
         if measurement is not None:
             measurement.warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
@@ -173,7 +173,7 @@ class Round:
                 self.load_global(self.state)
                 state, is_new = None, False
         if is_new:
-            self.fit.model_round = self._server.report.round
+            self.fit.batch_norm.model_round = self._server.report.round
         self._commit(() if state is None else self._server.report.received)
         self._server.held.record_clients(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)

@@ -180,7 +180,7 @@ class RemoteServerSide(RemoteSide):
                 f"({', '.join(frozen) or 'none on this client'}): server and client need the same model with the same "
                 "weights"
             )
-        if fit.is_batch_norm_fixed:
+        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
             freeze_batch_norm(fit.module)  # as in a round
         untrained = untrained_entries(fit.module)
         if train_request.held:
@@ -280,7 +280,7 @@ class RemoteServerSide(RemoteSide):
             if not isinstance(callback, AskableCallback):
                 raise ClientFault(f"its program has no callback {str(name)[:100]!r}, which the server queries")
             state = ask_server(fit, Request(visit.client)).state
-            fit.decision = "own" if question.get("decision") == "own" else ""
+            fit.batch_norm.decision = "own" if question.get("decision") == "own" else ""
             if question.get("own"):
                 measured = question.get("statistics_round")
                 measured = measured if type(measured) is int and measured >= 0 else None
