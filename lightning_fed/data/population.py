@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from lightning_fed.errors import without_frames
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
-from lightning_fed.server.schedule import Visit
+from lightning_fed.server.schedule import Visit, count_visit_batches
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +154,9 @@ class Population(ABC):
         seed = derive_seed(visit.seed, 1)
         per_epoch = self.batches_per_epoch(visit.client, isolated)
         pass_visit = Visit(visit.client, visit.round, seed, steps=None if per_epoch else visit.steps)
-        planned = PlannedVisit(pass_visit, self.num_samples(visit.client), pass_visit.num_batches(per_epoch or 1))
+        planned = PlannedVisit(
+            pass_visit, self.num_samples(visit.client), count_visit_batches(pass_visit, per_epoch or 1)
+        )
         seed_everything(seed)
         for item in self.stream([planned], isolated):
             if item.error is not None:

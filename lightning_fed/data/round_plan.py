@@ -15,7 +15,7 @@ from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, 
 from lightning_fed.errors import VisitTimeout, describe
 from lightning_fed.messages import Client, find_bad_count
 from lightning_fed.process_group import ProcessGroup
-from lightning_fed.server.schedule import Cohort, Visit
+from lightning_fed.server.schedule import Cohort, Visit, count_visit_batches
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def _plan_visit(
     elif is_stream:
         num_batches = limit if isinstance(limit, int) else _ENDLESS
     else:
-        num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
+        num_batches = count_visit_batches(visit, (visit.steps or 0) if per_epoch is None else per_epoch)
     planned = PlannedVisit(
         visit,
         num_samples,

@@ -45,7 +45,7 @@ from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, 
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
 from lightning_fed.privacy.poisson import PoissonSampling, check_poisson_loader, examples_per_batch, poisson_loader
 from lightning_fed.process_group import process_group_of
-from lightning_fed.server.schedule import Visit
+from lightning_fed.server.schedule import Visit, count_visit_batches
 
 _log = logging.getLogger(__name__)
 
@@ -634,7 +634,7 @@ def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
     def visit(client: Client) -> _Account:
         planned = Visit(client, 0, 0, schedule.local_epochs, schedule.local_steps)
         try:
-            steps = planned.num_batches(population.batches_per_epoch(client) or 1)
+            steps = count_visit_batches(planned, population.batches_per_epoch(client) or 1)
             return _Account(population.num_samples(client), examples_per_batch(population, client), steps, steps)
         except OptionError:
             raise

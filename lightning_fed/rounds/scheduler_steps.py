@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.messages import Client
+from lightning_fed.server.schedule import count_visit_batches
 
 _log = logging.getLogger(__name__)
 _COUNTED_CLIENTS = 1000
@@ -22,7 +23,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
         for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
             sizes[client] = _batches_per_epoch(fit, client)
         lengths = sorted(
-            -(-visit.num_batches(sizes[visit.client]) // window) for visit in visits if sizes[visit.client]
+            -(-count_visit_batches(visit, sizes[visit.client]) // window) for visit in visits if sizes[visit.client]
         )
         if lengths:
             furthest = max(furthest, steps + lengths[-1])

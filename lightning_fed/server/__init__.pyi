@@ -2,5 +2,5 @@
 
 # ruff: noqa: F401
 
-from lightning_fed.server.schedule import Cohort, Schedule, SecretSampling, Visit, default_seed
+from lightning_fed.server.schedule import Cohort, Schedule, SecretSampling, Visit, count_visit_batches, default_seed
 from lightning_fed.server.server import RoundReport, Server, ServerInterface

@@ -50,15 +50,16 @@ class Visit:
     portion: float | None = None
     is_straggler: bool = False
 
-    def num_batches(self, batches_per_epoch: int) -> int:
-        """Number of training batches in this visit, for a client with ``batches_per_epoch`` batches per pass."""
-        if batches_per_epoch == 0:
-            return 0
-        if self.steps is not None:
-            return self.steps
-        if self.portion is not None:  # uniform over 1 .. batches - 1
-            return 1 + int(self.portion * (batches_per_epoch - 1))
-        return self.epochs * batches_per_epoch
+
+def count_visit_batches(visit: Visit, batches_per_epoch: int) -> int:
+    """Number of training batches in a visit, for a client with ``batches_per_epoch`` batches per pass."""
+    if batches_per_epoch == 0:
+        return 0
+    if visit.steps is not None:
+        return visit.steps
+    if visit.portion is not None:  # uniform over 1 .. batches - 1
+        return 1 + int(visit.portion * (batches_per_epoch - 1))
+    return visit.epochs * batches_per_epoch
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDa
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets, cut_batches
 from lightning_fed.data.population import LazyClients, PlannedVisit
 from lightning_fed.datasets.arrays import ArrayDataset
-from lightning_fed.server.schedule import Visit
+from lightning_fed.server.schedule import Visit, count_visit_batches
 
 SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}
 
@@ -49,7 +49,9 @@ def parts(batch_size=4, transform=None, **options):
 def plan(population, *visits):
     return [
         PlannedVisit(
-            visit, population.num_samples(visit.client), visit.num_batches(population.batches_per_epoch(visit.client))
+            visit,
+            population.num_samples(visit.client),
+            count_visit_batches(visit, population.batches_per_epoch(visit.client)),
         )
         for visit in visits
     ]
@@ -111,7 +113,7 @@ def test_a_pass_aside_leaves_nothing_out(workers):
     first = next(training)
     for client, size in SIZES.items():
         visit = Visit(client, 0, 13)
-        count = visit.num_batches(population.batches_per_epoch(client, isolated=True))
+        count = count_visit_batches(visit, population.batches_per_epoch(client, isolated=True))
         (*batches,) = population.stream([PlannedVisit(visit, size, count)], isolated=True)
         assert [item.batch[0].tolist() for item in batches] == by_hand(client, 13)
     assert [(item.position, item.batch[0].tolist()) for item in (first, *training)] == expected

@@ -22,7 +22,7 @@ from lightning_fed.data.population import LazyClients, PlannedVisit
 from lightning_fed.errors import OptionError
 from lightning_fed.partitions.basic import IID, ByGroup
 from lightning_fed.partitions.loader_split import split_training_data
-from lightning_fed.server.schedule import Visit
+from lightning_fed.server.schedule import Visit, count_visit_batches
 from tests import models
 from tests.recorders import Recorder, assert_same, state_of
 
@@ -85,7 +85,7 @@ def served(loaders, *visits, num_batches=None):
     """Position and numbers of every batch, or the error instead of the numbers."""
     population = LoaderClients(loaders)
     planned = [
-        PlannedVisit(visit, 1, num_batches or visit.num_batches(population.batches_per_epoch(visit.client)))
+        PlannedVisit(visit, 1, num_batches or count_visit_batches(visit, population.batches_per_epoch(visit.client)))
         for visit in visits
     ]
     return [(item.position, item.error or numbers(item.batch)) for item in population.stream(planned)]

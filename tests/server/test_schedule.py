@@ -11,7 +11,7 @@ import torch
 
 from lightning_fed import Availability
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.server.schedule import Schedule, Visit
+from lightning_fed.server.schedule import Schedule, Visit, count_visit_batches
 
 NAMES = [f"hospital {letter}/é" for letter in "abcdefghij"]
 OPTIONS = {
@@ -224,7 +224,7 @@ def test_steps_and_portions_of_stragglers():
         v.steps for v in stragglers_of(Schedule(availability=Availability(stragglers=0.5), local_steps=1)).values()
     } == {1}
     batches = Counter(
-        visit.num_batches(5)
+        count_visit_batches(visit, 5)
         for round in range(60)
         for visit in stragglers_of(Schedule(availability=Availability(stragglers=0.5), local_epochs=1), round).values()
     )
@@ -283,13 +283,13 @@ def test_dropped_clients_are_of_the_cohort_and_do_not_visit():
 @pytest.mark.parametrize("portion", [0.0, 0.3, 0.999999])
 @pytest.mark.parametrize("batches", [1, 2, 10])
 def test_a_portion_is_at_least_a_batch_and_not_all(portion, batches):
-    done = Visit("a", 0, 0, portion=portion).num_batches(batches)
+    done = count_visit_batches(Visit("a", 0, 0, portion=portion), batches)
     assert 1 <= done <= max(batches - 1, 1)
 
 
 def test_no_batches_of_no_data():
     for options in ({"epochs": 3}, {"steps": 3}, {"portion": 0.5}):
-        assert Visit("a", 0, 0, **options).num_batches(0) == 0
+        assert count_visit_batches(Visit("a", 0, 0, **options), 0) == 0
 
 
 @pytest.mark.parametrize(

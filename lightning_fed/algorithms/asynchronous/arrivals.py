@@ -18,7 +18,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, plain_keys
 from lightning_fed.numerics.seeds import client_key
-from lightning_fed.server.schedule import Schedule, Visit
+from lightning_fed.server.schedule import Schedule, Visit, count_visit_batches
 
 # Independent random streams.
 _CLIENT, _VISIT, _START = range(100, 103)
@@ -165,7 +165,7 @@ class VirtualOrder(Order):
             per_epoch = 0
         if per_epoch is None and visit.steps is None:
             raise OptionError(f"Expected `local_steps`, because the loader of client {visit.client!r} has no length.")
-        batches = visit.num_batches(1 if per_epoch is None else per_epoch)
+        batches = count_visit_batches(visit, 1 if per_epoch is None else per_epoch)
         return self.durations.seconds(seed, visit.client, visit.round, batches)
 
 

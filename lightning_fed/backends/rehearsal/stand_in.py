@@ -22,7 +22,7 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import live_entries
 from lightning_fed.rule import RoundInfo
-from lightning_fed.server.schedule import Visit
+from lightning_fed.server.schedule import Visit, count_visit_batches
 
 MEMORY = 5.1
 """Memory of a client's process during a visit, in units of the model's bytes (measured: guide "deploy")."""
@@ -86,7 +86,7 @@ class RehearsedRunner(ClientRunner):
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
         profile, (kind, train_request) = self._machine.profile, self._order
         per_epoch = remote.population.batches_per_epoch(train_request.visit.client) or profile.batches
-        batches = train_request.visit.num_batches(per_epoch) if kind == VISIT else per_epoch
+        batches = count_visit_batches(train_request.visit, per_epoch) if kind == VISIT else per_epoch
         self._machine.work(profile.seconds_per_step * batches)
         if MEMORY * self._model_bytes > profile.memory * 1e9:
             self._machine.end("needs more memory than the machine has")

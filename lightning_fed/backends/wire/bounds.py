@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_fed.argument_checks import check_count, check_positive
 from lightning_fed.backends.wire.packets import TrainRequest, find_bad_rate
+from lightning_fed.server.schedule import count_visit_batches
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class OrderBounds:
         if visit.steps is None and self.max_epochs is not None and visit.epochs > self.max_epochs:
             return f"the server asks for {visit.epochs} epochs, but this client allows {self.max_epochs}"
         per_epoch = (visit.steps or 0) if batches_per_epoch is None else batches_per_epoch
-        batches = visit.num_batches(per_epoch)
+        batches = count_visit_batches(visit, per_epoch)
         if self.max_batches is not None and batches > self.max_batches:
             return f"the server asks for {batches} batches, but this client allows {self.max_batches}"
         passes = math.ceil(batches / per_epoch) if per_epoch else 0

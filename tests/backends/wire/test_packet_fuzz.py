@@ -47,7 +47,7 @@ from lightning_fed.backends.wire.secure_sum_packets import (
 from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED
 from lightning_fed.batch_norm.pooling import find_bad_statistics
 from lightning_fed.messages import Broadcast, ClientUpdate, Request
-from lightning_fed.server.schedule import Visit
+from lightning_fed.server.schedule import Visit, count_visit_batches
 from lightning_fed.server.server import Server
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
@@ -201,7 +201,7 @@ def check_order(packet):
     if order is None:
         return
     train_request, broadcast = order
-    assert train_request.visit.num_batches(5) >= 1
+    assert count_visit_batches(train_request.visit, 5) >= 1
     assert all(isinstance(value, torch.Tensor) for value in (broadcast.state | broadcast.extras).values())
 
 
