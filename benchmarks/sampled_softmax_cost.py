@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
 from lightning_fed.callbacks import SampledSoftmax
+from lightning_fed.messages import message_bytes
 from lightning_fed.modules import SampledSoftmaxHead
 
 WIDTH, OWN, SAMPLES, CLIENTS, BATCH = 64, 100, 200, 5, 20
@@ -64,7 +65,7 @@ class Clock(FederatedCallback):
         self._begin = time.process_time()
 
     def on_client_start(self, trainer: Any, module: Any, client: Any, broadcast: Any) -> None:
-        self.bytes = broadcast.nbytes
+        self.bytes = message_bytes(broadcast)
 
     def on_client_end(self, trainer: Any, module: Any, client: Any, update: Any) -> None:
         self.visits.append(time.process_time() - self._begin)

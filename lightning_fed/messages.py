@@ -100,30 +100,9 @@ class Request:
     rows: State = field(default_factory=dict)
     extras: State = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in all tensors. Equal row indices are counted once."""
-        return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
-
-
-class _Message:
-    state: State
-    extras: State
-    unsent: frozenset[str]
-
-    @property
-    def sent(self) -> State:
-        """The entries to transmit: ``state`` without ``unsent``."""
-        return {name: value for name, value in self.state.items() if name not in self.unsent}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the sent tensors in bytes."""
-        return tensor_bytes(self.sent) + tensor_bytes(self.extras)
-
 
 @dataclass
-class Broadcast(_Message):
+class Broadcast:
     """Message from the server to one client before a visit's training.
 
     Args:
@@ -142,7 +121,7 @@ class Broadcast(_Message):
 
 
 @dataclass
-class ClientUpdate(_Message):
+class ClientUpdate:
     """Message from one client to the server after a visit's training.
 
     Args:
@@ -171,6 +150,17 @@ class ClientUpdate(_Message):
     def clients(self) -> tuple[Client, ...]:
         """The clients whose training is in this update: several for a sum, otherwise one."""
         return self.members or (self.client,)
+
+
+def sent_entries(message: Broadcast | ClientUpdate) -> State:
+    """The entries to transmit: ``state`` without ``unsent``."""
+    return {name: value for name, value in message.state.items() if name not in message.unsent}
+
+
+def message_bytes(message: Request | Broadcast | ClientUpdate) -> int:
+    """Size of the sent tensors in bytes. In a request, equal row indices are counted once."""
+    entries = distinct(message.rows) if isinstance(message, Request) else sent_entries(message)
+    return tensor_bytes(entries) + tensor_bytes(message.extras)
 
 
 def find_bad_count(num_samples: object) -> str | None:

@@ -16,7 +16,7 @@ from lightning_fed.callbacks.federation import find_federation, move_behind_fede
 from lightning_fed.console import markdown_table, round_number
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, tensor_bytes
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, sent_entries, tensor_bytes
 from lightning_fed.model.entries import live_entries
 
 _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
@@ -137,7 +137,7 @@ class CommunicationReport(FederatedCallback):
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         self._receive_elsewhere(trainer, update.client)
-        for part, tensors in {**self._by_part(update.sent), _EXTRAS: update.extras}.items():
+        for part, tensors in {**self._by_part(sent_entries(update)), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
@@ -224,7 +224,7 @@ class CommunicationReport(FederatedCallback):
             self._add_broadcast(trainer, client, broadcast)
 
     def _add_broadcast(self, trainer: L.Trainer, client: Client, broadcast: Broadcast) -> None:
-        for part, tensors in {**self._by_part(broadcast.sent), _EXTRAS: broadcast.extras}.items():
+        for part, tensors in {**self._by_part(sent_entries(broadcast)), _EXTRAS: broadcast.extras}.items():
             self._add(trainer, client, part, tensors, "down")
         self._add(trainer, client, _REQUEST, distinct(broadcast.rows), "up")
 

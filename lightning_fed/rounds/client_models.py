@@ -18,7 +18,7 @@ from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.federated_callback import AskableCallback, notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, message_bytes
 from lightning_fed.model.entries import find_measurement
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import copy_tree
@@ -124,7 +124,7 @@ def ask(
                         answers.failed[client] = answer
                     else:
                         answers.updates[client] = answer
-                        answers.up_bytes += answer.nbytes
+                        answers.up_bytes += message_bytes(answer)
             else:
 
                 def answer_here(visit: Visit) -> ClientUpdate:
@@ -223,7 +223,7 @@ def _ask_here(
                 raise
             else:
                 answers.updates[visit.client] = update
-                answers.up_bytes += update.nbytes
+                answers.up_bytes += message_bytes(update)
 
 
 @contextmanager

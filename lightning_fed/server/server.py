@@ -13,7 +13,17 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count
 from lightning_fed.console import round_number
 from lightning_fed.errors import BadUpdate, BadUpdates, describe, without_frames
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, find_bad_count, plain_keys
+from lightning_fed.messages import (
+    Broadcast,
+    Client,
+    ClientUpdate,
+    Request,
+    State,
+    find_bad_count,
+    message_bytes,
+    plain_keys,
+    sent_entries,
+)
 from lightning_fed.model.entries import distance, find_fault, find_implausible, identical_entries, norm
 from lightning_fed.numerics.row_sums import find_bad_rows
 from lightning_fed.rule import Aggregator, RoundInfo, trained_entries
@@ -176,7 +186,7 @@ class ServerInterface(ABC):
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
         """Counts the bytes of a broadcast to a client, after all changes by callbacks."""
-        self.report.down_bytes += broadcast.nbytes
+        self.report.down_bytes += message_bytes(broadcast)
 
     @abstractmethod
     def count(self, update: ClientUpdate) -> bool:
@@ -267,7 +277,7 @@ class Server(ServerInterface):
         Refuses a request that does not match the model, and a request for rows if the rule does not support rows.
         """
         request = Request(client) if request is None else request
-        self.report.up_bytes += request.nbytes
+        self.report.up_bytes += message_bytes(request)
         broadcast = self.rule.broadcast(request)
         if request.rows:
             self._slice(broadcast, request)
@@ -285,7 +295,7 @@ class Server(ServerInterface):
 
     def count(self, update: ClientUpdate) -> bool:
         """Counts the bytes of a received update, and sets the update's rows to the rows in the broadcast."""
-        self.report.up_bytes += update.nbytes
+        self.report.up_bytes += message_bytes(update)
         expected = self._expected.get(update.client)
         update.rows = {} if expected is None else expected.rows
         return expected is not None or self.fail(update.client, "it sent an update that was not requested")
@@ -358,7 +368,7 @@ class Server(ServerInterface):
                 return self._state if state is None else state
 
     def _inspect(self, update: ClientUpdate, sent: State) -> None:
-        fault = find_implausible(update.sent)
+        fault = find_implausible(sent_entries(update))
         if fault is not None:
             raise BadUpdate(fault)
         names = [name for name in trained_entries(self._info, update.state) if not _is_integer(update.state[name])]

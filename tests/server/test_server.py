@@ -6,7 +6,7 @@ import torch
 from lightning_fed import ClientUpdate
 from lightning_fed.algorithms import FedAvg, FeSEM
 from lightning_fed.errors import BadUpdate
-from lightning_fed.messages import Broadcast, Request
+from lightning_fed.messages import Broadcast, Request, message_bytes
 from lightning_fed.model.entries import norm
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import RoundReport, Server
@@ -111,7 +111,7 @@ def test_a_shaped_message_is_answered_with_what_the_rule_expects(server):
     def slice_rows(broadcast):
         broadcast.state["w"] = broadcast.state["w"][:1]
 
-    assert send(server, "a", slice_rows).nbytes < send(server, "c").nbytes
+    assert message_bytes(send(server, "a", slice_rows)) < message_bytes(send(server, "c"))
     assert send(server, "b").state["w"].shape == (2,)  # other clients receive all rows
     few = answer("a", 1.0)
     few.state["w"] = few.state["w"][:1]
@@ -233,7 +233,9 @@ def test_a_client_is_sent_the_rows_that_it_asked_for():
     assert torch.equal(message.state["table"], table[rows])
     assert torch.equal(message.rows["table"], rows)
     assert server.report.up_bytes == 16  # the request: two integers
-    assert server.report.down_bytes == message.nbytes == 16 + 8  # the rows and `w`; the client knows the row numbers
+    assert (
+        server.report.down_bytes == message_bytes(message) == 16 + 8
+    )  # the rows and `w`; the client knows the row numbers
     seen = []
     update = ClientUpdate("a", 1, {"table": torch.ones(2, 2), "w": torch.ones(2)})
     assert receive(server, update, lambda answered: seen.append(answered.rows["table"]))
@@ -260,8 +262,9 @@ def test_a_rule_answers_what_a_client_says_of_itself():
     for rule, size in ((Brief(), 8), (FedAvg(), 20)):
         server = Server(Chain(rule))
         server.start_round(RoundInfo(0), {"table": torch.zeros(3), "w": torch.zeros(2)})
-        assert send(server, "a", request=Request("a", extras={"table": torch.tensor(1)})).nbytes == size
-        assert send(server, "b").nbytes == 20
+        request = Request("a", extras={"table": torch.tensor(1)})
+        assert message_bytes(send(server, "a", request=request)) == size
+        assert message_bytes(send(server, "b")) == 20
         assert (server.report.up_bytes, server.report.down_bytes) == (8, size + 20)
         assert receive(server, ClientUpdate("a", 1, {"table": torch.ones(3), "w": torch.ones(2)}))
 

@@ -22,7 +22,7 @@ from lightning_fed.data.population import PlannedVisit, batch_length, seeded_gen
 from lightning_fed.errors import describe
 from lightning_fed.features.isolated_pass import isolated_pass, until_fault
 from lightning_fed.federated_callback import notify_model_loaded
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, message_bytes, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.model.entries import batch_norm_layers, find_non_finite, parameter_entries
 from lightning_fed.numerics.precision import as_real
@@ -99,7 +99,7 @@ class GradientCorrection(GradientTerm):
             except Exception as error:
                 error.add_note(f"Raised in round {round_number(round)}, in the gradient pass of client {client!r}.")
                 raise
-            server.report.up_bytes += answer.nbytes
+            server.report.up_bytes += message_bytes(answer)
             reason = find_non_finite(answer.extras)
             if reason is None:
                 mean.add(answer.extras, answer.num_samples, answer.num_samples)

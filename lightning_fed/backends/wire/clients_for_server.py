@@ -46,7 +46,7 @@ from lightning_fed.errors import BadUpdate, describe, without_frames
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import add_optimizer_steps, is_overridden
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest, message_bytes
 from lightning_fed.model.entries import find_non_finite, live_entries
 from lightning_fed.privacy.secure_sum import RingSum
 from lightning_fed.rounds.round import Round
@@ -266,7 +266,7 @@ class RemoteClientSide(RemoteSide):
             if isinstance(answer, str):
                 fault: str | None = answer
             else:
-                server.report.up_bytes += answer.nbytes
+                server.report.up_bytes += message_bytes(answer)
                 try:
                     fault = find_bad_statistics(answer.extras, models[client])
                 except Exception as error:
@@ -290,7 +290,7 @@ class RemoteClientSide(RemoteSide):
             return visit.client, self._pack(server, kind, self._train_request_for(visit, asked), broadcast, digests)
 
         def pack_again(client: Client) -> Packet:
-            server.report.down_bytes += sent[client][1].nbytes
+            server.report.down_bytes += message_bytes(sent[client][1])
             return pack(sent[client])[1]
 
         def pack_whole(client: Client) -> tuple[Client, Packet]:

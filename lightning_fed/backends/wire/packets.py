@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.errors import describe
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct, sent_entries
 from lightning_fed.server.schedule import Visit
 
 VERSION = 8
@@ -275,7 +275,7 @@ def _is_shape(shape: object) -> bool:
 
 def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
     """Creates a packet from a train request, optionally with the broadcast."""
-    tensors = {} if broadcast is None else {"state": broadcast.sent, "extras": broadcast.extras}
+    tensors = {} if broadcast is None else {"state": sent_entries(broadcast), "extras": broadcast.extras}
     return write_packet(kind, vars(train_request) | {"visit": asdict(train_request.visit)}, **tensors)
 
 
@@ -365,7 +365,7 @@ def write_request(request: Request) -> Packet:
 def write_update(update: ClientUpdate, answer: Answer) -> Packet:
     """Creates a packet from a client's update."""
     header = {name: getattr(update, name) for name in ("client", "num_samples", "metrics")} | asdict(answer)
-    return write_packet("update", header, state=update.sent, extras=update.extras)
+    return write_packet("update", header, state=sent_entries(update), extras=update.extras)
 
 
 def write_fault(fault: Fault) -> Packet:

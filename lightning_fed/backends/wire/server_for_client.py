@@ -33,7 +33,7 @@ from lightning_fed.features.isolated_pass import forward_step
 from lightning_fed.federated_callback import AskableCallback, federated_callbacks, notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit, RemoteSide
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest, message_bytes
 from lightning_fed.model.entries import (
     copy_state,
     find_implausible,
@@ -98,7 +98,7 @@ class RemoteServer(ServerInterface):
         return self._broadcast
 
     def count(self, update: ClientUpdate) -> bool:
-        self.report.up_bytes += update.nbytes
+        self.report.up_bytes += message_bytes(update)
         return True
 
     def accept(self, update: ClientUpdate) -> bool:

@@ -20,7 +20,7 @@ from lightning_fed.backends.wire import packets
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.backends.wire.transport import Deadline
 from lightning_fed.callbacks import ClassPrototypes, ClientEvaluation, LayerwiseTraining, find_federation
-from lightning_fed.messages import tensor_bytes
+from lightning_fed.messages import message_bytes, tensor_bytes
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from lightning_fed.tasks import ClassificationTask
@@ -69,7 +69,7 @@ class Padded(FederatedCallback):
     def on_client_end(self, trainer, module, client, update):
         if client in self.excess:
             base, factor = packets._DATA  # noqa: SLF001 - users cannot set the limit
-            size = base + factor * tensor_bytes(module.state_dict()) + self.excess[client] - update.nbytes
+            size = base + factor * tensor_bytes(module.state_dict()) + self.excess[client] - message_bytes(update)
             update.extras["padding"] = torch.randint(
                 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(len(client))
             )

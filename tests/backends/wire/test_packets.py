@@ -32,7 +32,7 @@ from lightning_fed.backends.wire.packets import (
 )
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.batch_norm.pooling import find_bad_statistics
-from lightning_fed.messages import Request
+from lightning_fed.messages import Request, message_bytes
 from lightning_fed.server.schedule import Visit
 from tests.recorders import assert_same
 
@@ -97,14 +97,14 @@ def test_orders_and_updates():
     train_request = TrainRequest("0a", visit, 1, 0, 7, "digest", {"groups": [[{"lr": 0.1}]]}, "asked")
     broadcast = Broadcast(3, {"w": torch.ones(2)}, {"c": torch.zeros(1)})
     packet = write_train_request("train", train_request, broadcast)
-    assert len(packet.data) == broadcast.nbytes
+    assert len(packet.data) == message_bytes(broadcast)
     came, again = read_train_request(packet, "train")
     assert came == train_request
     assert again.round == 3
     assert_same(again.state | again.extras, broadcast.state | broadcast.extras)
     update = ClientUpdate(4, 9, {"w": torch.ones(2)}, {}, {"loss": 0.1})
     packet = write_update(update, Answer(5, {"scaler": {}}))
-    assert len(packet.data) == update.nbytes
+    assert len(packet.data) == message_bytes(update)
     reply = read_reply(packet, 4)
     assert isinstance(reply, tuple)
     assert (reply[0].num_samples, reply[0].metrics, reply[1]) == (9, {"loss": 0.1}, Answer(5, {"scaler": {}}))
@@ -116,7 +116,7 @@ def test_rows_that_are_the_same_travel_once():
     rows = torch.tensor([1, 5])
     request = Request("ann", {"weight": rows, "bias": rows.clone(), "words": torch.tensor([0, 2])}, {"step": rows})
     packet = write_request(request)
-    assert len(packet.data) == request.nbytes == 48
+    assert len(packet.data) == message_bytes(request) == 48
     came = read_reply(packet, "ann")
     assert isinstance(came, Request)
     assert_same(came.rows, request.rows)
