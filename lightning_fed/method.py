@@ -33,7 +33,7 @@ class Method:
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
     Attributes:
-        name: Class name of the method or rule.
+        name: Class name: the federated method's, or for a plain :class:`Method` the rule's.
 
     Example:
         >>> from lightning_fed import Federation
@@ -61,11 +61,7 @@ class Method:
         self.callbacks: tuple[Callback, ...] = tuple(callbacks)
         self.steps: tuple[UpdateStep, ...] = tuple(steps)
         self.settings: dict[str, Any] = settings
-
-    @property
-    def name(self) -> str:
-        """Class name: the federated method's, or for a plain :class:`Method` the rule's."""
-        return type(self.aggregator if type(self) is Method else self).__name__
+        self.name = type(self.aggregator if type(self) is Method else self).__name__
 
 
 METHODS: dict[str, type[Method] | type[Aggregator]] = {}

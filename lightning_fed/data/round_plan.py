@@ -76,11 +76,11 @@ def plan_round(
 ) -> PlannedRound:
     """Plans the visits of a cohort in this process; see :class:`~lightning_fed.data.round_loader.RoundLoader`."""
     plan = PlannedRound(cohort.visits[0].round if cohort.visits else None)
-    planned_visits: list[PlannedVisit | str] = [""] * len(cohort.visits)
-    share = cohort.visits[process_group.rank :: process_group.size]
-    looked_up = [_plan_visit(plan, population, limit, limit_visit, visit) for visit in share]
-    for rank, part in enumerate(process_group.gather(looked_up)):
-        planned_visits[rank :: process_group.size] = part
+    rank, size = process_group.rank, process_group.size
+    planned_visits = [_plan_visit(plan, population, limit, limit_visit, visit) for visit in cohort.visits[rank::size]]
+    if size > 1:
+        parts = process_group.gather(planned_visits)
+        planned_visits = [parts[position % size][position // size] for position in range(len(cohort.visits))]
     for position, planned in enumerate(planned_visits):
         if isinstance(planned, str):
             plan.failed[cohort.visits[position].client] = planned
