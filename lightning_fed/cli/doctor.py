@@ -14,8 +14,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from lightning_fed import __version__
-from lightning_fed.lazy_names import installed_version
 from lightning_fed.errors import describe
+from lightning_fed.lazy_names import installed_version
 
 PACKAGE = "lightning-fed"
 FEATURES = {
