@@ -17,7 +17,7 @@ from lightning_fed.backends.wire.transport import Answer, Message
 from lightning_fed.federated_callback import AskableCallback, FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import is_overridden
-from lightning_fed.messages import Client, Request
+from lightning_fed.messages import Client, Request, message_bytes
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import run_to_step, server_callbacks
 from lightning_fed.server.schedule import Cohort
@@ -120,7 +120,7 @@ class RemoteArrivals(RemoteClientSide):
         self._unsent[client] = broadcast.unsent = (
             frozenset() if is_whole else server.held.held_by(client, broadcast.state)
         )
-        server.report.down_bytes += broadcast.nbytes
+        server.report.down_bytes += message_bytes(broadcast)
         order = self._train_request_for(fit.schedule.visit_of(self._order.flying[client], client))
         return self._pack(server, VISIT, order, broadcast, {frozenset(): ""})
 
