@@ -37,7 +37,7 @@ from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.lightning.internals import is_overridden, show_status
 from lightning_fed.messages import Broadcast, Client, State, digest, tensor_bytes
 from lightning_fed.model.entries import batch_norm_layers as batch_norm_layers
-from lightning_fed.model.entries import entry_policies, find_implausible, is_running_statistic
+from lightning_fed.model.entries import copy_state, entry_policies, find_implausible, is_running_statistic
 from lightning_fed.process_group import process_group_of
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.schedule import Visit
@@ -79,7 +79,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
         )
         fit.record_warning("batch_norm")
     is_averaged = option == "average" or isinstance(option, FixedStatistics)
-    if visits and is_averaged and not fit.batch_norm.is_fixed(fit.trainer.current_epoch):
+    if visits and is_averaged and not fit.is_batch_norm_fixed:
         warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
         fit.record_warning("batch_norm")
     measures = fit.batch_norm.is_reported or fit.batch_norm.is_measured
@@ -180,7 +180,7 @@ def pool_reports(
     of_global = groups[0][1] if groups and groups[0][0] is None else [report for _, report in measured]
     if isinstance(fit.batch_norm.treatment, LocalStatistics) and fit.batch_norm.treatment.measured == "visit":
         _write_statistics(local.entries, local.personal, of_global, layers, server.rule)
-        local.update_server_entries()
+        local.server_entries = copy_state({name: local.entries[name] for name in local.server_entries})
     else:
         _write_statistics(local.entries, local.shared, of_global, layers, server.rule)
     for model, reports in groups:

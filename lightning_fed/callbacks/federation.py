@@ -436,7 +436,7 @@ class Federation(TrainerCallback):
         self.store.start(process_group_of(trainer))
         self._start, self.round_log.totals = perf_counter(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
-            _log.info(describe_start(self._fit, self.method.name, self._loop.group_size))
+            _log.info(describe_start(self._fit, self.method.name, self._loop.plan.clients))
             is_large = self.schedule.cohort_size(len(self.population.clients)) >= _LEAST_AT_ONCE
             if self.options.visits == "auto" and is_large and not self._fit.is_remote:
                 vectorized = find_feature("lightning_fed.backends.vectorized.plan")

@@ -145,9 +145,6 @@ class LocalModel:
             if not torch.allclose(value, server_value, rtol=0, atol=0, equal_nan=True)
         ]
 
-    def update_server_entries(self) -> None:
-        self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
-
     def load_client(
         self,
         client: Client,

@@ -166,20 +166,10 @@ class LocalOptimizers:
     def _sliced(
         self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
     ) -> list[dict[Any, Any]]:
-        sliced = []
+        held, sliced = dict(rows), []
         for optimizer, states in zip(self.optimizers, buffers, strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            copies = dict(states)
-            for index, parameter in enumerate(parameters):
-                held_rows = next((held for other_parameter, held in rows if other_parameter is parameter), None)
-                if held_rows is not None and index in states:
-                    copies[index] = {
-                        name: value[held_rows.to(value.device)]
-                        if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]
-                        else value
-                        for name, value in states[index].items()
-                    }
-            sliced.append(copies)
+            sliced.append({index: _take_rows(parameters[index], held, states[index]) for index in states})
         return sliced
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -189,6 +179,17 @@ class LocalOptimizers:
             scheduler.load_state_dict(copy_tree(values))
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _take_rows(parameter: Tensor, held: Mapping[Tensor, Tensor], buffers: Mapping[str, Any]) -> Mapping[str, Any]:
+    if parameter not in held:
+        return buffers
+    is_table = {
+        name: isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]
+        for name, value in buffers.items()
+    }
+    rows = held[parameter]
+    return {name: value[rows.to(value.device)] if is_table[name] else value for name, value in buffers.items()}
 
 
 def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
 from lightning_fed.data.round_plan import VisitCosts, plan_round
@@ -15,13 +15,6 @@ from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.schedule import Cohort
 
 _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
-
-
-class EpochPosition(NamedTuple):
-    """Batch index in a client's local epoch, and a flag for the last batch in the epoch or visit."""
-
-    number: int
-    is_last: bool
 
 
 class RoundLoader:
@@ -74,10 +67,8 @@ class RoundLoader:
         self.visits, self.failed, self.padding = self._plan.visits, self._plan.failed, self._plan.padding
         self.group: Sequence[PlannedVisit] = ()
         self.batches_left = self.num_skipped = 0
-        self.on_start: Callable[[], object] | None = None
-        self.on_visit: Callable[[], object] | None = None
-        self.on_skipped: Callable[[], object] | None = None
-        self.on_end: Callable[[], object] | None = None
+        self.on_start: Callable[[], object] = _do_nothing
+        self.on_visit = self.on_skipped = self.on_end = self.on_start
         self._limit = limit
 
     def __len__(self) -> int:
@@ -85,16 +76,14 @@ class RoundLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.group, self.batches_left = (), 0
-        if self.on_start is not None:
-            self.on_start()
+        self.on_start()
         if not self.visits:
             self._plan.log_common_error()
         stream: Iterator[VisitBatch] | None = None
         self._is_stuck, self._first_of_stream, self._has_ended = False, 0, False
         for positions in self._plan.groups:
             group = [self.visits[position] for position in positions]
-            if self.on_visit is not None:
-                self.on_visit()
+            self.on_visit()
             self.seed(group)
             if self._is_stuck:  # in an interrupted visit, because a worker process may also be stuck
                 stream, self._is_stuck, self._first_of_stream = None, False, positions[0]
@@ -108,7 +97,7 @@ class RoundLoader:
                 self.group, self.batches_left = group, batches_left
                 if self.num_skipped:  # fetched nevertheless: the data set may augment
                     self.num_skipped -= 1
-                    if not self.num_skipped and self.on_skipped is not None:
+                    if not self.num_skipped:
                         self.on_skipped()
                     continue
                 yield batch
@@ -135,8 +124,7 @@ class RoundLoader:
             _count(planned, batch, planned.num_batches - 1 - batches_left)
         if planned.is_stream and (is_given_up or self._has_ended):
             planned.num_batches, batches_left = planned.num_batches - batches_left, 0
-            if self.on_end is not None:
-                self.on_end()
+            self.on_end()
         return batch, batches_left
 
     @property
@@ -160,17 +148,18 @@ class RoundLoader:
         return self.group[0] if len(self.group) == 1 else None
 
     @property
-    def epoch_position(self) -> EpochPosition | None:
+    def epoch_position(self) -> tuple[int, bool] | None:
+        """Batch index in the client's local epoch, and ``True`` for the last batch in the epoch or visit."""
         if not self.group:
             return None
         planned = self.group[0]
         number = planned.num_batches - 1 - self.batches_left
         for length in planned.pass_batches:
             if number < length:
-                return EpochPosition(number, self.batches_left == 0 or number + 1 == length)
+                return number, self.batches_left == 0 or number + 1 == length
             number -= length
         length = planned.epoch_batches or planned.num_batches
-        return EpochPosition(number % length, self.batches_left == 0 or (number + 1) % length == 0)
+        return number % length, self.batches_left == 0 or (number + 1) % length == 0
 
     @property
     def errors(self) -> dict[Client, Exception]:
@@ -201,6 +190,9 @@ class RoundLoader:
             planned.error = item.error
             self._plan.log_common_error()
         return item.batch
+
+
+def _do_nothing() -> None: ...
 
 
 def _count(planned: PlannedVisit, batch: Any, number: int) -> None:

@@ -160,10 +160,6 @@ class BatchNormState:
         is_open = self.treatment == "auto" and self.decision != "own" and not self.is_alone
         return self.treatment == "recalibrate" or is_open
 
-    def is_fixed(self, epoch: int) -> bool:
-        """True if layers normalise with running statistics during training in the round ``epoch`` (FixBN)."""
-        return self.option == "frozen" or (isinstance(self.option, FixedStatistics) and epoch >= self.option.after)
-
     def store_initial(self, module: nn.Module, policies: Mapping[str, Policy]) -> None:
         """Copies the module's statistics for clients' first visits, before the first pooling."""
         own = self.treatment
@@ -262,6 +258,12 @@ class FederatedFit:
     def has_ranks(self) -> bool:
         """True if several processes train each client together, so that an error in one process ends the fit."""
         return self.trainer.world_size > 1 and sharing_strategy(self.trainer) is None
+
+    @property
+    def is_batch_norm_fixed(self) -> bool:
+        """True if BatchNorm normalises with running statistics during training in the current round (FixBN)."""
+        option, epoch = self.options.batch_norm, self.trainer.current_epoch
+        return option == "frozen" or (isinstance(option, FixedStatistics) and epoch >= option.after)
 
     @property
     def is_population_known(self) -> bool:

@@ -74,6 +74,7 @@ class RoundLoop:
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
+        plan: The plan for the fit's visits.
         is_attached: True during a fit, while methods in the user's objects are replaced.
         is_planned: True once the first round has been planned.
         is_ready: True after ``setup`` and ``on_fit_start``.
@@ -82,7 +83,7 @@ class RoundLoop:
     def __init__(self, fit: FederatedFit) -> None:
         self.fit = fit
         self.is_attached = self.is_planned = self.is_ready = self._is_started = False
-        self._plan = VisitPlan()
+        self.plan = VisitPlan()
         self.open_round: Round | None = None
         self._batch_loop: BatchLoop | None = None
         self._waiting: list[Callable[[], object]] = []  # delayed callbacks
@@ -93,10 +94,6 @@ class RoundLoop:
         self._is_cut = False  # the fit ended inside the last round
         self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
-
-    @property
-    def group_size(self) -> int:
-        return self._plan.clients
 
     # The fit
 
@@ -217,15 +214,15 @@ class RoundLoop:
 
     def _plan_visits(self) -> None:
         fit = self.fit
-        self._plan = VisitPlan() if fit.synchronisation is None else VisitPlan(fit.synchronisation.driver)
+        self.plan = VisitPlan() if fit.synchronisation is None else VisitPlan(fit.synchronisation.driver)
         visits = fit.options.visits_at_once
         if visits is None:
             return
         self.find_population()
-        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
+        if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
-        self._plan = visits.plan(fit) or self._plan
-        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
+        self.plan = visits.plan(fit) or self.plan
+        if fit.is_batch_norm_fixed:
             thaw_batch_norm(fit.module)
 
     def _find_new_entries(self) -> bool:
@@ -269,7 +266,7 @@ class RoundLoop:
     def end_training(self, module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, with the layers' original training modes."""
         self._abandon_round()
-        if self.is_attached and self.fit.batch_norm.is_fixed(self.fit.trainer.current_epoch):  # not without `setup`
+        if self.is_attached and self.fit.is_batch_norm_fixed:  # not without `setup`
             thaw_batch_norm(module)
 
     def detach(self) -> None:
@@ -352,7 +349,7 @@ class RoundLoop:
         served = fit.served(cohort)
         if remote is not None:
             served = remote.visits_here(served)
-        loader = self._plan.loader(
+        loader = self.plan.loader(
             fit.population,
             served,
             fit.trainer.limit_train_batches,
@@ -385,7 +382,7 @@ class RoundLoop:
                     "Trainer that validates like the Trainer that saved the checkpoint."
                 )
             self.fit.cohort = cohort
-            if self._find_new_entries() and self._plan.loader is not RoundLoader:
+            if self._find_new_entries() and self.plan.loader is not RoundLoader:
                 raise MisconfigurationException(
                     "Expected the module to have all parameters and buffers when a round is planned, because several "
                     "clients train at once, but a hook has added some since then: add the tensors earlier, or use "
@@ -400,7 +397,7 @@ class RoundLoop:
                 progress=fit_progress(trainer),
                 window=trainer.accumulate_grad_batches,
             )
-            self.open_round = Round(self.fit, loader, cohort, self._plan)
+            self.open_round = Round(self.fit, loader, cohort, self.plan)
             self.open_round.driver.attach(partial(self._close_round, self.open_round), self._batch_loop)
             self.open_round.open()
 

@@ -66,7 +66,7 @@ class Round:
         self.fit, self.cohort, self.loader = fit, cohort, loader
         self._is_new = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
-        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
+        if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
         self._server_callbacks = server_callbacks(fit)

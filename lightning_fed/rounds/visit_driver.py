@@ -44,7 +44,7 @@ class VisitDriver:
         self.group: Sequence[PlannedVisit] = ()
         self._has_loss = False
         self._is_skipped = False  # after the module has ended the visit
-        self._methods: list[OverriddenMethod] = []
+        self._methods: dict[str, OverriddenMethod] = {}
 
     def attach(self, close_round: Callable[[], bool], batch_loop: BatchLoop | None) -> None:
         """Overrides the module's batch hooks until :meth:`detach`.
@@ -54,17 +54,15 @@ class VisitDriver:
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
         self._has_batch_end = implements(module, "on_train_batch_end", L.LightningModule)
-        self._backward = OverriddenMethod(module, "backward", self._on_backward)
-        self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
-        self._step = OverriddenMethod(module, "training_step", self._training_step)
-        self._methods = [self._backward, self._batch_end, self._step]
+        hooks = {"backward": self._on_backward, "training_step": self._training_step}
+        hooks["on_train_batch_end"] = self._on_train_batch_end
         if implements(module, "on_train_batch_start", L.LightningModule):
-            self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
-            self._methods.append(self._batch_start)
+            hooks["on_train_batch_start"] = self._on_train_batch_start
+        self._methods = {name: OverriddenMethod(module, name, hook) for name, hook in hooks.items()}
 
     def detach(self) -> None:
-        methods, self._methods = self._methods, []
-        for method in methods:
+        methods, self._methods = self._methods, {}
+        for method in methods.values():
             method.restore()
 
     @property
@@ -144,7 +142,7 @@ class VisitDriver:
         if self._is_skipped:
             return None
         with self._counting_in_visit(batch_idx) as local_idx:
-            response = self._batch_start.original(batch, local_idx)
+            response = self._methods["on_train_batch_start"].original(batch, local_idx)
         if response != -1 or planned is None:
             return response
         self._end_early(planned, planned.num_batches - loader.batches_left - 1)
@@ -158,21 +156,21 @@ class VisitDriver:
         if self._is_skipped:
             return self._skip_batch()
         if not self.group:  # between visits
-            return self._step.original(*args, **kwargs)
+            return self._methods["training_step"].original(*args, **kwargs)
         with self._counting_in_visit(0) as local_idx:
             if len(args) > 1:  # the batch, and the index if the step takes one
                 args = (args[0], local_idx, *args[2:])
-            return self.train_step(self._step.original, args, kwargs)
+            return self.train_step(self._methods["training_step"].original, args, kwargs)
 
     def _on_backward(self, *args: Any, **kwargs: Any) -> None:
         visit = self.current
         # Without a single visit, or inside a training step with manual optimization, the caller handles errors.
         if visit is None or not self._module.automatic_optimization:
-            self._backward.original(*args, **kwargs)
+            self._methods["backward"].original(*args, **kwargs)
             return
         try:
             with self._loader.interrupting():
-                self._backward.original(*args, **kwargs)
+                self._methods["backward"].original(*args, **kwargs)
         except Exception as error:
             self._fail(visit.planned, error)
             for parameter in self._module.parameters():  # the optimizer still steps, and a loss scale needs gradients
@@ -200,7 +198,7 @@ class VisitDriver:
             self._skip_batch()
         elif self._has_batch_end:
             with self._counting_in_visit(batch_idx) as local_idx:
-                self._batch_end.original(outputs, batch, local_idx)
+                self._methods["on_train_batch_end"].original(outputs, batch, local_idx)
         is_cut, group = self.is_cut, loader.group
         if group and not group[0].is_over:
             if not loader.batches_left:
@@ -239,11 +237,12 @@ class VisitDriver:
         if position is None:
             yield batch_idx
             return
-        is_last = exchange_last_batch(self.fit.trainer, position.is_last)
+        number, is_last = position
+        before = exchange_last_batch(self.fit.trainer, is_last)
         try:
-            yield position.number
+            yield number
         finally:
-            exchange_last_batch(self.fit.trainer, is_last)
+            exchange_last_batch(self.fit.trainer, before)
 
     def _advance(self) -> None:
         if self.current is not None and self.current.step is not None:

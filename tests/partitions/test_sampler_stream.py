@@ -189,7 +189,7 @@ def test_local_epochs_are_further_passes_of_any_length():
     batches, counts, ends = RoundLoader(population, cohort), dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 0)
     for batch in batches:
         counts[batches.current.visit.client] += len(batch[0])
-        ends[batches.current.visit.client] += batches.epoch_position.is_last
+        ends[batches.current.visit.client] += batches.epoch_position[1]
     assert sum(counts.values()) == 4 * 45
     assert set(ends.values()) == {4}
     for planned in batches.visits:

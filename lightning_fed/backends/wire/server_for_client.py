@@ -180,7 +180,7 @@ class RemoteServerSide(RemoteSide):
                 f"({', '.join(frozen) or 'none on this client'}): server and client need the same model with the same "
                 "weights"
             )
-        if fit.batch_norm.is_fixed(fit.trainer.current_epoch):
+        if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
         untrained = untrained_entries(fit.module)
         if train_request.held:
