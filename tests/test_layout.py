@@ -168,6 +168,7 @@ WRITERS_OF_A_FIT = {
     "failed_rounds": {"rounds.loop"},
     "rounds": {"rounds.loop"},
     "is_plain": {"rounds.loop"},
+    "averages": {"rounds.loop"},
     "norm_layers": {"rounds.round"},
     "model_round": {"rounds.round"},
     "fastest": {"backends.vectorized.plan"},
@@ -318,6 +319,7 @@ FEATURES = {
     "asynchronous rounds": {"algorithms.asynchronous", "backends.wire.arrivals"},
     "report": {"report", "cli.report"},
     "several processes per client": {"backends.ddp"},
+    "averages of weights": {"callbacks.weight_averages"},
 }
 """Modules and folders with a separate limit for tokens."""
 

@@ -114,7 +114,8 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
     statistics, as in training. The server counts the bytes of the broadcast and of the report. With
     ``batch_norm="auto"`` the first reports determine pooled or own statistics (:func:`decide_statistics`). A report
-    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model.
+    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model. With
+    averages of weights, the clients measure a second time, with the averaged model.
 
     Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the averaged statistics
     remain. A robust rule also excludes outlying reports
@@ -126,10 +127,29 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         ``None``, or a description of invalid pooled statistics. Invalid statistics make the round fail, and neither a
         decision nor statistics are stored.
     """
-    module, server = fit.module, fit.server
-    layers = measured_layers(fit)
-    if not fit.batch_norm.is_reported or not layers or forward_step(module) is None:
+    server, layers = fit.server, measured_layers(fit)
+    if not fit.batch_norm.is_reported or not layers or forward_step(fit.module) is None:
         return {}, None
+    measured = _collect_reports(fit, local, layers)
+    shift, fault = pool_reports(fit, local, measured, list(layers))
+    if fault is None and fit.batch_norm.is_measured and not fit.is_remote:
+        state, reports = local.global_state(), dict(measured)
+        for client in server.report.received:
+            served_state = server.rule.model_of(client)
+            statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
+            store_statistics(
+                local, client, server.report.round, statistics, state if served_state is None else served_state
+            )
+    if fault is None and fit.averages is not None and fit.averages.has_steps and fit.batch_norm.is_reported:
+        with fit.averages_in_place():
+            fault = _write_reports(fit, local, _collect_reports(fit, local, layers), list(layers))
+    return shift, fault
+
+
+def _collect_reports(
+    fit: FederatedFit, local: LocalModel, layers: Mapping[str, nn.BatchNorm2d]
+) -> Sequence[tuple[Client, State]]:
+    module, server = fit.module, fit.server
     state = local.global_state()
 
     def send(visit: Visit) -> Broadcast:
@@ -139,37 +159,34 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         return broadcast
 
     visits = [visit for visit in fit.cohort.visits if visit.client in server.report.received]
-    if fit.remote is None:
-        measured = measure_statistics(
-            fit.trainer,
-            module,
-            server,
-            fit.population,
-            visits,
-            layers,
-            lambda visit: local.load_client(visit.client, send(visit).state),
-            fit.clock,
-        )
-        local.load_global(state)
-        notify_model_loaded(fit.trainer, module, None)
-    else:
-        measured = fit.remote.measure(server, visits, send)
-    shift, fault = pool_reports(fit, local, measured, list(layers))
-    if fault is None and fit.batch_norm.is_measured and not fit.is_remote:
-        reports = dict(measured)
-        for client in (visit.client for visit in visits):
-            served_state = server.rule.model_of(client)
-            statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
-            store_statistics(
-                local, client, server.report.round, statistics, state if served_state is None else served_state
-            )
-    return shift, fault
+    if fit.remote is not None:
+        return fit.remote.measure(server, visits, send)
+    measured = measure_statistics(
+        fit.trainer,
+        module,
+        server,
+        fit.population,
+        visits,
+        layers,
+        lambda visit: local.load_client(visit.client, send(visit).state),
+        fit.clock,
+    )
+    local.load_global(state)
+    notify_model_loaded(fit.trainer, module, None)
+    return measured
 
 
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> tuple[dict[str, float], str | None]:
     """Pools clients' reports on BatchNorm ``layers`` into the global model or the clusters' models."""
+    fault = _write_reports(fit, local, measured, layers)
+    return ({}, fault) if fault is not None else (_record_shift(fit, measured, layers), None)
+
+
+def _write_reports(
+    fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
+) -> str | None:
     server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
@@ -186,8 +203,7 @@ def pool_reports(
     for model, reports in groups:
         if model is not None:
             _write_statistics(model, local.shared, reports, layers, server.rule)
-    fault = find_implausible({name: local.entries[name] for name in local.shared if is_running_statistic(name)})
-    return ({}, fault) if fault is not None else (_record_shift(fit, measured, layers), None)
+    return find_implausible({name: local.entries[name] for name in local.shared if is_running_statistic(name)})
 
 
 def _group_by_model(

@@ -357,7 +357,7 @@ class Federation(TrainerCallback):
 
     def averages_in_place(self) -> AbstractContextManager[None]:
         """Context in which the module contains the model for validation (with weight averaging, the averaged model)."""
-        return self._loop.averages_in_place()
+        return self._fit.averages_in_place()
 
     @property
     def is_remote(self) -> bool:

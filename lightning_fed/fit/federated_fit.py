@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,6 +207,7 @@ class FederatedFit:
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         batch_norm: Treatment of BatchNorm's running statistics.
         fastest: Choice of ``visits="fastest"``: clients at once (0 before the choice), and the measured gain.
+        averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a plain fit.
     """
 
     trainer: L.Trainer
@@ -231,6 +232,7 @@ class FederatedFit:
         self.unset: frozenset[str] | None = None
         self.rounds = self.number = 0
         self.is_plain: bool | None = None
+        self.averages: Any = None
         self.generators: Any = None
         self.round_log = RoundLog()
         self.failed_rounds = FailedRounds()
@@ -325,6 +327,10 @@ class FederatedFit:
         """Creates the object that loads clients' models. ``module`` must contain the global model."""
         initial = self.batch_norm.initial_statistics
         return LocalModel(module, self.policies, self.store, self.server.rule.resizes, initial)
+
+    def averages_in_place(self) -> AbstractContextManager[None]:
+        """Context in which the module contains the averaged model, with a ``WeightAveraging`` callback."""
+        return nullcontext() if self.averages is None else self.averages.in_place()
 
     def record_warning(self, subject: str) -> bool:
         """Remembers a warning about ``subject``. Returns ``True`` only for the first such warning in the fit."""

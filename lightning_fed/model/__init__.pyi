@@ -25,6 +25,7 @@ from lightning_fed.model.entries import (
     parameter_entries,
     tensor_slots,
     tensors_by_path,
+    tied_names,
     trainable_entries,
     untrained_entries,
 )

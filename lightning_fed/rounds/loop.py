@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning as L
+import lightning.pytorch.callbacks as lightning_callbacks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 
@@ -36,7 +36,6 @@ from lightning_fed.lightning.internals import (
     advise_workers,
     await_validation,
     batches_in_epoch,
-    callbacks_of,
     complete_epoch,
     datamodule_of,
     distribute_loader,
@@ -61,12 +60,13 @@ from lightning_fed.process_group import process_group_of, sharing_strategy
 from lightning_fed.rounds.batch_loop import BatchLoop, shorten_log
 from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
-from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.rule import AveragingAggregator
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
+
+_WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # from Lightning 2.6 on
 
 
 class RoundLoop:
@@ -87,7 +87,6 @@ class RoundLoop:
         self.open_round: Round | None = None
         self._batch_loop: BatchLoop | None = None
         self._waiting: list[Callable[[], object]] = []  # delayed callbacks
-        self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
         self._reload_interval = 0  # the user's
         self._correct: Callable[[dict[str, Any]], None] | None = None  # for Lightning's progress in checkpoints
@@ -119,9 +118,6 @@ class RoundLoop:
                 f"that contains clients, but got {'both' if partition is not None else 'neither'}."
             )
         loader_owner = find_loader_owner(trainer, module)
-        if any(isinstance(callback, WEIGHT_AVERAGING) for callback in callbacks_of(trainer)):
-            self._averages = RoundAverages(fit)
-            revert(self._averages.restore)
         if not is_one_client(partition):  # a failed visit is padded with `None` batches, and the log gives the reason
             fit.ignore_warning("train_dataloader yielded None")
         fit.ignore_warning("You're resuming from a checkpoint that ended before")  # every loader continues
@@ -199,14 +195,21 @@ class RoundLoop:
                 else "the server must not receive statistics of single clients"
             )
             _log.info("BatchNorm: each client has separate statistics, because %s.", reason)
-        if self._averages is not None:
-            self._averages.check_entries()
+        self._start_averages()
         self._batch_loop = self._fuse()
         if self._batch_loop is not None:
             fit.changes.callback(shorten_log(fit.trainer).restore)
         fit.batch_norm.store_initial(fit.module, fit.policies)
         self._freeze_parameters()
         self._plan_visits()
+
+    def _start_averages(self) -> None:
+        fit = self.fit
+        averaging = find_callbacks(fit.trainer, _WEIGHT_AVERAGING)
+        if averaging and not fit.is_plain:
+            feature = load_feature("lightning_fed.callbacks.weight_averages")
+            fit.averages = feature.WeightAverages(fit, averaging)
+            fit.changes.callback(fit.averages.restore)
 
     def _check_entries(self) -> None:
         is_plain = self.fit.remote is None and is_one_client(self._partition)  # as in a fit without a federation
@@ -273,7 +276,7 @@ class RoundLoop:
         if self.open_round is not None:
             self.open_round.driver.detach()
         self.fit.close()
-        self._averages, self.is_attached = None, False
+        self.fit.averages, self.is_attached = None, False
 
     def find_population(self) -> Population:
         """Returns all clients with data. If the clients are unknown, first requests the training data."""
@@ -309,10 +312,6 @@ class RoundLoop:
         loader = trainer.train_dataloader
         if isinstance(loader, RoundLoader) and loader.is_endless:
             forget_length(trainer)
-
-    def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module contains the average over rounds (with a ``WeightAveraging`` callback)."""
-        return nullcontext() if self._averages is None else self._averages.in_place()
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
         """Delays a checkpoint callback's ``on_train_batch_end`` in a round's last batch until the round is closed."""
@@ -413,8 +412,6 @@ class RoundLoop:
         self.open_round = None
         self._is_cut, self._correct = not loader.is_over, self._complete_round
         fit.rounds = server.report.round + 1
-        if has_aggregate and self._averages is not None:
-            self._averages.end_round()
         if has_aggregate:
             self.measure_statistics(server.report.received)
         round.end()  # after counting, because hooks may raise and checkpoints need the count
@@ -437,7 +434,7 @@ class RoundLoop:
     def measure_statistics(self, clients: Collection[Client]) -> None:
         """Measures the BatchNorm statistics of ``clients`` before validation, if clients have separate statistics."""
         if self.fit.batch_norm.measure_round is not None:
-            with self.averages_in_place():
+            with self.fit.averages_in_place():
                 measure_own_statistics(self.fit, clients)
 
     def end_epoch(self) -> None:
@@ -491,6 +488,8 @@ class RoundLoop:
         # A checkpoint inside a round holds the last complete global model.
         if self.open_round is not None and not self.fit.is_plain:
             self.open_round.patch(checkpoint)
+        if self.fit.averages is not None:
+            self.fit.averages.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
 
 

@@ -472,6 +472,14 @@ def own_statistics(folder, processes):
     return found | {"kept": kept}
 
 
+def averages_of_weights(folder, processes):
+    """Clients average their steps; statistics are measured with the model and with the average."""
+    data = FederatedDataModule(models.as_datasets(models.vectors(SIZES)), models.as_datasets(models.vectors(SIZES)))
+    average = L.pytorch.callbacks.EMAWeightAveraging(decay=0.6, update_every_n_steps=2)
+    module, options = lambda: models.Module(models.norm_mlp(), models.momentum), {"batch_norm": "recalibrate"}
+    return train(folder, processes, module, data, 3, [average], clients_per_round=3, local_epochs=2, **options)
+
+
 def own_rule(folder, processes):
     rule = Plain()
     found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), method=rule)
@@ -738,8 +746,9 @@ JOBS = {
         job.__name__.replace("_", "-"): job
         for job in (
             talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits,
-            stopped, counted, spread_out, matched, evaluated_locally, evaluated, own_rule, private_examples, noisy,
-            own_statistics, second_door, resumed, four_rounds, stuck, refusals, inside_one_client, ddp_refusals,
+            stopped, counted, spread_out, matched, evaluated_locally, evaluated, averages_of_weights, own_rule,
+            private_examples, noisy, own_statistics, second_door, resumed, four_rounds, stuck, refusals,
+            inside_one_client, ddp_refusals,
         )
     },
     "raising": broken_off("raising", lambda folder: Raise()),

@@ -5,6 +5,7 @@ import itertools
 import os
 from importlib.util import find_spec
 
+import lightning.pytorch.callbacks as lightning_callbacks
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ pytestmark = [
 ALIKE = [
     "schedulers", "personal-in-folder", "two-optimizers", "sampled-classes", "one-client", "by-batches", "nobody",
     "faults", "own-rule", "own-statistics", "private-examples", "fused-features", "compressed-down",
+    "averages-of-weights",
 ]  # fmt: skip
 SLOW = [
     "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",
@@ -144,6 +146,8 @@ def test_several_clients_refuse_ddp(two):
 
 @pytest.mark.parametrize("job", quick([*ALIKE, *SLOW], ALIKE))
 def test_two_processes_do_what_one_does(job, two, tmp_path):
+    if job == "averages-of-weights" and not hasattr(lightning_callbacks, "WeightAveraging"):
+        pytest.skip("Lightning 2.6 brings `WeightAveraging`")
     if job == "private-examples" and not (find_spec("opacus") and find_spec("dp_accounting")):
         pytest.skip("opacus or dp-accounting is not installed")
     one, (first, second) = JOBS[job](str(tmp_path), {"devices": 1}), two.found(job)
