@@ -97,7 +97,7 @@ def site_data(node):
     return data_of(node["site"])
 
 
-CASE = os.environ["FEDJOB"]
+CASE = os.environ.get("FEDJOB", "")  # missing if a test only reads the table
 IS_SHARED = CASE == RANKS
 MODULE = plain_module if IS_SHARED else module
 
