@@ -13,7 +13,7 @@ def run(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-fed certify",
         description="Write or verify one signed JSON file about a run with the callback `KeepRounds`: participants,"
-        " rounds, method, steps, versions, metrics (with epsilon), heads of the sites' records, and digests.",
+        " rounds, rule, steps, versions, metrics (with epsilon and evaluations), heads of the sites' records, digests.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the callback's folder")
     parser.add_argument("--key", type=Path, help="the server's private key, to write a certificate")
@@ -24,7 +24,7 @@ def run(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     if (options.key is None) == (options.check is None):
         parser.error("Expected either `--key`, to write a certificate, or `--check`, to verify a certificate.")
-    from lightning_fed.backends.kept_rounds.certificate import find_changes
+    from lightning_fed.backends.kept_rounds.certificate import find_changes, write_certificate
     from lightning_fed.backends.site.signatures import read_private_key, read_public_key
 
     if options.check is not None:
@@ -34,8 +34,6 @@ def run(args: Sequence[str]) -> None:
             raise SystemExit(1)
         sys.stdout.write(f"{options.out}: nothing has changed.\n")
         return
-    from lightning_fed.backends.kept_rounds.kept_round import write_certificate  # imports torch
-
     key = read_private_key(options.key)
     assert key is not None
     options.out.write_text(write_certificate(options.run, key))

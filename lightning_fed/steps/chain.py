@@ -82,7 +82,7 @@ class Chain:
 
     def describe(self) -> dict[str, str]:
         """Maps each update step's name to a text with the step's options, innermost step first."""
-        return {name: _describe_step(step) for name, step in self._named_steps().items()}
+        return {name: describe_options(step) for name, step in self._named_steps().items()}
 
     def callbacks(self) -> list[Any]:
         """Lightning callbacks that the steps require."""
@@ -250,12 +250,13 @@ def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
     return num_samples
 
 
-def _describe_step(step: UpdateStep) -> str:
+def describe_options(step: object) -> str:
+    """Describes an update step, rule or callback by class name and constructor arguments."""
     attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: attributes[name] for name in arguments if name in attributes}
     texts = {
-        name: _describe_step(value)
+        name: describe_options(value)
         if isinstance(value, UpdateStep)
         else repr(value)
         if isinstance(value, str | int | float | list | tuple | dict | None)

@@ -1,14 +1,36 @@
-"""Verifies a run's certificate, without torch."""
+"""Writes and verifies a run's certificate, without torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+RECORD = "round.json"
+"""File name of a round's record."""
+
+
+def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
+    """Returns signed JSON text about all rounds: participants, records of the rounds, and file digests.
+
+    A record contains clients with updates or reasons for exclusion, method, rule, update steps, versions, metrics (with
+    epsilon and evaluations), the digests of models and answers, and the last line's digest for each site's record file.
+    ``participants`` lists each client with two numbers of rounds: used, and excluded.
+    """
+    rounds = [json.loads(path.read_text()) for path in sorted(folder.glob(f"round-*/{RECORD}"))]
+    used = Counter(client for one in rounds for client in one["received"])
+    excluded = Counter(client for one in rounds for client, _ in one["failed"])
+    certificate = {
+        "participants": [[client, used[client], excluded[client]] for client in used | excluded],
+        "rounds": rounds,
+        "files": digest_files(folder),
+    }
+    return write_json(certificate | {"signature": key.sign(write_json(certificate).encode()).hex()})
 
 
 def find_changes(folder: Path, text: str, key: Ed25519PublicKey) -> list[str]:

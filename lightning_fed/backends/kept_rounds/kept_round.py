@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Collection
@@ -11,31 +12,33 @@ from typing import Any
 
 import lightning as L
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.atomic_files import atomic_write
-from lightning_fed.backends.kept_rounds.certificate import digest_files, write_json
+from lightning_fed.atomic_files import atomic_write, write_text_atomically
+from lightning_fed.backends.kept_rounds.certificate import RECORD, write_json
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.messages import Client, ClientUpdate, State, digest
 from lightning_fed.model.entries import copy_state, live_entries, parameter_entries
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import describe_options
 
 _ROUND = "round.ckpt"
-_TENSORS = "start", "model", "chain"  # in this file
+_PACKAGES = "lightning-fed", "lightning", "torch"
 
 
 class KeepRounds(FederatedCallback):
     """Stores every round's updates and models on the server, for `lightning-fed replay` and `lightning-fed certify`.
 
     The folder contains the updates of all clients, which may reveal private data: protect the folder like the data.
+    Each round's record (clients, method, versions, metrics, digests) stays in the folder, also after the deletion of
+    updates and models.
 
     Args:
         folder: The folder.
-        max_bytes: Maximum size of the folder in bytes. After each round, the oldest rounds are deleted if necessary.
+        max_bytes: Maximum size of updates and models in bytes. After each round, the oldest are deleted if necessary.
 
     Example:
         >>> import tempfile
@@ -45,51 +48,72 @@ class KeepRounds(FederatedCallback):
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         self._folder, self._max_bytes = Path(folder), check_count("max_bytes", max_bytes)
         self._start: State = {}
-        self._count = 0
+        self._answers: list[tuple[Client, str]] = []
+        self._record: dict[str, Any] = {}
+        self._last_validation: int | None = None
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Stores the global model, and deletes the files of an interrupted round."""
+        """Stores the global model, and deletes the files of an earlier run from this round on."""
         policies = find_federation(trainer).policies
         entries = live_entries(module)
-        self._start, self._count = (
-            copy_state({name: entries[name] for name in entries if policies[name] == "shared"}),
-            0,
-        )
-        shutil.rmtree(self._path(trainer.current_epoch), ignore_errors=True)
+        self._start = copy_state({name: entries[name] for name in entries if policies[name] == "shared"})
+        self._answers, self._record = [], {}
+        for path in self._folder.glob("round-*"):
+            if path >= self._path(trainer.current_epoch):
+                shutil.rmtree(path)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Stores an update, before the server's checks."""
         content = {name: value for name, value in vars(update).items() if name in ("client", "num_samples", "metrics")}
         tensors = {"state": copy_state(update.state), "extras": copy_state(update.extras)}
-        self._save(trainer.current_epoch, f"{self._count:06d}.ckpt", content | tensors)
-        self._count += 1
+        self._save(trainer.current_epoch, f"{len(self._answers):06d}.ckpt", content | tensors)
+        parts = {f"{kind}:{name}": value for kind, state in tensors.items() for name, value in state.items()}
+        self._answers.append((update.client, digest(parts)))
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Stores the new global model, and deletes the oldest rounds while the folder is larger than ``max_bytes``."""
+        """Stores the new global model."""
         federation, entries = find_federation(trainer), live_entries(module)
-        report = federation.server.report
-        content = {
+        server, model = federation.server, copy_state({name: entries[name] for name in self._start})
+        tensors = {
+            "clients": list(federation.population.clients),
+            "trainable": [name for value, name in parameter_entries(module).items() if value.requires_grad],
+            "chain": server.state_before,
+            "start": self._start,
+            "model": model,
+        }
+        self._save(trainer.current_epoch, _ROUND, tensors)
+        self._record = {
             "round": trainer.current_epoch,
             "is_new": is_new,
             "method": federation.method.name,
-            "steps": federation.server.chain.describe(),
+            "rule": describe_options(server.rule),
+            "callbacks": list(map(describe_options, federation.method.callbacks)),
+            "steps": server.chain.describe(),
             "seed": federation.seed,
-            "clients": list(federation.population.clients),
-            "received": list(report.received),
-            "failed": [[client, reason] for client, reason in report.failed.items()],
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "heads": {str(client): list(head) for client, head in getattr(federation.store, "heads", {}).items()},
-            "trainable": [name for value, name in parameter_entries(module).items() if value.requires_grad],
-            "chain": federation.server.state_before,
-            "start": self._start,
-            "model": copy_state({name: entries[name] for name in self._start}),
+            "versions": {name: version(name) for name in _PACKAGES},
+            "received": list(server.report.received),
+            "failed": list(server.report.failed.items()),
+            "answers": self._answers,
+            "heads": list(getattr(federation.store, "heads", {}).items()),
+            "digests": {"start": digest(self._start), "model": digest(model)},
         }
-        self._save(trainer.current_epoch, _ROUND, content)
-        rounds = sorted(self._folder.glob("round-*"))
-        sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in rounds]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._last_validation = trainer.current_epoch
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes the round's record, after validation. Deletes the oldest updates and models beyond ``max_bytes``."""
+        if not self._record:
+            return
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        record = self._record | {"metrics": metrics, "last_validation": self._last_validation}
+        write_text_atomically(self._path(trainer.current_epoch) / RECORD, write_json(record))
+        rounds = [list(path.glob("*.ckpt")) for path in sorted(self._folder.glob("round-*"))]
+        sizes = [sum(file.stat().st_size for file in files) for files in rounds]
         while sum(sizes) > self._max_bytes:
-            shutil.rmtree(rounds.pop(0))
             sizes.pop(0)
+            for file in rounds.pop(0):
+                file.unlink()
 
     def _path(self, round: int) -> Path:
         return self._folder / f"round-{round:06d}"
@@ -102,10 +126,11 @@ class KeepRounds(FederatedCallback):
 def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpdate]]:
     """Loads a kept round, with all received updates, without executing code from the files."""
     path = folder / f"round-{round:06d}"
-    if not (path / _ROUND).exists():
+    if not (path / _ROUND).exists() or not (path / RECORD).exists():
         raise FileNotFoundError(f"Expected a complete round in {str(path)!r}: `KeepRounds` keeps rounds on the server.")
     files = sorted(file for file in path.glob("*.ckpt") if file.name != _ROUND)
-    return torch.load(path / _ROUND), [ClientUpdate(**torch.load(file)) for file in files]
+    content = json.loads((path / RECORD).read_text()) | torch.load(path / _ROUND)
+    return content, [ClientUpdate(**torch.load(file)) for file in files]
 
 
 def replay_round(
@@ -136,17 +161,3 @@ def replay_round(
         if server.count(update):
             server.accept(update)
     return content["model"], server.finish_round() or content["start"]
-
-
-def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
-    """Returns signed JSON text about all stored rounds: clients, method, update steps, versions, metrics, file digests.
-
-    Metrics include epsilon and evaluations. ``heads`` has the digest of the last line in each site's record file.
-    """
-    rounds = [torch.load(path) for path in sorted(folder.glob(f"round-*/{_ROUND}"))]
-    certificate = {
-        "versions": {name: version(name) for name in ("lightning-fed", "lightning", "torch")},
-        "rounds": [{name: value for name, value in one.items() if name not in _TENSORS} for one in rounds],
-        "files": digest_files(folder),
-    }
-    return write_json(certificate | {"signature": key.sign(write_json(certificate).encode()).hex()})
