@@ -1,8 +1,8 @@
-"""Seconds per round, start-up and memory for Flower's simulation, Apple's pfl, plain Lightning and a loop by hand.
+"""Seconds per round, start-up and memory for pfl, Flower, NVFLARE, BlazeFL, plain Lightning and a loop by hand.
 
 All contestants train the same networks on the same data with the same steps; a check compares the final weights. Each
 contestant runs in separate processes, alternating by repetition, with ratios within a repetition. Each peer has a
-separate environment below ``--runs``, with access to this environment's PyTorch.
+separate environment below ``--runs``, with access to this environment's PyTorch if the Python version is equal.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class Contestant:
         package: Package for the contestant's environment; empty for this environment.
         processes: Number of training processes; the cores are divided among the processes as threads.
         launcher: Python's arguments before the script.
+        base: Contestant with ratio 1.
+        rounds: Number of timed rounds; 0 for the row's number.
+        python: Python version of the environment; empty for the current version.
     """
 
     words: str
@@ -45,6 +48,9 @@ class Contestant:
     package: str = ""
     processes: int = 1
     launcher: Sequence[str] = ()
+    base: str = "by_hand"
+    rounds: int = 0
+    python: str = ""
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
@@ -59,7 +65,18 @@ CONTESTANTS = {
     "pfl": Contestant("`pfl`", "pfl_round.py", "pfl"),
     "pfl_2": Contestant("`pfl`, two processes", "pfl_round.py", "pfl", 2, (*TORCHRUN, "2")),
     "flwr": Contestant("`flwr` simulation, Ray, two clients at once", "flower_round.py", "flwr[simulation]", 2),
-}
+    "by_hand_2": Contestant("PyTorch loop by hand, two rounds", "by_hand.py", base="by_hand_2", rounds=1),
+    "nvflare": Contestant(
+        "`nvflare` simulator, two clients at once", "nvflare_round.py", "nvflare[PT]", 2, base="by_hand_2", rounds=1
+    ),
+    "by_hand_blazefl": Contestant(
+        "PyTorch loop by hand, BlazeFL's environment", "by_hand.py", "blazefl[contrib,reproducibility]", python="3.12"
+    ),
+    "blazefl": Contestant(
+        "`blazefl`, two threads, with a global interpreter lock", "blazefl_round.py",
+        "blazefl[contrib,reproducibility]", 2, base="by_hand_blazefl", python="3.12",
+    ),
+}  # fmt: skip
 SAME = 1e-2
 """Tolerance for final weights: 1e-7 in the CNN's first weights grows to 2e-3 in three rounds."""
 ROWS = {  # name: network, clients in a round, timed rounds
@@ -72,13 +89,18 @@ ROWS = {  # name: network, clients in a round, timed rounds
 }
 
 
-def environment(package: str, folder: Path) -> str:
-    """Python of an environment with the package, and access to this environment's packages."""
+def environment(contestant: Contestant, folder: Path) -> str:
+    """Python of the contestant's environment, with access to this environment's packages."""
+    package = contestant.package
     if not package:
         return sys.executable
     place = folder / package.partition("[")[0]
     python = place / "bin" / "python"
-    if not (place / "ready").exists():
+    if not (place / "ready").exists() and contestant.python:
+        subprocess.run([f"python{contestant.python}", "-m", "venv", "--clear", place], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", package], check=True)
+        (place / "ready").touch()
+    elif not (place / "ready").exists():
         venv.create(place, clear=True, with_pip=True)
         site = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
         (Path(site) / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -117,7 +139,8 @@ def memory_of(process: int) -> int:
 def run(name: str, row: str, rounds: int, arguments: argparse.Namespace, tries: int = 3) -> dict[str, Any]:
     """Runs a contestant, with another attempt after an error, because setups with two processes sometimes fail."""
     contestant, (work, clients, _) = CONTESTANTS[name], ROWS[row]
-    python = environment(contestant.package, arguments.runs / "peers")
+    rounds = contestant.rounds or rounds
+    python = environment(contestant, arguments.runs / "peers")
     threads = max(1, arguments.cores // contestant.processes)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -163,7 +186,8 @@ def measure(
             found[name].append(one)
             print(f"{row} {repetition + 1}/{arguments.repetitions} {name} {one['round']:.3f} s", flush=True)
         for name, value in weights.items():
-            error = np.abs(value - weights["by_hand"]).max() / np.abs(weights["by_hand"]).max()
+            base = weights[CONTESTANTS[name].base]
+            error = np.abs(value - base).max() / np.abs(base).max()
             if name != "trainer" and not error < SAME:
                 raise RuntimeError(f"{name} does other work than the loop by hand: weights differ by {error:.1e}")
         yield {"seconds": found, "version": version()}
@@ -171,7 +195,8 @@ def measure(
 
 def ratios(result: Mapping[str, Any], name: str) -> list[float]:
     seconds = result["seconds"]
-    return [one["round"] / base["round"] for one, base in zip(seconds[name], seconds["by_hand"], strict=True)]
+    bases = seconds[CONTESTANTS[name].base]
+    return [one["round"] / base["round"] for one, base in zip(seconds[name], bases, strict=True)]
 
 
 def overview(results: Mapping[str, Any]) -> str:
@@ -185,9 +210,9 @@ def overview(results: Mapping[str, Any]) -> str:
 
 def report(results: Mapping[str, Any], arguments: argparse.Namespace) -> str:
     versions = ", ".join(
-        f"{package.partition('[')[0]} {installed(package, environment(package, arguments.runs / 'peers'))}"
-        for package in dict.fromkeys(one.package for one in CONTESTANTS.values())
-        if package
+        f"{one.package.partition('[')[0]} {installed(one.package, environment(one, arguments.runs / 'peers'))}"
+        for one in {contestant.package: contestant for contestant in CONTESTANTS.values()}.values()
+        if one.package
     )
     parts = [
         f"`python benchmarks/speed_peers.py --out benchmarks/results/performance.md`."
@@ -231,7 +256,8 @@ def main() -> None:
     arguments.runs = arguments.runs.resolve()
     if arguments.quick:
         arguments.repetitions, arguments.rows = 1, arguments.rows[:1]
-    names = list(dict.fromkeys(["by_hand", *arguments.contestants]))
+    bases = {CONTESTANTS[name].base for name in arguments.contestants}
+    names = [name for name in CONTESTANTS if name in {"by_hand", *bases, *arguments.contestants}]
     results: dict[str, Any] = load_json(arguments.runs / "speed_peers.json") or {}
     for row in [] if arguments.report else arguments.rows:
         before = results.get(row, {}).get("seconds", {})
