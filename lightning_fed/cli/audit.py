@@ -39,7 +39,8 @@ def run(args: Sequence[str]) -> None:
             shown.append(line)
             number, head, is_there = line.number, line.digest, is_there or line.digest == options.head
     except RecordError as error:
-        fault = f"{error}: lines after line {number} are unverified" + " (or no record of a site)" * (number == 0)
+        foreign = ", or the file is not `site_record.jsonl`, the record next to a site's policy: correct the path"
+        fault = f"{error}{f': lines after line {number} are unverified' if number else foreign}"
     if not fault and not is_there:
         fault = f"no line has the digest {options.head}: the record was truncated or rewritten"
     for line in shown:

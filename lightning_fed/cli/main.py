@@ -120,7 +120,7 @@ def _stop(error: Exception) -> NoReturn:
     if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
         raise error
     text = str(error)
-    if isinstance(error, FileNotFoundError) and error.filename is not None:
-        text = f"Expected an existing file, but got {error.filename!r}: correct the path."
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"Expected a readable file, but got {error.filename!r} ({error.strerror}): correct the path."
     sys.stderr.write(f"error: {text}\n")
     raise SystemExit(1) from error

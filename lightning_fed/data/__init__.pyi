@@ -24,6 +24,7 @@ from lightning_fed.data.federated import FederatedDataModule as FederatedDataMod
 from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.loader_clients import (
+    check_client_loader,
     has_loader,
     isolated_generators,
     samplers_of,

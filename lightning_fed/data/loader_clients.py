@@ -268,9 +268,8 @@ def check_client_loader(loader: Any) -> None:
     kinds = {(str(array.dtype), tuple(array.shape[1:])) for array in arrays} if is_of_arrays else set()
     if is_of_arrays and (not isinstance(loader, list) or len(kinds) > 1):
         raise TypeError(
-            f"Expected a client's data to be a data set or a loader, but got {len(arrays)} arrays in a "
-            f"{type(loader).__name__}, which would be read as batches: use `torch.utils.data.TensorDataset(x, y)`, "
-            "with examples along the first dimension."
+            f"Expected data to be a data set or a loader, but got a {type(loader).__name__}, which would be read as a "
+            "list of batches: use `torch.utils.data.TensorDataset(x, y)`, with examples along the first dimension."
         )
     if hasattr(loader, "column_names") and not isinstance(loader, Dataset):
         raise TypeError(

@@ -106,7 +106,8 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             raise
         except Exception as error:  # other file formats may raise any exception
             raise ValueError(
-                f"Expected {label} to be a checkpoint with tensors and primitives only, but got {_first_line(error)}"
+                f"Expected {label} to be a checkpoint with tensors and primitives only, but reading raises "
+                f"{_first_line(error)}: pass a file from `Trainer.save_checkpoint` or `torch.save`."
             ) from error
         if not isinstance(content, dict):
             raise ValueError(f"Expected {label} to be a checkpoint, but got {type(content).__name__}.")

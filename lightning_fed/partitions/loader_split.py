@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets, count_batches, cut_batches
 from lightning_fed.data.federated import is_one_client
-from lightning_fed.data.loader_clients import LoaderClients, has_loader
+from lightning_fed.data.loader_clients import LoaderClients, check_client_loader, has_loader
 from lightning_fed.data.partition import Partition
 from lightning_fed.data.population import LazyClients, Population, client_keys
 from lightning_fed.errors import OptionError
@@ -128,6 +128,7 @@ def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]],
 
 
 def _check_splittable(loader: Any) -> None:
+    check_client_loader(loader)
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if not isinstance(loader, DataLoader) or is_iterable:
         description = (

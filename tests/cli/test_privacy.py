@@ -21,8 +21,8 @@ def said(capsys, privacy, *options):
 
 
 def rows(text, header):
-    table = re.search(rf"^\| {header} \|.*\n.*\n((?:\|.*\n)+)", text, re.M)[1]
-    return {name: float(value) for name, value in re.findall(r"\| (\S+) \| (\S+) \|", table)}
+    table = re.search(rf"^ *{header}  .*\n[- ]+\n((?:.+\n)+)", text, re.M)[1]
+    return {name: float(value) for name, value in map(str.split, table.splitlines())}
 
 
 @pytest.fixture(autouse=True)

@@ -49,8 +49,8 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
     folder, superlink = _state(flower_home() / "server"), f"127.0.0.1:{port}"
     secret = _write_secret(folder)
     listens = name if host is None else host
-    _check_free("127.0.0.1", port)
-    _check_free(listens, gateway_port)
+    _check_free("127.0.0.1", port, "set another `--control-port`")
+    _check_free(listens, gateway_port, "set `--host` to an address of this machine, or another port in `--address`")
     tls = ("--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key)
     _run_together(
         [
@@ -132,7 +132,7 @@ def _check_files(*files: str) -> None:
             raise FileNotFoundError(f"Expected the file {file!r}: create it with `lightning-fed flower certificates`.")
 
 
-def _check_free(host: str, port: int) -> None:
+def _check_free(host: str, port: int, remedy: str) -> None:
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,8 +140,7 @@ def _check_free(host: str, port: int) -> None:
                 probe.bind(address)
             except OSError as error:
                 raise OptionError(
-                    f"Cannot listen at {host}:{port}: {error.strerror}. If this machine has another address than the "
-                    "nodes use, set `--host`."
+                    f"Expected to listen at {host}:{port}, but got {error.strerror!r}: {remedy}."
                 ) from error
 
 

@@ -172,7 +172,7 @@ def test_the_command(tmp_path, capsys):
     lines = whole.splitlines(keepends=True)
     for changed, error in (
         (b"".join(lines[:2]), f"no line has the digest {head}: the record was truncated"),
-        (whole.replace(b"clients", b"clientz"), "line 1 was altered: lines after line 0 are unverified"),
+        (whole.replace(b"clients", b"clientz"), "line 1 was altered, or the file is not `site_record.jsonl`"),
     ):
         path.write_bytes(changed)
         with pytest.raises(SystemExit):
