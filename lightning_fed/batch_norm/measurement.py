@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_fed.batch_norm.pooling import InputStatistics as InputStatistics
 from lightning_fed.batch_norm.pooling import find_bad_statistics, limit_counts, recalibrate_batch_norm, shift_between
 from lightning_fed.batch_norm.pooling import pool_statistics as pool_statistics
-from lightning_fed.client.local_model import STATISTICS, LocalModel
+from lightning_fed.client.local_model import OWN_MODEL, STATISTICS, LocalModel, memory_of
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.data.round_plan import balance_loads
 from lightning_fed.data.visit_clock import VisitClock
@@ -35,7 +35,7 @@ from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit, monitored_names
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.lightning.internals import is_overridden, show_status
-from lightning_fed.messages import Broadcast, Client, State, digest, tensor_bytes
+from lightning_fed.messages import Broadcast, Client, State, digest, tensor_bytes, without_prefix
 from lightning_fed.model.entries import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.entries import copy_state, entry_policies, find_implausible, is_running_statistic
 from lightning_fed.process_group import process_group_of
@@ -320,15 +320,16 @@ def load_own_model(
     log, if the client has no statistics because the training data are in another process.
     """
     measured: State | None = None
-    served: State | None = None  # `None` means the stored statistics
+    stored = local.recall(client)
+    statistics = without_prefix(stored, STATISTICS)
     if measure_round is not None:
-        stored = (local.store.get(client) or {}).get(STATISTICS)
+        key = stored.get(STATISTICS)
         has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
-        if stored is None or int(stored) != int(_model_key(local, state)):
+        if key is None or int(key) != int(_model_key(local, state)):
             if has_data and client in fit.population.clients:
-                served = measured = _measure_client(fit, local, client, state, measure_round)
-            elif stored is not None:
-                served = {}
+                statistics = measured = _measure_client(fit, local, client, state, measure_round)
+            elif key is not None:
+                statistics = {}
                 if fit.record_warning("stale"):
                     _log.warning(
                         "The stored BatchNorm statistics of client %r belong to other weights, and its training data "
@@ -337,8 +338,16 @@ def load_own_model(
                         client,
                         _SERVES[fit.batch_norm.unseen],
                     )
-    local.load_client(client, state, trains=False, statistics=served)
-    fit.batch_norm.served_client = client if local.has_statistics else None
+    shapes = {name: value.shape for name, value in {**local.entries, **state}.items()}
+    own_model = {
+        name: value.to(local.entries[name].dtype)
+        for name, value in statistics.items()
+        if value.shape == shapes.get(name)
+    }
+    own_model |= without_prefix(memory_of(stored), OWN_MODEL)
+    local.load_client(client, state, stored, own_model)
+    has_statistics = any(map(is_running_statistic, [*own_model, *stored.keys() & set(local.personal)]))
+    fit.batch_norm.served_client = client if has_statistics else None
     return measured
 
 

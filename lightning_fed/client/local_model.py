@@ -20,7 +20,6 @@ from lightning_fed.model.entries import (
     find_fault,
     find_implausible,
     identical_entries,
-    is_running_statistic,
     live_entries,
     load_entries,
     tensor_slots,
@@ -36,6 +35,7 @@ STATISTICS = "batch_norm:"
 """Prefix for names in the store: a client's BatchNorm statistics for evaluation."""
 
 _MEMORY = "memory:"
+_PREFIXES = OPTIMIZER, STATISTICS, _MEMORY
 _TRAVELS = ("shared", "sliced")
 _KINDS = ("_parameters", "_buffers", "_modules")
 
@@ -63,7 +63,6 @@ class LocalModel:
 
     Attributes:
         server_entries: The server's values of entries that are never sent.
-        has_statistics: Whether the store has running statistics for the last loaded client.
         dropped: Names of buffers with ``persistent=False`` that visits changed. Every visit starts without these
             changes.
     """
@@ -107,7 +106,6 @@ class LocalModel:
         self._members = {layer: _members(layer) for layer in module.modules()}
         self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
         self.dropped = set[str]()
-        self.has_statistics = False
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
         """Copies the shared entries, except sliced entries, because visits never write into sliced entries.
@@ -149,33 +147,21 @@ class LocalModel:
         self,
         client: Client,
         state: Mapping[str, Tensor],
-        trains: bool = True,
-        statistics: Mapping[str, Tensor] | None = None,
         stored: State | None = None,
+        own_model: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Loads a client's model: shared entries from ``state``, personal entries from the store (or ``stored``).
 
-        If ``trains``, the model is for training or measurement, with copies of sliced entries. Otherwise the model is
-        for evaluation: the stored BatchNorm statistics (or ``statistics``), and entries of a separate model in the
-        client's memory (``OWN_MODEL``), replace the shared entries.
+        For an evaluation, entries in ``own_model`` replace shared and personal entries. Without ``own_model``, the
+        model is for training or measurement, with copies of sliced entries.
         """
-        client_state = self.recall(client) if stored is None else stored
-        prefixes = OPTIMIZER, STATISTICS, _MEMORY
-        personal = {name: value for name, value in client_state.items() if not name.startswith(prefixes)}
-        copies = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
-        own_model = {}
-        if not trains:
-            shapes = {name: value.shape for name, value in {**self.entries, **state}.items()}
-            statistics = without_prefix(client_state, STATISTICS) if statistics is None else statistics
-            own_model = {
-                name: value.to(self.entries[name].dtype)
-                for name, value in statistics.items()
-                if value.shape == shapes.get(name)
-            }
-            own_model |= without_prefix(client_state, f"{_MEMORY}{OWN_MODEL}")
-        self.has_statistics = any(map(is_running_statistic, {**personal, **own_model}))
-        initial = self._initial if trains else {}
-        self.load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
+        stored = self.recall(client) if stored is None else stored
+        personal = {name: value for name, value in stored.items() if not name.startswith(_PREFIXES)}
+        if own_model is None:
+            copies = {name: state[name].clone() for name in self.sliced if name in state}
+            self.load({**state, **copies, **self.server_entries, **self._initial, **personal})
+        else:
+            self.load({**state, **self.server_entries, **personal, **own_model})
 
     def client_entries(self) -> State:
         """Copies all shared and personal entries of the current client's model."""

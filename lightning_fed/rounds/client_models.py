@@ -12,13 +12,13 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_model import OWN_MODEL, LocalModel, memory_of
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.federated_callback import AskableCallback, notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, message_bytes
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, message_bytes, without_prefix
 from lightning_fed.model.entries import find_measurement
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import copy_tree
@@ -186,7 +186,8 @@ def _load_own_model(
     # Returns new BatchNorm statistics, if the client has measured for the evaluation.
     measurement = find_measurement(fit.module)
     if measurement is None:
-        local.load_client(client, state, trains=False)
+        stored = local.recall(client)
+        local.load_client(client, state, stored, without_prefix(memory_of(stored), OWN_MODEL))
         return None
     statistics: State | None = measurement.load_own_model(fit, local, client, state, measure_round)
     return statistics
