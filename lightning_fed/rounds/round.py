@@ -23,7 +23,7 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.fit.entry_policies import warn_of_dropped
+from lightning_fed.fit.entry_policies import warn_of_dropped, warn_of_filled
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lazy_names import find_feature
 from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, show_status, tensor_version
@@ -146,6 +146,10 @@ class Round:
         self.fit.save_generators()
         if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
+        frozen = [name for name in self.fit.unset or () if self.fit.policies[name] == "frozen"]
+        filled = self.local.changed_server_entries(frozen) if frozen else []  # by the last visit
+        if filled and self.fit.record_warning("filled"):
+            warn_of_filled(filled)
         if self._check is not None:
             self._check.end_round(self._server.report.round)
         self.join_processes()

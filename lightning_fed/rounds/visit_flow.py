@@ -20,7 +20,6 @@ from lightning_fed.client.packed_optimizers import OPTIMIZER
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault, describe, without_frames
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.fit.entry_policies import warn_of_filled
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
@@ -201,15 +200,7 @@ class ClientVisit:
         # Callbacks may write into the update. Without such callbacks, unchanged entries need no copies.
         has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
         known = None if has_callbacks else self._unchanged(received)
-        update = self.local.answer(self.planned.visit.client, self.planned.num_samples, known)
-        fit = self._fit
-        if fit.unset and "filled" not in fit.warned:
-            frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
-            filled = self.local.changed_server_entries(frozen)
-            if filled:
-                fit.record_warning("filled")
-                warn_of_filled(filled)
-        return update
+        return self.local.answer(self.planned.visit.client, self.planned.num_samples, known)
 
     def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
         # Sliced entries are the module's own tensors, and a pass with the model writes and restores the module.
