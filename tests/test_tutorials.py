@@ -4,10 +4,16 @@ import ast
 import importlib.util
 import json
 import re
+import runpy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from torch import nn
+
+from lightning_fed.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("tutorials", ROOT / "docs" / "_ext" / "tutorials.py")
@@ -15,6 +21,7 @@ tutorials = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tutorials)
 
 PAGES = {page.stem: page for page in tutorials.PAGES}
+OPTIONS = ["--trainer.max_rounds", "1", "--trainer.accelerator", "cpu"]
 NEEDS = {"lora": "peft", "privacy": "dp_accounting", "volumes": "monai"}
 
 pytestmark = [
@@ -57,6 +64,42 @@ def test_a_notebook_is_its_page(name):
     assert code == [block for block, _ in tutorials.code_blocks(page.read_text())]
     for block in code:
         ast.parse(block)
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+def test_the_hospitals_plan_and_train_with_the_planned_noise(tmp_path, monkeypatch, capsys):
+    """Fewer volumes and a tiny network instead of MONAI's, one round. A slow test runs all commands on the page."""
+    pytest.importorskip("opacus")
+    pytest.importorskip("dp_accounting")
+    text = (ROOT / "docs" / "tutorials" / "mri.md").read_text()
+    files = dict(re.findall(r'^```\w+ title="(\w+\.\w+)"\n(.*?)^```', text, re.DOTALL | re.MULTILINE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    for name in ("monai", "monai.networks"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    nets = ModuleType("monai.networks.nets")
+    nets.DenseNet = lambda **_: nn.Sequential(nn.AvgPool3d(4), nn.Flatten(), nn.Linear(64, 3))
+    monkeypatch.setitem(sys.modules, nets.__name__, nets)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.delitem(sys.modules, "project", raising=False)
+    runpy.run_path("plan.py")
+    planned = capsys.readouterr().out
+    assert f"```text\n{planned}```" in text
+    assert planned.splitlines()[0].split()[-1] in files["private.yaml"]
+    sizes = sys.modules.pop("project").SITES
+    assert min(sizes.values()) == 32
+    small = files["project.py"].replace("24 + 8 * n", "8 + n").replace("site, 24, 1", "site, 4, 1")
+    assert small.count("8 + n") == small.count("site, 4, 1") == 1
+    (tmp_path / "project.py").write_text(small)
+    importlib.invalidate_caches()
+    main(
+        ["fit", "-c", "recipe.yaml", "-c", "private.yaml", "--trainer.max_rounds", "1", "--trainer.accelerator", "cpu"]
+    )
+    sys.modules.pop("project")
+    rows = (tmp_path / "runs" / "sites" / "clients.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:9]] == list(sizes)
 
 
 def test_every_picture_belongs_to_a_page():

@@ -19,7 +19,9 @@ from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 PAGES = sorted((Path(__file__).parents[1] / "tutorials").glob("*.md"))
-PAGES = [page for page in PAGES if page.stem not in ("index", "machines", "study")]  # shell commands, no notebook
+PAGES = [
+    page for page in PAGES if page.stem not in ("index", "machines", "mri", "study")
+]  # shell commands, no notebook
 _CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text title=\"Output\"\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 _PICTURE = re.compile(r"\]\(\.\./assets/tutorials/(\w+)-(\w+)\.png\)")
 
