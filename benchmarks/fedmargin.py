@@ -166,7 +166,7 @@ STUDIES = {
     ),
     "letters": Study(
         "compare_mnist_users.yaml",
-        "FEMNIST's letters a to j (1,004 training images instead of the paper's 18,345) with softmax regression: 200"
+        "FEMNIST's letters a to j (1,074 training images instead of the paper's 18,345) with softmax regression: 200"
         " users of three letters, sizes by a power law, 10 in a round, 20 local epochs, batches of 10",
         "--data.data_dir",
         PAPER_METHODS,

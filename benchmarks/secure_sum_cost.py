@@ -87,7 +87,7 @@ def measure(size: int, count: int, repetitions: int) -> dict[str, Any]:
             holder: {name: share.seed if name in survivors else share.pairing for name, share in opened(holder).items()}
             for holder in survivors
         }
-        find = lambda: find_masks(size, public, survivors, shares, positions, least, CONTEXT)  # noqa: E731
+        find = lambda: find_masks(np.zeros(size, np.uint32), public, survivors, shares, positions, least, CONTEXT)  # noqa: E731
         return seconds_of(find, repetitions)[0]
 
     seconds |= {"server, none": unmasked(names), "server, most": unmasked(names[count - least :])}

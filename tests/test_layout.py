@@ -313,7 +313,7 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 SCOPES = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FEATURES = {
-    "study": {"study", "cli.study"},
+    "study": {"study", "cli.study", "backends.wire.question_sum", "privacy.masked_sums"},
     "rehearsal": {"backends.rehearsal", "cli.rehearse"},
     "kept rounds": {"backends.kept_rounds", "cli.replay", "cli.certify"},
     "asynchronous rounds": {"algorithms.asynchronous", "backends.wire.arrivals"},

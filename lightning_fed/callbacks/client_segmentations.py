@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 import os
@@ -17,22 +16,22 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.atomic_files import atomic_write, write_text_atomically
-from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS
+from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS, loaders_of
 from lightning_fed.callbacks.evaluation.data_pass import limited_batches
+from lightning_fed.callbacks.evaluation.tables import csv_text
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.pictures import GREY, draw_matrix, label_grid, log_picture, save_picture
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
 from lightning_fed.callbacks.training_trace import LabelDescription, describe_labels
 from lightning_fed.console import markdown_table, round_number
-from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
+from lightning_fed.data.federated import ChainedLoaders, split_loaders
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault
 from lightning_fed.features.batches import BatchKey, find_inputs, find_target
 from lightning_fed.features.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.features.label_maps import VoidLabel, void_label
-from lightning_fed.lightning.internals import datamodule_of
 from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from lightning_fed.metrics.segmentation import SegmentationScores
@@ -178,8 +177,7 @@ class ClientSegmentations(L.Callback):
         return last is None or trainer.current_epoch - last >= self.every_n_epochs
 
     def _loaders(self, trainer: L.Trainer) -> Mapping[Client, Iterable[Any]]:
-        datamodule = datamodule_of(trainer)
-        loaders = datamodule.val_clients() if isinstance(datamodule, EvaluationData) else {}
+        loaders = loaders_of(trainer, "validation")
         if not loaders and not self._has_warned:
             self._has_warned = True
             _log.warning("`ClientSegmentations` %s", NO_CLIENTS)
@@ -294,10 +292,8 @@ class ClientSegmentations(L.Callback):
         return float(metric.compute().get("miou", math.nan))
 
     def _write(self, folder: Path) -> None:
-        with atomic_write(folder / "scores.csv") as partial, open(partial, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("round", "client", "class", "iou", "dice"))
-            writer.writerows((round_number(round), *scores) for round, *scores in self.rows)
+        rows = [(round_number(round), *scores) for round, *scores in self.rows]
+        write_text_atomically(folder / "scores.csv", csv_text([("round", "client", "class", "iou", "dice"), *rows]))
         write_text_atomically(folder / "scores.md", self.table() + "\n")
 
     def _void_of(self, logits: Tensor) -> int | None:

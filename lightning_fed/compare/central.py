@@ -15,12 +15,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from torch import nn
 
-from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation, loaders_of
 from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.compare.method_options import CENTRAL
-from lightning_fed.data.federated import EvaluationData, FederatedDataModule
+from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.population import seed_everything
 from lightning_fed.federated_callback import RevertingCallback
 from lightning_fed.fit.checks import find_loader_owner
@@ -168,11 +168,7 @@ class _ClientMeans(Callback):
         self._evaluate(trainer, pl_module, "test")
 
     def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: Stage) -> None:
-        datamodule = getattr(trainer, "datamodule", None)
-        if isinstance(datamodule, EvaluationData):
-            clients = datamodule.val_clients() if stage == "validation" else datamodule.test_clients()
-            reports = {
-                name: evaluate_data(trainer, pl_module, data, stage, keeps=True) for name, data in clients.items()
-            }
-            summary = ClientResults.of(reports).summary()
-            trainer.callback_metrics.update({f"fed/{name}": torch.tensor(value) for name, value in summary.items()})
+        loaders = loaders_of(trainer, stage)
+        reports = {client: evaluate_data(trainer, pl_module, loaders[client], stage, keeps=True) for client in loaders}
+        summary = ClientResults.of(reports).summary()
+        trainer.callback_metrics.update({f"fed/{name}": torch.tensor(value) for name, value in summary.items()})

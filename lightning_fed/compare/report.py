@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import math
 import statistics
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.callbacks.evaluation.tables import csv_text
 from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.console import markdown_table
 from lightning_fed.study.statistics import difference_of_sums, paired_sums
@@ -193,7 +192,7 @@ def _rounds(results: Sequence[Mapping[str, Any]]) -> str:
         for run in results
         for number, values in enumerate(run["rounds"], start=1)
     ]
-    return _csv(["method", "stragglers", "seed", "round", *names], rows)
+    return csv_text([["method", "stragglers", "seed", "round", *names], *rows])
 
 
 def _summary(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str:
@@ -208,7 +207,7 @@ def _summary(results: Sequence[Mapping[str, Any]], target: float, last: int) -> 
         for numbers in (cell.score, cell.test, cell.loss, cell.megabytes, cell.seconds, cell.cpu_seconds, reached):
             row += _mean_std(numbers)
         rows.append([*row, len(reached) if cell.rounds_to_target else None])
-    return _csv(header, rows)
+    return csv_text([header, *rows])
 
 
 def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str:
@@ -322,9 +321,3 @@ def _shown_rounds(*parts: Sequence[int | None]) -> str:
         return "never"
     some = f" ({count} of {total})" if count < total else ""
     return _shown(reached[0] if len(parts) == 1 else [statistics.fmean(part) for part in reached if part], 1) + some
-
-
-def _csv(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    return text.getvalue()

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, Prog
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_fed.callbacks.evaluation.client_evaluation import has_own_models
 from lightning_fed.callbacks.evaluation.data_pass import Stage
 from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix
 from lightning_fed.callbacks.federation import federation_of
@@ -136,14 +137,11 @@ def train(
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=last if last.exists() else None)
     if curve.is_out_of_time:
         return None
-    has_own_models = federation is not None and (
-        federation.has_personal_entries or federation.has_own_statistics or federation.server.rule.has_clusters
-    )
     return {
         "method": run.method.label,
         "seed": run.seed,
         "stragglers": run.stragglers,
-        "has_own_models": has_own_models,
+        "has_own_models": federation is not None and has_own_models(trainer, federation),
         "batch_norm_decision": "" if federation is None else federation.batch_norm_decision,
         "rounds": curve.rounds,
         "test": {},

@@ -204,7 +204,7 @@ class RingSum(Held):
         super().__init__(step)
         self.total: State = {}
         self.clients: list[Client] = []
-        self._fault: str | None = None
+        self._fault = ""
 
     @property
     def least(self) -> int:
@@ -223,21 +223,28 @@ class RingSum(Held):
         self._join(other.total)
         self.clients += other.clients
 
-    def subtract(self, masks: State) -> None:
-        for name, value in masks.items():
-            self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
+    def zeros(self) -> np.ndarray[Any, Any]:
+        return np.zeros(sum(value.numel() for value in self.total.values()), np.uint32)
+
+    def subtract(self, masks: np.ndarray[Any, Any]) -> None:
+        """Subtracts masks for all tensors, in the order of their names."""
+        names = sorted(self.total)
+        parts = torch.split(torch.from_numpy(masks.view(np.int32)), [self.total[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            total = self.total[name]
+            self.total[name] = in_ring(total.long() - part.reshape(total.shape).to(total.device).long())
 
     def discard(self, reason: str) -> None:
         """Marks the round's sum as failed; ``reason`` is reported unless an earlier reason exists."""
-        self._fault = reason if self._fault is None else self._fault
+        self._fault = self._fault or reason
 
     def release(self) -> Sequence[Arrived]:
         """Returns the mean as one update, or an empty list without clients."""
-        if self._fault is None and 0 < len(self.clients) < self.least:
+        if not self._fault and 0 < len(self.clients) < self.least:
             self._fault = f"the secure sum requires at least {self.least} clients, but got {len(self.clients)}"
         clients, total, fault = self.clients, self.total, self._fault
-        self.clients, self.total, self._fault = [], {}, None
-        if fault is not None and clients:
+        self.clients, self.total, self._fault = [], {}, ""
+        if fault and clients:
             raise BadUpdates(dict.fromkeys(clients, fault))
         return [(self._step.mean(total, clients), self._step.state)] if clients else []
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.atomic_files import atomic_write, write_text_atomically
+from lightning_fed.callbacks.evaluation.tables import csv_text
 from lightning_fed.callbacks.pictures import has_matplotlib
 from lightning_fed.console import markdown_table
 from lightning_fed.study.answers import Answer, Kind, answer_site, estimate
-from lightning_fed.study.statistics import Estimate, holm, random_effects
+from lightning_fed.study.statistics import Estimate, effect_of_sums, holm, random_effects
 
 LEVEL = 0.05
 """Significance level of the verdicts ("helps", "hurts")."""
@@ -32,7 +31,9 @@ _VERDICTS = ("hurts", UNKNOWN, "helps", TOO_FEW)  # in the order of the table
 class Study:
     """Results of a study: the plan, and the sums over cases (``answers``) by site.
 
-    The models are the primary method, other federated methods, ``central`` if trained, and ``local``.
+    The models are the primary method, other federated methods, ``central`` if trained, and ``local``. With a secure sum
+    ``answers`` is empty, and ``totals`` has by method: number of sites, four sums (:func:`effect_sums`), both models'
+    mean scores over the sites, and the mean difference by seed.
     """
 
     metric: str
@@ -43,6 +44,7 @@ class Study:
     kinds: Mapping[str, Kind]
     answers: Mapping[str, Answer]
     megabytes: Mapping[str, float]
+    totals: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,25 @@ def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
         gain = random_effects([one.value for one in gains], [one.variance for one in gains])
     values = tuple(float(np.mean([row.values[place] for row in used])) for place in (0, 1))
     by_seed = tuple(float(np.mean(seed)) for seed in zip(*(row.by_seed for row in used), strict=True))
+    return _mean_gain(used[0].method, used[0].baseline, len(used), values, gain, by_seed)
+
+
+def _overall(study: Study, method: str, baseline: str, rows: Sequence[SiteGain]) -> SiteGain:
+    if not study.totals:
+        return pool_sites(rows)
+    if baseline != study.models[-1]:
+        return SiteGain("", method, baseline)
+    sign, (sites, *totals) = 1 if study.higher_is_better else -1, study.totals[method]
+    gain = effect_of_sums(totals[:4], int(sites))
+    by_seed = tuple(sign * value for value in totals[6:])
+    return _mean_gain(method, baseline, int(sites), totals[4:6], replace(gain, value=sign * gain.value), by_seed)
+
+
+def _mean_gain(
+    method: str, baseline: str, count: int, values: Sequence[float], gain: Estimate, by_seed: tuple[float, ...]
+) -> SiteGain:
     return SiteGain(
-        "", used[0].method, used[0].baseline, len(used), (values[0], values[1]), gain, by_seed,
+        "", method, baseline, count, (values[0], values[1]), gain, by_seed,
         float(gain.p_value()), float(gain.detectable(1 - LEVEL)),
     )  # fmt: skip
 
@@ -153,8 +172,9 @@ def write_study(study: Study, folder: Path) -> str:
     text = describe(study)
     write_text_atomically(folder / "study.md", f"{text}\n")
     if has_matplotlib():
-        rows = compare_sites(study, study.models[0], study.models[-1])
-        draw_forest([*rows, pool_sites(rows)], folder / "forest.png")
+        pair = study.models[0], study.models[-1]
+        rows = compare_sites(study, *pair)
+        draw_forest([*rows, _overall(study, *pair, rows)], folder / "forest.png")
     return text
 
 
@@ -168,16 +188,18 @@ def describe(study: Study) -> str:
     baseline = study.models[-1]
     methods = [model for model in study.models[:-1] if model != "central"]
     tables = [compare_sites(study, method, baseline) for method in methods]
-    pooled = [pool_sites(rows) for rows in tables]
+    pooled = [_overall(study, method, baseline, rows) for method, rows in zip(methods, tables, strict=True)]
     others = holm([row.adjusted for row in pooled[1:]])
     pooled[1:] = [replace(row, adjusted=float(p)) for row, p in zip(pooled[1:], others, strict=True)]
     losers = [f"{row.site} ({_signed(row)})" for row in tables[0] if row.verdict == "hurts"]
     lines = [
         f"`{methods[0]}` hurts at {', '.join(losers)}." if losers else f"No site is shown to lose with `{methods[0]}`."
     ]
+    if study.totals:
+        lines = ["The secure sum hides the sites: only the mean over sites is known. Every site has the site's gain."]
     for place, (rows, over) in enumerate(zip(tables, pooled, strict=True)):
         kind = "primary comparison" if place == 0 else "exploratory"
-        lines += [f"`{rows[0].method}` against `{baseline}` ({kind}):", _table(study, rows, over)]
+        lines += [f"`{over.method}` against `{baseline}` ({kind}):", _table(study, rows, over)]
     return "\n\n".join([*lines, _note(study, tables[0], pooled[0])])
 
 
@@ -204,7 +226,7 @@ def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
 
 
 def _table(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:
-    method, baseline = rows[0].method, rows[0].baseline
+    method, baseline = over.method, over.baseline
     central = {} if "central" not in study.models else {
         row.site: row.values[1] for row in compare_sites(study, method, "central")
     }  # fmt: skip
@@ -227,7 +249,7 @@ def _note(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:
     seeds, direction = len(study.seeds), "" if study.higher_is_better else ", positive if the score falls"
     notes = [
         f"`{study.metric}` at each site, {'one seed' if seeds == 1 else f'mean over {seeds} seeds'}. Gain: difference"
-        f" to `{rows[0].baseline}` on the same cases{direction}.",
+        f" to `{over.baseline}` on the same cases{direction}.",
         "The intervals cover the choice of cases, for the models trained here. Verdicts: 5 % error over all sites"
         " (Holm); `shown from` is the smallest gain with a power of 80 % at a site of this size.",
     ]
@@ -243,21 +265,19 @@ def _note(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:
 
 
 def _csv(study: Study) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     header = ["site", "method", "baseline", "n", "method_score", "baseline_score", "gain", "low", "high", "p", "p_holm"]
-    writer.writerow([*header, "shown_from", "verdict", *(f"gain_seed_{seed}" for seed in study.seeds)])
+    lines: list[list[Any]] = [[*header, "shown_from", "verdict", *(f"gain_seed_{seed}" for seed in study.seeds)]]
     for place, method in enumerate(study.models):
         for baseline in study.models[place + 1 :]:
             rows = compare_sites(study, method, baseline)
-            for row in [*rows, pool_sites(rows)]:
+            for row in [*rows, _overall(study, method, baseline, rows)]:
                 numbers: list[Any] = [row.count or "", *row.values]
                 if row.gain is not None:
                     numbers += [row.gain.value, *row.interval, row.gain.p_value(), row.adjusted, row.detectable]
                 else:
                     numbers = ["" for _ in range(9)]
-                writer.writerow([row.site or "all sites", method, baseline, *numbers, row.verdict, *row.by_seed])
-    return text.getvalue()
+                lines.append([row.site or "all sites", method, baseline, *numbers, row.verdict, *row.by_seed])
+    return csv_text(lines)
 
 
 def _signed(row: SiteGain) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -22,17 +23,21 @@ from lightning_fed.callbacks.evaluation.client_evaluation import loaders_of
 from lightning_fed.callbacks.evaluation.data_pass import Stage
 from lightning_fed.callbacks.evaluation.results import is_score
 from lightning_fed.callbacks.evaluation.tables import row_name
-from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault
 from lightning_fed.federated_callback import AskableCallback
 from lightning_fed.messages import Client, ClientUpdate
-from lightning_fed.study.answers import LOCAL, Answer, Kind, answer_site
+from lightning_fed.privacy.masked_sums import decode, encode, to_numbers, to_words
+from lightning_fed.study.answers import LOCAL, Answer, Kind, answer_site, estimate
 from lightning_fed.study.report import Study, describe, write_study
 from lightning_fed.study.site_scores import check_rounds, score_site
+from lightning_fed.study.statistics import effect_sums, tau_squared_of_sums
 
 _log = logging.getLogger(__name__)
 
 _LENGTHS: dict[str, int] = {"scores": 6, "areas": 10, "replicates": 9}  # sums for a pair, by kind of score
+
+_SUM = "study/sum"
 
 _NAME = re.compile(r"[\w.:=+\-]{1,100}")
 
@@ -44,8 +49,8 @@ class SiteStudy(AskableCallback):
     scores in ``folder/sites``. The answer to the server contains only sums over cases, for each pair of models and each
     seed. If the study has fits of ``"local"`` and of another model, the server writes the files of :func:`write_study`.
     The first model other than ``"local"`` is the primary comparison. Every site also writes a table for the site's own
-    use, ``sites/<client>.md``. With a secure sum or central privacy the sites send no sums, and only the sites' tables
-    are written.
+    use, ``sites/<client>.md``. With a secure sum the server learns only sums over sites, and writes the mean gain over
+    sites; with central privacy the sites send no sums.
 
     For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 
@@ -118,23 +123,54 @@ class SiteStudy(AskableCallback):
         question = {"metric": self.metric, "model": self.model, "seed": seed, "models": models, "seeds": seeds}
         with federation.averages_in_place():
             answers = federation.ask(pl_module, self, federation.population.clients, question, own=True)
-        kinds, sums = dict[str, Kind](), dict[str, Answer]()
+        kinds, sums, totals = dict[str, Kind](), dict[str, Answer](), dict[str, list[float]]()
         for client, update in answers.updates.items():
             try:
                 kinds[row_name(client)], sums[row_name(client)] = _read_sums(update, models, seeds)
             except BadUpdate as error:
                 _log.warning("The study excludes the answer of client %r: %s.", client, error)
-        missing = ""
-        if federation.server.chain.reveals != "update":
-            missing = "secure sums or central privacy hide the scores of single sites; each site has the site's table"
+        missing, reveals = "", federation.server.chain.reveals
+        if reveals == "model":
+            missing = "central privacy hides the scores of single sites; each site has the site's table"
         elif not seeds or len(models) < 2 or models[-1] != LOCAL:
             missing = f"a table needs {LOCAL!r} and another model with an equal seed, but the study has {models}"
-        if missing or not sums:
+        elif reveals == "sum":
+            totals = self._sum_sites(federation, pl_module, list(answers.updates), question)
+            kinds, sums = {}, {}
+        if missing or not (sums or totals):
             _log.info("The study has no table yet: %s.", missing or "no site answered")
             return
         means = {model: sum(by_seed.values()) / len(by_seed) for model, by_seed in megabytes.items()}
-        study = Study(self.metric, is_score(self.metric), models, seeds, self.min_support, kinds, sums, means)
+        study = Study(self.metric, is_score(self.metric), models, seeds, self.min_support, kinds, sums, means, totals)
         _log.info("%s", write_study(study, self.folder))
+
+    def _sum_sites(
+        self,
+        federation: Federation,
+        module: L.LightningModule,
+        clients: Sequence[Client],
+        question: Mapping[str, Any],
+    ) -> dict[str, list[float]]:
+        """Asks for secure sums over the sites: first for the variance between sites, then for the mean gain."""
+        methods, width = question["models"][:-1], 6 + len(question["seeds"])
+        tau_squared = [0.0] * len(methods)
+        for is_last in (False, True):
+            asked = {**question, "sum": _name_sum(question), "tau_squared": tau_squared}
+            updates = list(federation.ask(module, self, clients, asked).updates.values())
+            clients = [member for update in updates for member in update.clients]
+            if len(clients) < 2:
+                return {}
+            numbers = np.sum([to_numbers(next(iter(update.extras.values()))) for update in updates], axis=0)
+            total = decode(to_words(numbers))
+            if len(total) != width * len(methods) or min(total[::width]) <= 0:
+                _log.warning("The study excludes the sum over sites: a site has sent wrong numbers.")
+                return {}
+            found = np.reshape(np.asarray(total), (-1, width))
+            tau_squared = tau_squared_of_sums(found[:, :4], len(clients)).tolist()
+            if is_last or not any(tau_squared):
+                break
+        found[:, 4:] /= len(clients)
+        return {method: [len(clients), *row] for method, row in zip(methods, found.tolist(), strict=True)}
 
     @property
     def _runs(self) -> Path:
@@ -146,24 +182,27 @@ class SiteStudy(AskableCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
     ) -> ClientUpdate:
         model, seed, models, seeds = self._read_question(question)
+        reveals = find_federation(trainer).server.chain.reveals
         loaders = loaders_of(trainer, self.stage)
         if client not in loaders:
             raise ClientFault(f"it has no {self.stage} data")
         path = self.folder / "sites" / f"{urllib.parse.quote(row_name(client), safe='')}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        settings = [self.metric, self.stage, self.patient]
+        settings = [self.metric, self.stage, self.patient, reveals]
         content = {"settings": settings, "runs": {}} | _read(path)
         if content["settings"] != settings:
-            raise ClientFault("its scores from earlier fits have another metric, stage or patient key")
+            raise ClientFault("its scores from earlier fits have another metric, stage, patient key or secure sum")
         runs = content["runs"]
+        if "sum" in question:
+            if reveals != "sum":
+                raise ClientFault("its federation has no secure sum")
+            return self._answer_sum(client, _compared(runs, models, seeds), question)
         found = score_site(trainer, module, client, loaders[client], self.metric, self.stage, self.patient, 1.0)
         runs.setdefault(model, {})[str(seed)] = found
         write_text_atomically(path, json.dumps(content))
-        if any(str(one) not in runs.get(other, {}) for other in models for one in seeds):
-            raise ClientFault("it has no scores from an earlier fit of this study: repeat that fit")
+        compared = _compared(runs, models, seeds)
         if not seeds or len(models) < 2:
             return ClientUpdate(client, 1, {})
-        compared = {other: {one: runs[other][str(one)] for one in seeds} for other in models}
         try:
             kind, answer = answer_site(compared, 2)
             sent = answer_site(compared, self.min_support)[1]
@@ -173,7 +212,7 @@ class SiteStudy(AskableCallback):
             name = row_name(client)
             study = Study(self.metric, is_score(self.metric), models, seeds, 2, {name: kind}, {name: answer}, {})
             write_text_atomically(path.with_suffix(".md"), f"{describe(study)}\n")
-        if find_federation(trainer).server.chain.reveals != "update":
+        if reveals != "update":
             return ClientUpdate(client, 1, {})
         extras = {
             f"study/{kind}/{pair}/{part}": torch.tensor(numbers, dtype=torch.float64)
@@ -181,6 +220,24 @@ class SiteStudy(AskableCallback):
             for part, numbers in parts.items()
         }
         return ClientUpdate(client, 1, {}, extras)
+
+    def _answer_sum(
+        self, client: Client, compared: Mapping[str, Mapping[int, Any]], question: Mapping[str, Any]
+    ) -> ClientUpdate:
+        *methods, baseline = compared
+        if question["sum"] != _name_sum(question):
+            raise ClientFault("the request gives a wrong name for the sum")
+        kind, answer = answer_site(compared, self.min_support)
+        if not answer:
+            raise ClientFault(f"it has fewer cases than its min_support={self.min_support}")
+        terms: list[float] = []
+        for method, tau_squared in zip(methods, question["tau_squared"], strict=True):
+            (gain, _, values), *by_seed = [estimate(kind, sums) for sums in answer[f"{method}|{baseline}"].values()]
+            if not gain.variance > 0:
+                raise ClientFault(f"the gain of {method!r} has no variance")
+            terms += [*effect_sums(gain.value, gain.variance, tau_squared).tolist(), *values]
+            terms += [float(found.value) for found, *_ in by_seed]
+        return ClientUpdate(client, 1, {}, {_SUM: encode(terms)})
 
     def _read_question(self, question: Mapping[str, Any]) -> tuple[str, int, list[str], list[int]]:
         model, seed, models, seeds = (question.get(name) for name in ("model", "seed", "models", "seeds"))
@@ -193,6 +250,16 @@ class SiteStudy(AskableCallback):
         if not all(type(number) is int for number in (seed, *seeds)):
             raise ClientFault("the request has an invalid seed")
         return str(model), int(seed or 0), models, seeds
+
+
+def _compared(runs: Mapping[str, Any], models: Sequence[str], seeds: Sequence[int]) -> dict[str, dict[int, Any]]:
+    if any(str(one) not in runs.get(other, {}) for other in models for one in seeds):
+        raise ClientFault("it has no scores from an earlier fit of this study: repeat that fit")
+    return {other: {one: runs[other][str(one)] for one in seeds} for other in models}
+
+
+def _name_sum(question: Mapping[str, Any]) -> str:
+    return json.dumps([question[name] for name in ("metric", "models", "seeds")])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -186,20 +186,42 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
     sites = y.shape[-1]
     if sites < 2 or not (v > 0).all():
         raise ValueError(f"Expected at least two sites with positive variances, but got variances {v.tolist()!s:.100}.")
-    weights = 1 / v
-    total = weights.sum(-1)
-    fixed = (weights * y).sum(-1) / total
-    q = (weights * (y - fixed[..., None]) ** 2).sum(-1)
-    excess = q - (sites - 1)
-    tau_squared = np.maximum(excess / (total - (weights * weights).sum(-1) / total), 0.0)
-    weights = 1 / (v + tau_squared[..., None])
-    total = weights.sum(-1)
-    mean = (weights * y).sum(-1) / total
-    spread = (weights * (y - mean[..., None]) ** 2).sum(-1) / ((sites - 1) * total)
+    fixed = (y / v).sum(-1) / (1 / v).sum(-1)
+    centered = y - fixed[..., None]  # against cancellation
+    sums = effect_sums(centered, v).sum(-2)
+    q, tau_squared = sums[..., 2], tau_squared_of_sums(sums, sites)
+    mean = effect_of_sums(effect_sums(centered, v, tau_squared[..., None]).sum(-2), sites)
     with np.errstate(divide="ignore", invalid="ignore"):
-        i_squared = np.where(excess > 0, excess / q, 0.0)
-    degrees = np.full_like(mean, sites - 1)
-    return RandomEffects(mean, np.maximum(spread, 1 / total), degrees, fixed, q, tau_squared, i_squared)
+        i_squared = np.where(q > sites - 1, 1 - (sites - 1) / q, 0.0)
+    return RandomEffects(fixed + mean.value, mean.variance, mean.degrees, fixed, q, tau_squared, i_squared)
+
+
+def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike = 0.0) -> Floats:
+    """Terms ``(..., 4)`` whose sums over sites give :func:`random_effects`: w, w times difference, w times square, w^2.
+
+    The weight w is the inverse of a site's variance plus ``tau_squared``.
+
+    Example:
+        >>> effect_sums(0.5, 0.25).tolist()
+        [4.0, 2.0, 1.0, 16.0]
+    """
+    y, v, tau = (np.asarray(value, np.float64) for value in (values, variances, tau_squared))
+    weights = 1 / (v + tau)
+    return np.stack([weights, weights * y, weights * y * y, weights * weights], axis=-1)
+
+
+def tau_squared_of_sums(sums: ArrayLike, sites: int) -> Floats:
+    """Variance between sites (DerSimonian and Laird), from :func:`effect_sums` with ``tau_squared`` 0."""
+    weights, total, squares, of_weights = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
+    q = squares - total * total / weights
+    return np.asarray(np.maximum((q - (sites - 1)) / (weights - of_weights / weights), 0.0))
+
+
+def effect_of_sums(sums: ArrayLike, sites: int) -> Estimate:
+    """Mean difference over sites as in :func:`random_effects`, from :func:`effect_sums` with the known variance."""
+    weights, total, squares, _ = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
+    spread = (squares - total * total / weights) / ((sites - 1) * weights)
+    return Estimate(total / weights, np.maximum(spread, 1 / weights), np.full_like(weights, sites - 1))
 
 
 def holm(p_values: ArrayLike) -> Floats:

@@ -125,7 +125,7 @@ def test_some_rounds_alone(federated_trainer):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_it_needs_the_clients_own_data(federated_trainer):
-    with pytest.raises(MisconfigurationException, match="Expected validation data as a mapping from client to data"):
+    with pytest.raises(MisconfigurationException, match="`LocalEvaluation` has no data to evaluate, because"):
         federated_trainer(max_rounds=1, callbacks=[LocalEvaluation()]).fit(
             models.Module(Net()), models.as_datasets(models.images(TRAIN))
         )

@@ -1,8 +1,9 @@
 """`SiteStudy`: sites on other machines answer with sums, and the sums equal the scores of plain PyTorch."""
 
+import csv
 import itertools
 import json
-import logging
+import shutil
 
 import lightning as L
 import numpy as np
@@ -22,9 +23,11 @@ from lightning_fed.backends.wire.server import run_server
 from lightning_fed.errors import BadUpdate, ClientFault
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.privacy import SecureSum
+from lightning_fed.privacy.masked_sums import decode
 from lightning_fed.steps import MaxSamples
 from lightning_fed.study import SiteStudy
 from lightning_fed.study.site_study import _read_sums
+from tests import references_study as reference
 from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import OPTIONS
 from tests.backends.site.test_policy import answers_in, write_policy
@@ -42,7 +45,7 @@ def federation(model, seed=3, steps=()):
     return Federation("fedavg", personal=["*"] if model == "local" else (), seed=seed, steps=list(steps))
 
 
-def on_flower(folder, model, rounds=ROUNDS, metric="test_loss", stores="", **options):
+def on_flower(folder, model, rounds=ROUNDS, metric="test_loss", stores="", min_support=10, **options):
     """Fits with a node for north and tiny, and a node for south; returns the server's module and the answers."""
     sent = []
 
@@ -52,7 +55,7 @@ def on_flower(folder, model, rounds=ROUNDS, metric="test_loss", stores="", **opt
         return [content]
 
     def half(place):
-        return [SiteStudy(model, metric, folder / place)]
+        return [SiteStudy(model, metric, folder / place, min_support=min_support)]
 
     apps = {
         node: client_app(
@@ -171,14 +174,105 @@ def test_a_policy_names_the_sums(tmp_path, caplog):
     assert (last["answer"], last["rule"]) == ("evaluation", {"refused": "metrics"})
 
 
-def test_with_a_secure_sum_only_the_sites_have_tables(tmp_path, caplog):
-    steps = [MaxSamples(40), SecureSum(5.0)]
-    with caplog.at_level(logging.INFO, "lightning_fed"):
-        answers = [on_flower(tmp_path, model, steps=() if model == "local" else steps)[1] for model in MODELS[::-1]]
-    assert {len(answer["data"]) for answer in answers[-1]} == {0}
+STEPS = (MaxSamples(40), SecureSum(5.0))
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory):
+    folder, fits = tmp_path_factory.mktemp("secured"), {}
+    with same_random_numbers():
+        for model, seed in itertools.product(MODELS, (3, 4)):
+            fits[model, seed] = on_flower(folder, model, seed=seed, stores=f"{model}{seed}-", steps=STEPS)[1]
+    return folder, fits
+
+
+def gains_of(folder, sites=("north", "south")):
+    """Gain with variance by site, from the scores in the sites' files, and by seed."""
+    pairs = []
+    for site in sites:
+        runs = json.loads((folder / f"{site}.json").read_text())["runs"]
+        scores = np.array([[runs[model][f"{seed}"]["scores"] for seed in (3, 4)] for model in MODELS])
+        difference = (scores[0] - scores[1]).mean(0)
+        by_seed = (scores[0] - scores[1]).mean(-1)
+        pairs.append((difference.mean(), difference.var(ddof=1) / len(difference), by_seed, scores.mean((1, 2))))
+    return zip(*pairs, strict=True)
+
+
+def test_a_secure_sum_gives_the_mean_over_sites(secured):
+    """The mean equals the mean from the sites' own files. The site with few cases is not in the sum."""
+    folder, _ = secured
+    study = json.loads((folder / "server" / "study.json").read_text())
+    values, variances, by_seed, scores = gains_of(folder / "sites" / "sites")
+    mean, variance, _ = reference.random_effects([float(-one) for one in values], [float(one) for one in variances])
+    sites, *totals = study["totals"]["fedavg"]
+    assert (study["answers"], sites) == ({}, 2)
+    assert totals[4:6] == pytest.approx(np.mean(scores, 0), rel=1e-12)
+    assert totals[6:] == pytest.approx(np.mean(by_seed, 0), rel=1e-12)
+    (row,) = csv.DictReader((folder / "server" / "study.csv").read_text().splitlines())
+    half = stats.t.ppf(0.975, 1) * variance**0.5
+    assert [float(row[name]) for name in ("gain", "low", "high")] == pytest.approx([mean, mean - half, mean + half])
+    table = (folder / "server" / "study.md").read_text()
+    assert "| all sites | 2 sites |" in table
+    assert "The secure sum hides the sites" in table
+    assert "`fedavg` against `local`" in (folder / "sites" / "sites" / "tiny.md").read_text()
+
+
+def test_the_server_sees_masked_numbers_only(secured):
+    """Answers that could be decoded without the masks would be small numbers."""
+    folder, fits = secured
+    own = {
+        site: gain for site, gain in zip(("north", "south"), next(gains_of(folder / "sites" / "sites")), strict=True)
+    }
+    asked = fits["local", 4]
+    masked = [answer for answer in asked if len(answer["data"])]
+    assert len(asked) > len(masked)
+    assert {answer["header"]["client"] for answer in masked} == {"north", "south"}
+    assert len(masked) == 2 * 2  # for the variance between sites, and for the mean
+    for answer in masked:
+        assert [row[0] for row in answer["tensors"]["extras"]] == ["study/sum"]
+        assert answer["tensors"]["state"] == []
+        assert answer["header"]["metrics"] == {}
+        words = torch.frombuffer(bytearray(answer["data"]), dtype=torch.int32).reshape(-1, 8)
+        assert min(map(abs, decode(words))) > 1e30
+        assert own[answer["header"]["client"]] not in decode(words)
+    first, second = (answer["data"] for answer in masked if answer["header"]["client"] == "north")
+    assert first[:32] != second[:32]
+    for model, seed in (("fedavg", 3), ("fedavg", 4)):
+        assert {len(answer["data"]) for answer in fits[model, seed]} == {0}
+
+
+def test_one_process_gives_the_sums_of_the_network(secured, tmp_path):
+    for model in MODELS:
+        trainer = FederatedTrainer(
+            federation=federation(model, steps=STEPS),
+            max_rounds=ROUNDS,
+            callbacks=[SiteStudy(model, "test_loss", tmp_path)],
+            **QUIET,
+        )
+        L.seed_everything(3, verbose=False)
+        trainer.fit(Net(), datamodule=Sites())
+    found = json.loads((tmp_path / "study.json").read_text())["totals"]["fedavg"]
+    expected = json.loads((secured[0] / "server" / "study.json").read_text())["totals"]["fedavg"]
+    assert found[0] == 2
+    assert found[7] == pytest.approx(expected[7], rel=1e-5)
+
+
+def test_a_fit_without_the_secure_sum_is_excluded(tmp_path, caplog):
+    """Otherwise a last fit without the step would get the sums of single sites."""
+    on_flower(tmp_path, "fedavg", steps=STEPS)
+    assert {len(answer["data"]) for answer in on_flower(tmp_path, "local")[1]} == {0}
+    assert "its scores from earlier fits have another metric, stage, patient key or secure sum" in caplog.text
     assert not (tmp_path / "server" / "study.md").exists()
-    assert "`fedavg` against `local`" in (tmp_path / "sites" / "sites" / "north.md").read_text()
-    assert "hide the scores of single sites" in caplog.text
+
+
+def test_a_sum_is_released_for_one_set_of_sites(secured, tmp_path, caplog):
+    """A repeated fit with one site more would give this site's numbers as a difference."""
+    shutil.copytree(secured[0], tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "local4")  # the server's checkpoints
+    on_flower(tmp_path / "again", "local", seed=4, stores="local4-", steps=STEPS, min_support=4)
+    assert "the sum of this round was already unmasked for other clients" in caplog.text
+    study = json.loads((tmp_path / "again" / "server" / "study.json").read_text())
+    assert study["totals"]["fedavg"][0] == 2
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

@@ -11,11 +11,14 @@ from lightning_fed.study.statistics import (
     difference_of_replicates,
     difference_of_sums,
     draw_cases,
+    effect_of_sums,
+    effect_sums,
     holm,
     mean_by_group,
     paired_sums,
     placements,
     random_effects,
+    tau_squared_of_sums,
 )
 from tests import references_study as reference
 
@@ -106,6 +109,17 @@ def test_random_effects_equal_the_papers():
         assert (found.value, found.variance, found.tau_squared) == tuple(
             map(exactly, reference.random_effects(values.tolist(), variances.tolist()))
         )
+
+
+def test_sums_over_sites_give_the_random_effects():
+    """Without the single sites' numbers. Also for offsets far above the differences' spread."""
+    rng = np.random.default_rng(2)
+    for sites, offset in ((2, 0.0), (5, 0.1), (8, 30.0)):
+        values, variances = offset + rng.normal(0, 0.05, sites), rng.uniform(1e-6, 1e-2, sites)
+        tau_squared = tau_squared_of_sums(effect_sums(values, variances).sum(0), sites)
+        found = effect_of_sums(effect_sums(values, variances, tau_squared).sum(0), sites)
+        mean, variance, _ = reference.random_effects(values.tolist(), variances.tolist())
+        assert (float(found.value), float(found.variance)) == pytest.approx((mean, variance), rel=1e-7)
 
 
 def test_random_effects_equal_statsmodels():

@@ -375,7 +375,7 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
         place = header if kind == "query.sum" else header["visit"]
         stage = header["stage"] if kind == "query.sum" else ""
         size = None
-        if kind == "train":
+        if kind == "train" or (kind == "evaluate.question" and header["peers"]):
             size = len(set(header["peers"] or ()))
         elif stage in ("shares", "open"):
             size = len(set(header["peers"]))

@@ -33,6 +33,7 @@ from lightning_fed.backends.wire.packets import (
     unreadable,
     write_train_request,
 )
+from lightning_fed.backends.wire.question_sum import Replies, ask_sum
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.backends.wire.secure_sum_server import ServerSum
 from lightning_fed.backends.wire.transport import Transport
@@ -221,13 +222,18 @@ class RemoteClientSide(RemoteSide):
         question: Mapping[str, Any],
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
-    ) -> Iterator[tuple[Client, ClientUpdate | str]]:
+    ) -> Replies:
         entries = live_entries(fit.module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
-        self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
-        messages = ((visit, send(visit), "") for visit in visits)
-        for client, reply in self._ask(fit.server, QUESTION, messages):
-            yield client, self._read_answer(reply, client, entries)
+
+        def ask(visits: Sequence[Visit], peers: list[Client] | None = None) -> Replies:
+            asked = {"hyperparameters": {}, "question": dict(question), "peers": peers}
+            self._train_request = self._common(frozen) | asked
+            messages = ((visit, send(visit), "") for visit in visits)
+            for client, reply in self._ask(fit.server, QUESTION, messages):
+                yield client, self._read_answer(reply, client, entries)
+
+        return ask_sum(self._transport, fit.server, question, visits, ask) if "sum" in question else ask(visits)
 
     def _common(self, frozen: State) -> dict[str, Any]:
         return {

@@ -39,6 +39,7 @@ from lightning_fed.backends.wire.packets import (
     write_request,
     write_update,
 )
+from lightning_fed.backends.wire.question_sum import mask_answer
 from lightning_fed.backends.wire.secure_sum_client import NOT_MASKED, NOT_SUMMED, ClientSum
 from lightning_fed.backends.wire.secure_sum_packets import SUM, SumRequest, read_sum_request
 from lightning_fed.backends.wire.server import Model
@@ -185,6 +186,8 @@ class ClientRunner:
         if remote.request is not None:
             return write_request(remote.request)
         if remote.answer is not None:
+            if (step := self._summed) is not None:
+                mask_answer(remote.answer, train_request, lambda run: self._sum_of(run, client, step))
             return write_update(remote.answer, Answer())
         update = remote.server.update
         if update is None:
@@ -211,7 +214,8 @@ class ClientRunner:
         visit, seed = train_request.visit, self._federation.schedule.seed
         if visit.client not in clients:
             raise ClientFault(NOT_HERE)
-        if kind == VISIT and (train_request.peers is None) != (self._summed is None):
+        has_peers = train_request.peers is not None
+        if (kind == VISIT or has_peers) and has_peers != (self._summed is not None):
             raise ClientFault(NOT_SUMMED if self._summed is None else NOT_MASKED)
         if train_request.seed != seed:
             raise ClientFault(

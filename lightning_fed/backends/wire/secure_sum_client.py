@@ -29,6 +29,7 @@ from lightning_fed.backends.wire.secure_sum_protocol import (
     Secrets,
     Share,
     SumError,
+    Vector,
     add_masks,
     check_peers,
     make_secrets,
@@ -80,22 +81,26 @@ class ClientSum:
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
         """Adds masks to an update in place. ``peers`` are all clients in the sum. Raises ``ClientFault`` on failure."""
         numbers = dict(sorted(maskable(update, sent).items()))
+        vector = torch.cat([value.reshape(-1).cpu() for value in numbers.values()]).numpy().view(np.uint32)
+        self.add_masks(vector, peers, round)
+        masked = torch.split(torch.from_numpy(vector.view(np.int32)), [value.numel() for value in numbers.values()])
+        for (name, value), part in zip(numbers.items(), masked, strict=True):
+            (update.state if name in update.state else update.extras)[name] = part.reshape(value.shape)
+
+    def add_masks(self, vector: Vector, peers: Sequence[Client], round: int) -> None:
+        """Adds masks to a vector in place. Raises ``ClientFault`` on failure."""
         known = self._take(round, "opened")
         keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
                 raise SumError("the server names peers that shared no secrets with this client")
-            vector = torch.cat([value.reshape(-1).cpu() for value in numbers.values()]).numpy().view(np.uint32)
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
         except SumError as error:
             raise ClientFault(str(error)) from error
         # Deletes the secrets: afterwards only the shares of other clients can restore them.
         self._put(round, "masked", {"least": least, "shares": [[peer, shares[peer]] for peer in peers]})
-        masked = torch.split(torch.from_numpy(vector.view(np.int32)), [value.numel() for value in numbers.values()])
-        for (name, value), part in zip(numbers.items(), masked, strict=True):
-            (update.state if name in update.state else update.extras)[name] = part.reshape(value.shape)
 
     def _publish(self, request: SumRequest) -> tuple[bytes, ...]:
         if self._folder.exists():

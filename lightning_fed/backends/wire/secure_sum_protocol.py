@@ -24,6 +24,7 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
@@ -36,10 +37,13 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from numpy.typing import NDArray
 
 from lightning_fed.messages import Client
+from lightning_fed.privacy.masked_sums import BYTES, to_numbers
 
-Vector = np.ndarray[tuple[int], np.dtype[np.uint32]]
+Vector: TypeAlias = NDArray[Any]
+"""Integers modulo 2^32 (uint32), or wide numbers (object)."""
 
 SECRET, KEY, NONCE = 16, 32, 12
 PUBLIC = 3 * KEY
@@ -161,12 +165,12 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
     """Masks a client's vector in place. ``others`` are published rows of other clients with opened shares."""
-    vector += _numbers(_derive(secrets.seed, b"own", context), len(vector))
+    vector += _numbers(_derive(secrets.seed, b"own", context), vector)
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
 
 
 def find_masks(
-    size: int,
+    zeros: Vector,
     peers: Mapping[Client, bytes],
     survivors: Sequence[Client],
     shares: Mapping[Client, Mapping[Client, bytes]],
@@ -174,7 +178,7 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Computes the masks contained in a sum of masked vectors.
+    """Computes the masks contained in a sum of masked vectors with the form of ``zeros``.
 
     Returns the sum of all masks, to be subtracted, and the clients with wrong but unneeded shares. ``shares`` maps
     (client, peer) to a share: of the peer's seed if the peer's vector is in the sum, else of the pairing secret.
@@ -183,16 +187,16 @@ def find_masks(
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
-    total, liars = np.zeros(size, np.uint32), set[Client]()
+    total, liars = zeros.copy(), set[Client]()
     for peer, public in peers.items():
         is_there = peer in survivors
         held = {holder: (positions[holder] + 1, rows[peer]) for holder, rows in shares.items() if holder not in liars}
         secret, wrong = _restore(peer, held, least, public, is_there)
         liars |= wrong
         if is_there:
-            total += _numbers(_derive(secret, b"own", context), size)
+            total += _numbers(_derive(secret, b"own", context), zeros)
         else:
-            lost = np.zeros(size, np.uint32)
+            lost = zeros.copy()
             _add_pairs(lost, secret, public, (peers[survivor] for survivor in survivors), context)
             total -= lost
     return total, [holder for holder in shares if holder in liars]
@@ -239,7 +243,7 @@ def _add_pairs(vector: Vector, pairing: bytes, public: bytes, others: Iterable[b
     private, own = _pairing_key(pairing), public[KEY : 2 * KEY]
     for other in others:
         key = other[KEY : 2 * KEY]
-        mask = _numbers(_derive(_exchange(private, key), b"pair", context), len(vector))
+        mask = _numbers(_derive(_exchange(private, key), b"pair", context), vector)
         if own < key:  # the client with the larger key subtracts the mask
             vector += mask
         else:
@@ -270,7 +274,8 @@ def _derive(secret: bytes, purpose: bytes, context: bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY, salt=None, info=info).derive(secret)
 
 
-def _numbers(key: bytes, size: int) -> Vector:
+def _numbers(key: bytes, form: Vector) -> Vector:
+    is_wide = form.dtype == object
     # Each key is used once, so a constant counter is safe.
-    stream = Cipher(AES(key), CTR(bytes(16))).encryptor().update(bytes(4 * size))
-    return np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)
+    stream = Cipher(AES(key), CTR(bytes(16))).encryptor().update(bytes((BYTES if is_wide else 4) * len(form)))
+    return to_numbers(stream) if is_wide else np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)

@@ -6,9 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from lightning_fed.backends.wire.packets import NOT_HERE, Fault, unreadable
 from lightning_fed.backends.wire.secure_sum_packets import (
     OPENED,
@@ -24,7 +21,7 @@ from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.console import round_number
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
-from lightning_fed.privacy.secure_sum import RingSum
+from lightning_fed.privacy.masked_sums import MaskedSum
 from lightning_fed.server.server import ServerInterface
 
 _log = logging.getLogger(__name__)
@@ -38,7 +35,7 @@ class ServerSum:
     """
 
     def __init__(
-        self, transport: Transport, server: ServerInterface, secret_sum: RingSum, run: str, distrusted: set[Client]
+        self, transport: Transport, server: ServerInterface, secret_sum: MaskedSum, run: str, distrusted: set[Client]
     ) -> None:
         self.distrusted = distrusted
         self._transport, self._server, self._sum, self._run = transport, server, secret_sum, run
@@ -123,12 +120,10 @@ class ServerSum:
         fields = {"peers": peers, "survivors": is_there}
         answers = self._ask("unmask", survivors, lambda client: fields, counts=False)
         shares = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
-        names = sorted(self._sum.total)
-        sizes = [self._sum.total[name].numel() for name in names]
         context = context_of(self._run, self._server.report.round)
         try:
             masks, liars = find_masks(
-                sum(sizes), self.peers, survivors, shares, self._positions, self._sum.least, context
+                self._sum.zeros(), self.peers, survivors, shares, self._positions, self._sum.least, context
             )
         except Exception as error:  # invalid shares can raise several exception types
             reason = str(error) if isinstance(error, SumError) else describe(error)
@@ -145,10 +140,7 @@ class ServerSum:
         for liar in liars:
             words = "Round %d: client %r sent wrong shares; the sum was unmasked without these shares."
             _log.warning(words, round_number(self._server.report.round), liar)
-        parts = torch.split(torch.from_numpy(masks.view(np.int32)), sizes)
-        self._sum.subtract(
-            {name: part.reshape(self._sum.total[name].shape) for name, part in zip(names, parts, strict=True)}
-        )
+        self._sum.subtract(masks)
 
     def _are_enough(self, clients: Collection[Client]) -> bool:
         if len(clients) >= self._sum.least:

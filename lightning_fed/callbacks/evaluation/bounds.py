@@ -79,7 +79,11 @@ def find_outliers(
     for key in _names(report.states for report in reports.values()):
         counts = _finite({client: _count(report, key) for client, report in reports.items()})
         _compare_counts(outliers, f"counts of metric {key!r}", counts)
-    supports = _finite({client: _support(report) for client, report in reports.items()})
+    supports = _finite({
+        client: float(report.support.sum()) / report.num_samples
+        for client, report in reports.items()
+        if report.support is not None
+    })  # fmt: skip
     _compare_counts(outliers, "examples per class", supports)
     return outliers
 
@@ -122,10 +126,6 @@ def _count(report: EvaluationReport, key: str) -> float | None:
         return None
     counts = [float(value.double().sum()) for value in report.states[key].values.values() if is_count(value)]
     return sum(counts) / report.num_samples if counts else None
-
-
-def _support(report: EvaluationReport) -> float | None:
-    return None if report.support is None else float(report.support.sum()) / report.num_samples
 
 
 def _compare_examples(

@@ -254,7 +254,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
                 federation.round_log.put(trainer, trainer.current_epoch, {name: value})
             else:
                 module.log(name, value, prog_bar=name in shown, on_step=False, on_epoch=True, batch_size=1)
-        if _has_own_models(trainer, federation):
+        if has_own_models(trainer, federation):
             reports = self.evaluate(trainer, module, stage, own=True)
             values = self._pooled(trainer, module, stage, reports)
         self._log_clients(trainer, reports, values)
@@ -315,7 +315,9 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
         values: dict[str, float] = {}
         for name, by_client in results.values.items():
             if len(by_client) <= _MAX_CLIENTS_BY_NAME:
-                values |= {f"client/{_loggable(client)}/{name}": value for client, value in by_client.items()}
+                for client, value in by_client.items():
+                    loggable = row_name(client).encode(errors="backslashreplace").decode()
+                    values[f"client/{loggable}/{name}"] = value
         summary = {f"fed/{name}": value for name, value in results.summary().items()}
         summary |= {f"fed/{name}/pooled": value for name, value in pooled.items()}
         find_federation(trainer).round_log.put(trainer, trainer.current_epoch, summary | values, {"clients": values})
@@ -477,7 +479,15 @@ def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 
 
-def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
+def check_clients_data(trainer: L.Trainer, name: str) -> None:
+    """Refuses a callback (``name``) on a server without any client's validation data."""
+    federation = find_federation(trainer)
+    if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
+        raise MisconfigurationException(f"`{name}` {NO_CLIENTS}")
+
+
+def has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
+    """True if evaluation uses a separate model for each client."""
     has_personal_entries = "personal" in federation.policies.values()
     if federation.has_own_statistics or has_personal_entries or federation.server.rule.has_clusters:
         return True
@@ -491,10 +501,6 @@ def _advice(error: Exception) -> str:
         " A batch is too small for a BatchNorm layer that normalises with batch statistics, as with "
         "LocalStatistics(unseen='batch'): set another batch size, or `drop_last=True`, in that client's loader."
     )
-
-
-def _loggable(client: Client) -> str:
-    return row_name(client).encode(errors="backslashreplace").decode()
 
 
 def _check_clients(clients: object) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import lightning as L
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.callbacks.evaluation.client_evaluation import has_clients, loaders_of
+from lightning_fed.callbacks.evaluation.client_evaluation import check_clients_data, loaders_of
 from lightning_fed.callbacks.evaluation.data_pass import evaluate_data
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
@@ -39,9 +38,7 @@ class LocalEvaluation(FederatedCallback):
         self.every_n_rounds = check_count("every_n_rounds", every_n_rounds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = find_federation(trainer)
-        if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
-            raise MisconfigurationException("Expected validation data as a mapping from client to data, but got none.")
+        check_clients_data(trainer, "LocalEvaluation")
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate

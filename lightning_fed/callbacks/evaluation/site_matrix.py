@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS, ClientEvaluation, has_clients
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation, check_clients_data
 from lightning_fed.callbacks.evaluation.tables import GLOBAL, Table, row_name
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
@@ -66,9 +66,7 @@ class SiteMatrix(FederatedCallback):
             raise MisconfigurationException(f"`SiteMatrix` cannot be computed: {reason}.")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = find_federation(trainer)
-        if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
-            raise MisconfigurationException(f"`SiteMatrix` {NO_CLIENTS}")
+        check_clients_data(trainer, "SiteMatrix")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._models = {}

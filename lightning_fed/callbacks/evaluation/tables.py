@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,9 +46,7 @@ class Table:
         return [[row, *(self._cell(row, column, digits) for column in self.columns)] for row in self.rows]
 
     def csv(self) -> str:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([[self.corner, *self.columns], *self.cells(17)])
-        return text.getvalue()
+        return csv_text([[self.corner, *self.columns], *self.cells(17)])
 
     def markdown(self) -> str:
         return markdown_table([[self.corner, *self.columns], *self.cells(3)])
@@ -83,6 +81,13 @@ class Table:
         if math.isnan(value):
             return ""
         return f"{value:.0f}" if value.is_integer() else f"{value:.{digits}g}"
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """Formats rows as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 ALL, GLOBAL = "all", "global"

@@ -81,8 +81,11 @@ class Parties:
         return {holder: {peer: self.share(holder, peer, survivors) for peer in self.peers} for holder in helpers}
 
     def masks(self, size, survivors, helpers=None):
+        return self.masks_like(np.zeros(size, np.uint32), survivors, helpers)
+
+    def masks_like(self, zeros, survivors, helpers=None):
         shares = self.shares(survivors if helpers is None else helpers, survivors)
-        masks, liars = find_masks(size, self.peers, survivors, shares, self.positions, self.least, CONTEXT)
+        masks, liars = find_masks(zeros, self.peers, survivors, shares, self.positions, self.least, CONTEXT)
         assert liars == []
         return masks
 
@@ -122,7 +125,7 @@ def test_sums_are_those_of_the_simulation(lost):
             hidden = parties.masked(name, vector.numpy().reshape(-1).view(np.uint32)).view(np.int32).reshape(5, 9)
             masked.add(ClientUpdate(name, 1, {"w": torch.from_numpy(hidden)}), {})
     assert not torch.equal(plain.total["w"], masked.total["w"])
-    masked.subtract({"w": torch.from_numpy(parties.masks(45, survivors).view(np.int32)).reshape(5, 9)})
+    masked.subtract(parties.masks(45, survivors))
     assert torch.equal(plain.total["w"], masked.total["w"])
 
 
@@ -132,7 +135,7 @@ def test_below_the_threshold_nothing_is_read():
         parties.masks(10, survivors)
     shares = parties.shares(survivors, survivors)
     with pytest.raises(SumError, match="do not restore its"):  # with fewer shares another secret is restored
-        find_masks(10, parties.peers, survivors, shares, parties.positions, 4, CONTEXT)
+        find_masks(np.zeros(10, np.uint32), parties.peers, survivors, shares, parties.positions, 4, CONTEXT)
 
 
 def test_shares_that_are_not_those_that_were_sent():
@@ -140,17 +143,19 @@ def test_shares_that_are_not_those_that_were_sent():
     for lost in ([], ["gil"]):
         survivors = [name for name in NAMES if name not in lost]
         shares = parties.shares(survivors, survivors)
-        right = find_masks(10, parties.peers, survivors, shares, parties.positions, 4, CONTEXT)[0]
+        right = find_masks(np.zeros(10, np.uint32), parties.peers, survivors, shares, parties.positions, 4, CONTEXT)[0]
         of = (lost or survivors)[-1]
         shares["ann"][of] = shares["bob"][of] = b"\1" * SECRET
-        masks, liars = find_masks(10, parties.peers, survivors, shares, parties.positions, 4, CONTEXT)
+        masks, liars = find_masks(
+            np.zeros(10, np.uint32), parties.peers, survivors, shares, parties.positions, 4, CONTEXT
+        )
         assert liars == ["ann", "bob"]
         np.testing.assert_array_equal(masks, right)
         few = {name: shares[name] for name in survivors[:4]}
         with pytest.raises(
             SumError, match="its key: either this client or" if lost else "its mask: either this client or"
         ) as raised:
-            find_masks(10, parties.peers, survivors, few, parties.positions, 4, CONTEXT)
+            find_masks(np.zeros(10, np.uint32), parties.peers, survivors, few, parties.positions, 4, CONTEXT)
         assert raised.value.dealer == of
 
 
@@ -160,10 +165,10 @@ def test_one_who_seals_nonsense_is_named():
     shares = parties.shares(NAMES, NAMES)
     for cannot in NAMES[1:4]:
         shares[cannot]["ann"] = NO_SHARE
-    assert find_masks(10, parties.peers, NAMES, shares, parties.positions, 4, CONTEXT)[1] == []
+    assert find_masks(np.zeros(10, np.uint32), parties.peers, NAMES, shares, parties.positions, 4, CONTEXT)[1] == []
     shares[NAMES[4]]["ann"] = NO_SHARE
     with pytest.raises(SumError, match="4 of 7 clients cannot open the shares of client 'ann'") as raised:
-        find_masks(10, parties.peers, NAMES, shares, parties.positions, 4, CONTEXT)
+        find_masks(np.zeros(10, np.uint32), parties.peers, NAMES, shares, parties.positions, 4, CONTEXT)
     assert raised.value.dealer == "ann"
 
 
@@ -288,7 +293,7 @@ def test_a_round_of_clients(tmp_path):
     node = Node(tmp_path).through()
     shares = {name: dict(zip(node.names, node.ask("unmask", name), strict=True)) for name in node.names}
     positions = {name: position for position, name in enumerate(node.names)}
-    masks, _ = find_masks(6, node.public, node.names, shares, positions, 4, context_of("0a", 7))
+    masks, _ = find_masks(np.zeros(6, np.uint32), node.public, node.names, shares, positions, 4, context_of("0a", 7))
     total = (node.total.numpy().reshape(-1) % 2**32).astype(np.uint32) - masks
     np.testing.assert_array_equal(total, np.full(6, 25, np.uint32))
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -326,7 +331,7 @@ def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
     for part, survivors, secret in (("abe", node.names, "mask"), ("cd", list("abcd"), "key")):
         asked = {name: shares[name] for name in part}
         with pytest.raises(SumError, match=f"the shares of client 'e' do not restore its {secret}"):
-            find_masks(6, of_e, survivors, asked, positions, len(part), context_of("0a", 7))
+            find_masks(np.zeros(6, np.uint32), of_e, survivors, asked, positions, len(part), context_of("0a", 7))
 
 
 def test_every_step_comes_once_and_in_its_order(tmp_path):

@@ -1,0 +1,84 @@
+"""Secure sums over answers to questions: wide numbers, masks, and refused answers."""
+
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("cryptography")
+
+from lightning_fed.backends.site.policy import read_order
+from lightning_fed.backends.wire.packets import QUESTION, TrainRequest, write_train_request
+from lightning_fed.backends.wire.question_sum import _Total, mask_answer
+from lightning_fed.errors import ClientFault
+from lightning_fed.messages import Broadcast, ClientUpdate
+from lightning_fed.privacy.masked_sums import decode, encode, to_numbers, to_words
+from lightning_fed.server.schedule import Visit
+from tests.backends.wire.test_secure_sum_protocol import NAMES, Parties
+
+VALUES = {
+    name: [10.0 ** (place - 3), -(2.0**-80) * place, 1e12 / (place + 1), -0.5] for place, name in enumerate(NAMES)
+}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_sum_of_wide_numbers_is_exact(lost):
+    """Also if clients are lost after the shares. A single masked vector has no small number."""
+    parties, total, survivors = Parties(NAMES, 4), _Total(4), NAMES[lost:]
+    for name in survivors:
+        masked = to_words(parties.masked(name, to_numbers(encode(VALUES[name]))))
+        assert min(map(abs, decode(masked))) > 1e30
+        assert total.add(ClientUpdate(name, 1, {}, {"study/sum": masked})) == ""
+    total.subtract(parties.masks_like(total.zeros(), survivors))
+    exact = [sum(Fraction(VALUES[name][place]) for name in survivors) for place in range(4)]
+    assert decode(to_words(total.numbers)) == pytest.approx(list(map(float, exact)), rel=1e-15, abs=2**-96)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -(2.0**131)])
+def test_numbers_without_a_code_are_refused(value):
+    with pytest.raises(ValueError, match=r"finite numbers up to 2\^130"):
+        encode([1.0, value])
+
+
+def request(peers):
+    return TrainRequest("0a", Visit("ann", 1, 5), 1, 0, 7, "d", {}, peers=peers, question={"sum": "s", "callback": "C"})
+
+
+def test_a_client_with_a_secure_sum_sends_nothing_without_masks():
+    answer = ClientUpdate("ann", 1, {}, {"study/scores/a|b/all": torch.ones(6)})
+    for update, peers in ((answer, None), (ClientUpdate("ann", 1, {}, {}, {"acc": 0.5}), ["ann", "bob"])):
+        with pytest.raises(ClientFault, match="the server requests an unmasked update"):
+            mask_answer(update, request(peers), None)
+    mask_answer(ClientUpdate("ann", 1, {}), request(None), None)  # an empty answer reveals nothing
+
+
+def test_masks_belong_to_the_named_sum():
+    names = []
+
+    def sum_of(run):
+        names.append(run)
+        return SimpleNamespace(add_masks=lambda numbers, peers, round: numbers.__iadd__(round))
+
+    answer = ClientUpdate("ann", 1, {}, {"study/sum": encode([0.0])})
+    mask_answer(answer, request(["ann", "bob"]), sum_of)
+    assert to_numbers(answer.extras["study/sum"]).tolist() == [1]
+    other = request(["ann", "bob"])
+    other.question["sum"] = "t"
+    mask_answer(answer, other, sum_of)
+    assert len(set(names)) == 2
+
+
+def test_answers_of_another_form_are_excluded():
+    total, right = _Total(2), {"study/sum": encode([1.0, 2.0])}
+    for extras in ({}, {"a": torch.ones(2, 8)}, {"a": torch.tensor(3)}, right | {"b": encode([1.0])}):
+        assert "no list of masked numbers" in total.add(ClientUpdate("eve", 1, {}, extras))
+    assert total.add(ClientUpdate("ann", 1, {}, right)) == ""
+    assert "no list of masked numbers" in total.add(ClientUpdate("eve", 1, {}, {"study/sum": encode([1.0])}))
+    assert (total.clients, decode(to_words(total.numbers))) == (["ann"], [1.0, 2.0])
+
+
+def test_a_policy_sees_the_size_of_the_sum():
+    for peers, size in ((None, None), (["ann", "bob", "dan"], 3)):
+        packet = write_train_request(QUESTION, request(peers), Broadcast(1, {"w": torch.ones(2)}))
+        assert read_order(QUESTION, packet.text, packet.data).sum_size == size
