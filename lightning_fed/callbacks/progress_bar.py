@@ -36,9 +36,8 @@ class _ByRound(ProgressBar):
         metrics = super().get_metrics(trainer, pl_module)
         if isinstance(self._outputs, Mapping) and "loss" in self._outputs:
             loss = float(self._outputs["loss"])
-            if not any(
-                "loss" in name and math.isclose(float(value), loss, rel_tol=1e-6) for name, value in metrics.items()
-            ):
+            shown = [value for name, value in metrics.items() if "loss" in name and isinstance(value, float)]
+            if not any(math.isclose(value, loss, rel_tol=1e-6) for value in shown):
                 metrics.setdefault("loss", f"{loss:.3f}")
         federation = federation_of(trainer)
         if federation is not None and federation.current_client is not None:

@@ -405,6 +405,7 @@ class RoundLoop:
         round.join()
         if fit.remote is not None:
             fit.remote.exchange(round)
+            fit.cohort = round.cohort
         window, real = fit.trainer.accumulate_grad_batches, sum(planned.num_batches for planned in loader.visits)
         padded = -(-(real + loader.padding) // window) + real // -window  # Lightning's steps after the last visit
         move_log_position(fit.trainer, -min(padded, log_position(fit.trainer)))

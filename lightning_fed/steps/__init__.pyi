@@ -6,7 +6,7 @@ from lightning_fed.bounds import MaxMedianNorm as MaxMedianNorm
 from lightning_fed.bounds import MaxNorm as MaxNorm
 from lightning_fed.rule import trained_entries as trained_entries
 from lightning_fed.steps.chain import Chain as Chain
-from lightning_fed.steps.chain import counted_samples
+from lightning_fed.steps.chain import counted_samples, describe_options
 from lightning_fed.steps.update_step import Arrived
 from lightning_fed.steps.update_step import CollectingStep as CollectingStep
 from lightning_fed.steps.update_step import Held as Held
