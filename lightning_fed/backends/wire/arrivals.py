@@ -73,7 +73,7 @@ class RemoteArrivals(RemoteClientSide):
 
     def exchange(self, round: Round) -> None:
         """Starts visits and receives answers until the round's end."""
-        fit, server, order = round.fit, round.fit.server, self._order
+        server, order = round.fit.server, self._order
         number, waited = server.report.round, 0.0
         ended: dict[Client, RemoteVisit] = {}
         self._prepare(round)
