@@ -71,7 +71,7 @@ class VisitsAtOnce(ABC):
     def plan(self, fit: Any) -> Any:
         """Plans simultaneous visits before the first round. If not possible, logs the reason and returns ``None``.
 
-        The result is a :class:`~lightning_fed.rounds.visit_driver.VisitPlan`. ``fit.module`` contains the global model.
+        The result is a :class:`~lightning_fed.rounds.loop.VisitPlan`. ``fit.module`` contains the global model.
         """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import lightning.pytorch.callbacks as lightning_callbacks
@@ -60,13 +60,21 @@ from lightning_fed.process_group import process_group_of, sharing_strategy
 from lightning_fed.rounds.batch_loop import BatchLoop, shorten_log
 from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
-from lightning_fed.rounds.visit_driver import VisitPlan
+from lightning_fed.rounds.visit_driver import VisitDriver
 from lightning_fed.rule import AveragingAggregator
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
 
 _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # from Lightning 2.6 on
+
+
+class VisitPlan(NamedTuple):
+    """Plan for a fit's visits: classes of visit driver and dataloader, and the number of clients that train at once."""
+
+    driver: Callable[..., VisitDriver] = VisitDriver
+    loader: Callable[..., RoundLoader] = RoundLoader
+    clients: int = 1
 
 
 class RoundLoop:
@@ -396,7 +404,7 @@ class RoundLoop:
                 progress=fit_progress(trainer),
                 window=trainer.accumulate_grad_batches,
             )
-            self.open_round = Round(self.fit, loader, cohort, self.plan)
+            self.open_round = Round(self.fit, loader, cohort, self.plan.driver)
             self.open_round.driver.attach(partial(self._close_round, self.open_round), self._batch_loop)
             self.open_round.open()
 

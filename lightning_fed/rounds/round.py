@@ -11,7 +11,7 @@ At any time :meth:`Round.abandon`, and then :meth:`Round.end`, end the round and
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from lightning_fed.model.entries import (
 )
 from lightning_fed.numerics.trees import copy_tree
 from lightning_fed.process_group import process_group_of
-from lightning_fed.rounds.visit_driver import VisitPlan
+from lightning_fed.rounds.visit_driver import VisitDriver
 from lightning_fed.rounds.visit_flow import ClientVisit, server_callbacks
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Cohort
@@ -62,7 +62,9 @@ class Round:
 
     # 1. Open
 
-    def __init__(self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, plan: VisitPlan) -> None:
+    def __init__(
+        self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, driver: Callable[..., VisitDriver]
+    ) -> None:
         self.fit, self.cohort, self.loader = fit, cohort, loader
         self._is_new = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
@@ -81,7 +83,7 @@ class Round:
         self._untrained = [name for name in self.state if name in untrained]
         self._writes = self._count_writes()
         open_visit = partial(ClientVisit, fit, self.local, self.optimizers, self._untrained)
-        self.driver = plan.driver(fit, loader, open_visit)
+        self.driver = driver(fit, loader, open_visit)
         unchanged = {name: self.state[name] for name in self._untrained}
         self._server.held.start_round(fit.trainer.current_epoch, unchanged)
         info = RoundInfo(

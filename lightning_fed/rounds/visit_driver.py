@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
@@ -267,11 +267,3 @@ class VisitDriver:
         if self.fit.has_ranks and planned is not None and planned.fault is not None:
             raise planned.error or ClientFault(planned.fault)  # the other processes wait for this batch
         self.fit.ignore_warning("`training_step` returned `None`")
-
-
-class VisitPlan(NamedTuple):
-    """Plan for a fit's visits: classes of visit driver and dataloader, and the number of clients that train at once."""
-
-    driver: Callable[..., VisitDriver] = VisitDriver
-    loader: Callable[..., RoundLoader] = RoundLoader
-    clients: int = 1

@@ -22,7 +22,7 @@ from lightning_fed.errors import describe
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import VisitsAtOnce
 from lightning_fed.model.entries import entry_names, tensors_by_path
-from lightning_fed.rounds.visit_driver import VisitPlan
+from lightning_fed.rounds.loop import VisitPlan
 from lightning_fed.server.schedule import Schedule
 
 _log = logging.getLogger(__name__)
