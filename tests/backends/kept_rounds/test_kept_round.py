@@ -104,7 +104,7 @@ def test_a_record_has_the_epsilon_and_evaluation_of_its_round(federated_trainer,
 class Fails(FederatedCallback):
     """The client bob fails in the second round."""
 
-    def on_client_start(self, trainer, module, client):
+    def on_client_start(self, trainer, module, client, broadcast):
         if (trainer.current_epoch, client) == (1, "bob"):
             raise ClientFault("no data")
 
