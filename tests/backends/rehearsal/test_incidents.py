@@ -1,8 +1,6 @@
-"""Published incidents as deployments, and the result with this package.
+"""Published incidents as deployments, and the result with this package."""
 
-FLIP #992 and flower #4346 are missing, because neither thread is public in full.
-"""
-
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -26,6 +24,7 @@ class Incident:
         excluded: Clients that miss at least one round here.
         reason: Part of every reason for an exclusion.
         failure: Part of the reason for an early end.
+        hours: Maximum hours of the run here.
     """
 
     link: str
@@ -37,6 +36,7 @@ class Incident:
     excluded: frozenset = frozenset()
     reason: str = ""
     failure: str = ""
+    hours: float = math.inf
 
 
 NAMES = ("CAM", "MHA", "RUMC", "UKA", "UMCU", "USZ", "VHIO")
@@ -74,6 +74,11 @@ INCIDENTS = {
         "The server ran out of memory, and the job blocked the queue.",
         f"[server]\nrestarts = 200\n[sites.defaults]\nbatches = 200\n{PAIR}",
     ),
+    "a single site": Incident(
+        "https://github.com/londonaicentre/FLIP/pull/992",
+        "With one participating site no round began: the strategy waited for a second node without a limit.",
+        "[sites.Trust_1]\n",
+    ),
     "no response from a client": Incident(
         "https://github.com/NVIDIA/NVFlare/issues/249",
         "Clients behind a load balancer registered, but orders never arrived: the server waited.",
@@ -84,6 +89,12 @@ INCIDENTS = {
         "https://github.com/flwrlabs/flower/issues/4844",
         "A stopped and restarted SuperNode was connected, but no run started there.",
         "[deadline]\nseconds = 3000\nreconnect = 600\n[sites.a]\n[sites.b]\nbatches = 600\nrestarts = 100\n",
+    ),
+    "an offline node delays the round": Incident(
+        "https://github.com/flwrlabs/flower/pull/4968",
+        "A node went offline, and the server waited for an hour, until the message expired.",
+        "[sites.a]\n[sites.b]\navailability = 0.0003\noutage = 1e5\n",
+        excluded=frozenset("b"), reason="connect", hours=0.1,
     ),
     "failures of clients": Incident(
         "https://github.com/VectorInstitute/FL4Health/pull/280",
@@ -105,6 +116,7 @@ def test_an_incident_ends_well(name, tmp_path):
     outcome = rehearse(plan, 1)
     assert not outcome.violations
     assert outcome.rounds == incident.finished
+    assert outcome.hours < incident.hours
     assert {client for client, _ in outcome.excluded} <= incident.excluded
     assert bool(outcome.excluded) == bool(incident.excluded)
     assert all(incident.reason in reason for _, reason in outcome.excluded)
