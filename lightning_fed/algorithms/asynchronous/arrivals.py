@@ -228,7 +228,7 @@ class NetworkOrder(Order):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self._is_running:
             self.flying = dict(zip(state.get("clients", ()), state.get("versions", ()), strict=True))
-            self._started = state["started"]
+            self._started = state.get("started", 0)
 
 
 def read_lines(path: str) -> Iterator[list[Any]]:

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from lightning_fed.algorithms.asynchronous.arrivals import RecordedOrder
+from lightning_fed.algorithms.asynchronous.arrivals import RecordedOrder, read_lines
 from lightning_fed.algorithms.asynchronous.rules import AsynchronousRule
 from lightning_fed.backends.rehearsal.network import Message, RehearsalTransport, Site
 from lightning_fed.backends.rehearsal.profiles import DAY, Sites
@@ -87,7 +87,8 @@ class Outcome:
 
     ``megabytes`` is the traffic in both directions, for the real model. ``failure`` is the reason for an end before the
     last round. ``excluded`` maps (client, reason) to a number of rounds. ``log`` lists events as (seconds, machine,
-    text). ``answer_seconds`` lists the times between request and answer.
+    text). ``answer_seconds`` lists the times between request and answer. ``order`` lists the lines of an asynchronous
+    rule's order file.
     """
 
     seed: int
@@ -100,6 +101,7 @@ class Outcome:
     violations: list[str] = field(default_factory=list)
     log: list[tuple[float, str, str]] = field(default_factory=list)
     answer_seconds: list[float] = field(default_factory=list)
+    order: list[list[Any]] = field(default_factory=list)
 
 
 def rehearse(plan: Plan, seed: int) -> Outcome:
@@ -227,19 +229,18 @@ class _Run:
 
     def _check_models(self) -> None:
         """Compares every global model with a model trained in one process by the same clients."""
-        plan, clients = self.plan, list(self.sites)
+        plan, clients, order = self.plan, list(self.sites), self.server.folder / ORDER
         federation = plan.federation()
+        self.outcome.order = list(read_lines(str(order))) if order.exists() else []
         if plan.trains or federation.server.chain.reveals == "model":
             return
         is_exact = federation.server.chain.reveals == "update"
         server = Server(Chain(federation.server.rule, [step for step in federation.steps if step.reveals == "update"]))
         state, stored = copy_state(live_entries(plan.model())), dict[Client, State]()
         rule, population = server.rule, SimpleNamespace(clients=clients)
-        lines: list[list[Any]] = []
-        if isinstance(rule, AsynchronousRule) and (self.server.folder / ORDER).exists():
-            rule.replay = str(self.server.folder / ORDER)
+        if isinstance(rule, AsynchronousRule) and self.outcome.order:
+            rule.replay = str(order)
             rule.order = RecordedOrder(rule.replay)
-            lines = rule.order.lines
         for round, result in sorted(self.outcome.visits.items()):
             visits = rule.draw_cohort(round, federation.schedule, population).visits if result.is_new else ()
             server.start_round(RoundInfo(round, clients, seed=federation.seed), state)
@@ -264,7 +265,7 @@ class _Run:
                 is_equal and new.keys() == result.model.keys(),
                 f"round {round + 1}: the model differs from a fit in one process: a lost, doubled or changed update",
             )
-            recorded = [line for line in lines if line[0] == round]
+            recorded = [line for line in self.outcome.order if line[0] == round]
             digests = rule.digests if isinstance(rule, AsynchronousRule) else {}
             self.check(
                 not result.is_new or [[line[1], line[3]] for line in recorded] == [[*item] for item in digests.items()],

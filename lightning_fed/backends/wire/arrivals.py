@@ -46,11 +46,6 @@ class RemoteArrivals(RemoteClientSide):
     def connect(self, server: ServerInterface) -> ServerInterface:
         assert isinstance(server.rule, AsynchronousRule)
         self._rule = server.rule
-        if self._rule.replay is not None:
-            raise MisconfigurationException(
-                f"Expected no `replay` with clients on other machines, but got {self._rule.replay!r}: replay the order "
-                "in one process."
-            )
         self._rule.order, self._rule.record = self._order, str(self._folder / ORDER)
         return server
 
@@ -58,7 +53,9 @@ class RemoteArrivals(RemoteClientSide):
         """Refuses settings without a meaning in asynchronous rounds on a network."""
         super().start(fit)
         callbacks, refused = federated_callbacks(fit.trainer), ""
-        if self._transport.deadline.min_clients is not None:
+        if self._rule.replay is not None:
+            refused = "`replay`: replay the order in one process"
+        elif self._transport.deadline.min_clients is not None:
             refused = "`min_clients` in `Deadline`, because a round ends after `buffer` updates"
         elif fit.trainer.lr_scheduler_configs:
             refused = "learning-rate schedulers, because each client starts in another round"

@@ -4,6 +4,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from lightning_fed import Faults, Federation
+from lightning_fed.algorithms import FedAsync, FedBuff
 from lightning_fed.backends.rehearsal.profiles import Profile, Sites
 from lightning_fed.backends.rehearsal.rehearsal import Plan
 from lightning_fed.backends.wire import Deadline
@@ -47,6 +48,12 @@ def build_plans():
         "rough": Plan(build_sites(), federation(), 6),
         "subset": Plan(build_sites(count=5), federation(clients_per_round=2, method="fedavgm"), 6),
         "quorum": Plan(build_sites(deadline=quorum), federation(), 6),
+        "asynchronous": Plan(build_sites(), federation(method=FedBuff(2)), 8),
+        "late": Plan(
+            build_sites(count=5, deadline=Deadline(90, reconnect=20.0)),
+            federation(method=FedAsync(), clients_per_round=3),
+            12,
+        ),
         "policy": Plan(build_sites(replace(quiet, policy=POLICY)), federation(), 8),
         "restarts": Plan(build_sites(quiet, server=Profile(restarts=600.0, downtime=30.0)), federation(), 6),
         "secure sum": Plan(build_sites(quiet), federation(steps=[MaxSamples(40), SecureSum(5.0)]), 4),
