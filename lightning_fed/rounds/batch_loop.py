@@ -51,8 +51,9 @@ class BatchLoop:
     @property
     def is_over(self) -> bool:
         """True if Lightning's loop must run after this batch, to validate or to end the fit."""
-        trainer = self._trainer
-        return trainer.should_stop or trainer.received_sigterm or self._loop._is_training_done  # noqa: SLF001
+        trainer, loop = self._trainer, self._loop
+        is_last = loop._num_ready_batches_reached() if loop.max_steps == -1 else loop._is_training_done  # noqa: SLF001
+        return is_last or trainer.should_stop or trainer.received_sigterm
 
     def prepare(self) -> None:
         """Collects the hooks implemented by module and callbacks, before the second batch of a round."""
@@ -80,6 +81,11 @@ class BatchLoop:
             and trainer.strategy.model is module
             and not isinstance(trainer.optimizers[0], LightningOptimizer)  # would call the hooks a second time
         )
+        optimizer = trainer.optimizers[0]
+        self._connector._first_loop_iter = False  # noqa: SLF001 - set by the connector's `on_batch_start`
+        self._has_plain_gradients = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(
+            optimizer
+        )
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
@@ -105,7 +111,8 @@ class BatchLoop:
         progress.is_last_batch = fetcher.done
         batch = self._transfer(batch)
         progress.increment_ready()
-        self._connector.on_batch_start(batch)
+        results = loop._results  # noqa: SLF001
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
         outputs: Any = None
         if batch is not None:
             self._call("on_train_batch_start", batch, batch_idx)
@@ -184,6 +191,10 @@ class BatchLoop:
         progress.increment_started()
         if "optimizer_zero_grad" in self._module_hooks:
             self._call_module("optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
+        elif self._has_plain_gradients:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         else:
             optimizer.zero_grad()
         progress.increment_completed()

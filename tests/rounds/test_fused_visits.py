@@ -225,6 +225,19 @@ class Broken(Dataset):
         return torch.ones(6), torch.tensor(1)
 
 
+class Halving(torch.optim.SGD):
+    """Carries half of each gradient to the next batch."""
+
+    def zero_grad(self, set_to_none=True):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+
+
+def halving(parameters):
+    return Halving(parameters, lr=0.05)
+
+
 class TwoSchedulers(models.Module):
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
@@ -254,7 +267,7 @@ TABLE = {
     "logs": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"log_every_n_steps": 3}),
     "all logs": Row(lambda: LoggingAll(models.mlp(), models.momentum), {"local_epochs": 2}),
     "changed log": Row(
-        lambda: LoggingChanged(models.mlp(), models.momentum), {"faults": Faults(max_failed_rounds=None)}
+        lambda: LoggingChanged(models.mlp(), halving), {"faults": Faults(max_failed_rounds=None)}
     ),
     "hooks": Row(lambda: Hooked(models.norm_mlp(), models.momentum), trainer={"gradient_clip_val": 0.1}),
     "clip by value": Row(
