@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.pictures import PeriodicPictures, draw_matrix, log_picture, tensorboards
-from lightning_fed.callbacks.training_trace import find_class_task
+from lightning_fed.callbacks.training_trace import declared_classes, find_class_task
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
@@ -66,7 +66,8 @@ class OwnClassConfusion(PeriodicPictures):
     Args:
         clients: The clients, or a number for the first clients in the population.
         every_n_epochs: Rounds between two pictures.
-        class_names: Class names, starting with class 0. Classes without a name are labelled by index.
+        class_names: Class names, starting with class 0; by default ``class_names`` or ``classes`` of the module or the
+            datamodule. Classes without a name are labelled by index.
         target: Position of the labels in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial step. Negative and ignored labels are skipped.
         inputs: Inputs in a batch: an index, a key, or a function; by default the first element, or ``batch["image"]``.
@@ -109,6 +110,7 @@ class OwnClassConfusion(PeriodicPictures):
         self.latest: dict[Client, Confusion] = {}
         self._labels_of: BatchKey = target
         self._void: int | None = None
+        self._names = self.class_names
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -125,10 +127,11 @@ class OwnClassConfusion(PeriodicPictures):
         ]
         if unknown:
             raise OptionError(f"Expected `clients` to be clients of the federation, but got {unknown}.")
-        self._labels_of, self._void = self.target, None
+        self._labels_of, self._void, self._names = self.target, None, self.class_names
         if self.target is None:
             task = find_class_task(trainer, pl_module, "give `OwnClassConfusion` a `target`", needs_target=True)
             self._labels_of, self._void = task.target, task.ignore_index
+            self._names = self.class_names or declared_classes(trainer, pl_module, task.num_classes)[0]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         round = trainer.current_epoch
@@ -150,7 +153,7 @@ class OwnClassConfusion(PeriodicPictures):
             return
         for client, confusion in self.latest.items():
             title = f"Round {round_number(round)}, client {client}"
-            log_picture(trainer, f"{self.tag}/{client}", confusion_picture(confusion, self.class_names, title))
+            log_picture(trainer, f"{self.tag}/{client}", confusion_picture(confusion, self._names, title))
 
     def _chosen(self, trainer: L.Trainer) -> list[Client]:
         if isinstance(self.clients, int):

@@ -21,8 +21,8 @@ from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS, loa
 from lightning_fed.callbacks.evaluation.data_pass import limited_batches
 from lightning_fed.callbacks.evaluation.tables import csv_text
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
-from lightning_fed.callbacks.pictures import GREY, draw_matrix, label_grid, log_picture, save_picture
+from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, titled_grid
+from lightning_fed.callbacks.pictures import draw_matrix, log_picture, save_picture
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
 from lightning_fed.callbacks.training_trace import LabelDescription, describe_labels
 from lightning_fed.console import markdown_table, round_number
@@ -68,7 +68,8 @@ class ClientSegmentations(L.Callback):
         folder: Folder for the files; by default ``segmentation`` next to the Trainer's logs.
         class_names: Class names; further classes are shown by index. For a binary task, the name of class 1, or both
             names. By default ``class_names`` or ``classes`` of the module or the datamodule.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; by default a palette.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; by default ``class_colors`` of the module or the
+            datamodule, or a palette.
         mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
         std: Standard deviation used as divisor by the data pipeline.
         ignore_index: Class index of pixels without a label, or ``None``. ``"auto"``: in a fit, the label ignored by the
@@ -145,7 +146,7 @@ class ClientSegmentations(L.Callback):
             return
         picture = heat_map(self.rows, self.class_order())
         save_picture(picture, folder / "iou.png")
-        log_picture(trainer, f"{self.tag}/client_iou", picture, round)
+        log_picture(trainer, f"{self.tag}/client_iou", picture)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.rows and trainer.is_global_zero:
@@ -246,22 +247,10 @@ class ClientSegmentations(L.Callback):
         images, truths, predictions, entropies = zip(
             *(tensors_by_position[position] for position in chosen), strict=True
         )
-        colors = self.class_colors or default_colors(len(names))
-        grid = segmentation_grid(
-            images,
-            truths,
-            predictions,
-            class_colors=colors,
-            mean=self.mean,
-            std=self.std,
-            ignore_index=void,
-            maps=[entropies],
-        )
-        shown = sorted({label for mask in (*truths, *predictions) for label in mask.unique().tolist()})
-        legend = {names[index]: colors[index] for index in shown if index != void}
-        legend |= {"no label": GREY} if void in shown else {}
+        colors = self.class_colors or self._labels.class_colors or default_colors(len(names))
         title = f"client {client}, round {round_number(self._round(trainer))}"
-        picture = label_grid(grid, title, ("image", "truth", "prediction", "entropy"), [*chosen.values()], legend)
+        rows, maps = [*chosen.values()], {"entropy": entropies}
+        picture = titled_grid(images, truths, predictions, title, rows, names, colors, void, self.mean, self.std, maps)
         save_picture(picture, picture_path(folder, client))
         log_picture(trainer, f"{self.tag}/clients/{client}", picture)
 

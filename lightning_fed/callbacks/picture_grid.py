@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers
+from lightning_fed.callbacks.pictures import GREY, Color, label_grid, paint_numbers
 
 _WHITE = 255
 # Class 0 is usually the background. Ignored pixels are grey and borders white, so the palette contains neither. The
@@ -89,6 +89,28 @@ def segmentation_grid(
     ]
     grid: Tensor = make_grid(tiles, nrow=len(rows[0]), padding=padding, pad_value=_WHITE)
     return grid
+
+
+def titled_grid(
+    images: Sequence[Tensor],
+    truths: Sequence[Tensor],
+    predictions: Sequence[Tensor],
+    title: str,
+    rows: Sequence[str],
+    class_names: Sequence[str],
+    class_colors: Sequence[Color],
+    void: int | None,
+    mean: float | Sequence[float] | None,
+    std: float | Sequence[float] | None,
+    maps: Mapping[str, Sequence[Tensor]],
+) -> Tensor:
+    """Draws a :func:`segmentation_grid` with title, names of rows and columns, and the colours of all shown classes."""
+    columns = list(maps.values())
+    grid = segmentation_grid(images, truths, predictions, class_colors, mean, std, void, maps=columns)
+    shown = sorted({label for mask in (*truths, *predictions) for label in mask.unique().tolist()})
+    legend = {class_names[index]: class_colors[index] for index in shown if index != void}
+    legend |= {"no label": GREY} if void in shown else {}
+    return label_grid(grid, title, ("image", "truth", "prediction", *maps), rows, legend)
 
 
 def default_colors(num_classes: int) -> list[Color]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.atomic_files import atomic_write
+from lightning_fed.lightning.internals import log_position
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,10 +69,10 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, step: int | None = None) -> None:
-    """Sends a picture to all loggers that support pictures, by default with the epoch as step."""
+def log_picture(trainer: L.Trainer, tag: str, picture: Tensor) -> None:
+    """Sends a picture to all loggers that support pictures, with the step of the values logged at this time."""
     for logger in tensorboards(trainer):
-        logger.experiment.add_image(tag, picture, global_step=trainer.current_epoch if step is None else step)
+        logger.experiment.add_image(tag, picture, global_step=log_position(trainer))
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:

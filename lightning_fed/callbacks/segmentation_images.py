@@ -12,9 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
+from lightning_fed.callbacks.federation import federation_of
+from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, titled_grid
 from lightning_fed.callbacks.pictures import PeriodicPictures, log_picture, report_other_loggers, tensorboards
 from lightning_fed.callbacks.training_trace import LabelDescription, describe_labels
+from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.features.batches import BatchKey, find_inputs, find_target
@@ -46,7 +48,9 @@ class SegmentationImages(PeriodicPictures):
     Args:
         every_n_epochs: Epochs (rounds) between two grids.
         num_images: Number of rows.
-        class_colors: Colour (red, green, blue; 0 to 255) per class; by default a palette with black for class 0.
+        class_colors: Colour (red, green, blue; 0 to 255) per class; by default ``class_colors`` of the module or the
+            datamodule, or a palette with black for class 0. The legend has the names in ``class_names`` or ``classes``
+            of the module or the datamodule.
         mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
         std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
             outside 0 to 1 are rescaled.
@@ -183,17 +187,17 @@ class SegmentationImages(PeriodicPictures):
         predicted = _predict(pl_module, images, self._maps, self._layer, self._activation)
         if not trainer.is_global_zero:
             return
-        grid = segmentation_grid(
-            images,
-            masks,
-            predicted.predictions,
-            class_colors=self._class_colors or default_colors(max(predicted.num_classes)),
-            mean=self._mean,
-            std=self._std,
-            ignore_index=void_label(self._labels.void, max(predicted.num_classes)),
-            maps=predicted.maps,
+        count, maps = max(predicted.num_classes), dict(zip(self._maps, predicted.maps, strict=True))
+        names = [*self._labels.class_names[:count], *map(str, range(len(self._labels.class_names), count))]
+        colors = self._class_colors or self._labels.class_colors or default_colors(count)
+        epoch = trainer.current_epoch - (not is_fitting(trainer))
+        title = f"round {round_number(epoch)}" if federation_of(trainer) else f"epoch {epoch}"
+        rows = [f"image {position}" for position in self._positions if position in self._samples]
+        void = void_label(self._labels.void, count)
+        picture = titled_grid(
+            images, masks, predicted.predictions, title, rows, names, colors, void, self._mean, self._std, maps
         )
-        log_picture(trainer, self.tag, grid)
+        log_picture(trainer, self.tag, picture)
 
     def _find_layer(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if "feature_entropy" not in self._maps or self._layer is not None or not tensorboards(trainer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,8 @@ from torchmetrics import MetricCollection
 from lightning_fed.callbacks.class_losses import BatchPath, ClassLoss, ClassLosses
 from lightning_fed.callbacks.example_input import training_batch
 from lightning_fed.callbacks.federation import federation_of
+from lightning_fed.callbacks.picture_grid import checked_colors
+from lightning_fed.callbacks.pictures import Color
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import describe
@@ -76,11 +78,12 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Function to read the labels in a batch, the ignored label (``"auto"`` if unknown), and the class names."""
+    """Function to read the labels in a batch, the ignored label (``"auto"`` if unknown), class names and colours."""
 
     target: BatchKey
     void: VoidLabel
-    class_names: tuple[str, ...]
+    class_names: tuple[str, ...] = ()
+    class_colors: tuple[Color, ...] = ()
 
     def is_known(self, callback: str) -> bool:
         """True if labels can be read from a batch. Otherwise logs the reason why ``callback`` draws nothing."""
@@ -137,8 +140,7 @@ def describe_labels(
 ) -> LabelDescription:
     """Describes the labels for a callback's pictures. Runs a trial step unless ``target`` and ``void`` are given.
 
-    Class names are read from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule, if
-    the number of names equals the number of classes. If labels are neither given nor found, an error names
+    Names and colours come from :func:`declared_classes`. If labels are neither given nor found, an error names
     ``callback``.
     """
     try:
@@ -146,14 +148,28 @@ def describe_labels(
     except MisconfigurationException:
         if target is None:
             raise
-        return LabelDescription(target, void, ())
-    owners = (module, module.hparams, datamodule_of(trainer))
-    candidates = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
-    names = (tuple(value) for value in candidates if isinstance(value, list | tuple))
-    fitting = (value for value in names if len(value) == task.num_classes and all(isinstance(n, str) for n in value))
+        return LabelDescription(target, void)
     if void == "auto" and task.ignore_index is not None:
         void = task.ignore_index
-    return LabelDescription(task.target if target is None else target, void, next(fitting, ()))
+    target = task.target if target is None else target
+    return LabelDescription(target, void, *declared_classes(trainer, module, task.num_classes))
+
+
+def declared_classes(
+    trainer: L.Trainer, module: L.LightningModule, count: int
+) -> tuple[tuple[str, ...], tuple[Color, ...]]:
+    """Reads class names (``class_names`` or ``classes``) and ``class_colors`` from attributes, for ``count`` classes.
+
+    The attributes belong to the module, the hyper-parameters or the datamodule. Lists with another length are ignored.
+    """
+
+    def find(names: Sequence[str], kind: type) -> tuple[Any, ...]:
+        owners = (module, module.hparams, datamodule_of(trainer))
+        values = (getattr(owner, name, None) for owner in owners for name in names)
+        lists = (tuple(value) for value in values if isinstance(value, list | tuple) and len(value) == count)
+        return next((value for value in lists if all(isinstance(entry, kind) for entry in value)), ())
+
+    return find(("class_names", "classes"), str), tuple(checked_colors(find(("class_colors",), Sequence) or None) or ())
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:

@@ -25,6 +25,7 @@ from lightning_fed.lightning.internals import (
     is_vmap_tensor,
     keep_schedulers,
     lightning_attributes,
+    log_position,
     loss_scale,
     loss_scaler,
     show_status,

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedPer
-from lightning_fed.callbacks import Confusion, OwnClassConfusion, SampledSoftmax, pictures
+from lightning_fed.callbacks import Confusion, OwnClassConfusion, SampledSoftmax, class_confusion, pictures
 from lightning_fed.callbacks.class_confusion import confusion_counts, confusion_picture
 from lightning_fed.modules import SampledSoftmaxHead
 from tests import models
@@ -255,6 +255,21 @@ def test_the_picture_with_axes(monkeypatch):
     labels.clear()
     confusion_picture(Confusion(torch.arange(60), torch.eye(60, dtype=torch.int64)))
     assert labels[0][0] == list(range(0, 60, 2))
+
+
+@pytest.mark.parametrize(("given", "expected"), [((), "from the module"), (["from the callback"], "from the callback")])
+def test_names_of_classes(given, expected, tmp_path, monkeypatch):
+    seen = []
+
+    def draw(confusion, names, title):
+        seen.append(names)
+        return torch.zeros(3, 4, 4, dtype=torch.uint8)
+
+    monkeypatch.setattr(class_confusion, "confusion_picture", draw)
+    module = models.Module(net(), models.momentum)
+    module.class_names = ["from the module"] * net()[4].out_features
+    federate([OwnClassConfusion(class_names=given)], module=module, logger=TensorBoardLogger(tmp_path))
+    assert {names[0] for names in seen} == {expected}
 
 
 def test_rounds_with_pictures_and_other_loggers(tmp_path, caplog):

@@ -27,6 +27,7 @@ from tests.callbacks.test_segmentation_images import (
     fit,
     logged,
     make_trainer,
+    picture_without_axes,  # noqa: F401 - for all tests in this file
     pixel,
 )
 from tests.conftest import QUIET

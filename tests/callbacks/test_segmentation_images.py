@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedTrainer
+from lightning_fed.callbacks import pictures
 from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.errors import OptionError
@@ -177,6 +178,13 @@ def as_dicts(pairs):
     return [{"image": x, "mask": y} for x, y in pairs]
 
 
+@pytest.fixture(autouse=True)
+def picture_without_axes(request, monkeypatch):
+    """The picture is only the grid, except in tests of the axes."""
+    if "axes" not in request.node.name:
+        monkeypatch.setattr(pictures, "has_matplotlib", lambda: False)
+
+
 def make_trainer(logger, callbacks=(), **kwargs):
     off = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return L.Trainer(accelerator="cpu", logger=logger, callbacks=list(callbacks), **{**off, **kwargs})
@@ -191,14 +199,15 @@ def fit(module, logger, callbacks=(), val=None, ckpt_path=None, **kwargs):
 
 
 def logged(logger, tag=SegmentationImages.tag):
-    """Reads (epoch, picture) pairs from the event files; files of the same second are sorted by name."""
+    """Reads (epoch, picture) pairs from the event files. Each picture has the step of a logged epoch."""
     logger.experiment.flush()
     events = EventAccumulator(logger.log_dir, size_guidance={"images": 0})
     events.Reload()
     if tag not in events.Tags()["images"]:
         return []
+    epochs = {event.step: int(event.value) for event in events.Scalars("epoch")}
     return [
-        (event.step, np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).transpose(2, 0, 1))
+        (epochs[event.step], np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).transpose(2, 0, 1))
         for event in sorted(events.Images(tag), key=lambda event: event.step)
     ]
 
@@ -235,6 +244,30 @@ def test_the_event_file_holds_the_grid_of_the_validated_model(tmp_path, form):
         pictures.append(picture)
     assert not np.array_equal(pictures[0], pictures[2])  # the model has changed
     assert np.array_equal(pictures[0][:, :, :20], pictures[2][:, :, :20])  # input and truth have not changed
+
+
+@pytest.mark.parametrize("count", [3, 2])
+def test_the_axes_name_the_epoch_the_images_and_the_classes(count, tmp_path, monkeypatch):
+    """Names and colours come from the module, if there is one for each class. The tiles are unchanged."""
+    pytest.importorskip("matplotlib")
+    figures, pixels = [], pictures.figure_pixels
+    monkeypatch.setattr(pictures, "figure_pixels", lambda figure: figures.append(figure) or pixels(figure))
+    module = Segmenter()
+    module.class_names, module.class_colors = ["sky", "sea", "land"][:count], COLORS[:count]
+    fit(module, TensorBoardLogger(tmp_path), [SegmentationImages(images=[3, 1])], max_epochs=1)
+    (figure,) = figures
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert figure.get_suptitle() == "epoch 0"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["image", "truth", "prediction"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["image 3", "image 1"]
+    names = module.class_names if count == 3 else ["0", "1", "2"]
+    colors = COLORS if count == 3 else default_colors(3)
+    assert [text.get_text() for text in legend.get_texts()] == [*names, "no label"]
+    drawn = [tuple(round(255 * value) for value in patch.get_facecolor()[:3]) for patch in legend.get_patches()]
+    assert drawn == [*colors, GREY]
+    x, y = (torch.stack(parts) for parts in zip(*(dataset(seed=1)[position] for position in (3, 1)), strict=True))
+    tiles = segmentation_grid(x, y, y, colors).permute(1, 2, 0).numpy()
+    assert np.array_equal(axes.images[0].get_array()[:, :20], tiles[:, :20])  # image and truth
 
 
 class ValidatesInTrainingMode(Segmenter):

@@ -32,7 +32,7 @@ from lightning_fed.callbacks.pictures import (
 )
 from lightning_fed.console import round_number
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import callbacks_of, find_callbacks
+from lightning_fed.lightning.internals import callbacks_of, find_callbacks, log_position
 from lightning_fed.messages import Client, ClientUpdate, State
 
 if TYPE_CHECKING:
@@ -165,7 +165,6 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         return aggregate_prototypes(client_prototypes) if client_prototypes else None
 
     def _draw(self, trainer: L.Trainer, prototypes: Prototypes | None, title: str) -> None:
-        epoch = trainer.current_epoch
         if prototypes is None or not self.is_due(trainer) or not tensorboards(trainer):
             return
         classes = prototypes.present.nonzero()[:, 0].cpu()
@@ -174,7 +173,7 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         means = prototypes.means.detach().cpu()[classes]
         if self._view is not None and self._view.center.shape != means.shape[1:]:
             self._view = None  # clients with another number of features
-        self._last_epoch = epoch
+        self._last_epoch = trainer.current_epoch
         view = principal_axes(means)
         self._view = view if self._view is None else view.turned_to(self._view)
         if not trainer.is_global_zero:
@@ -187,7 +186,9 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         if self.projector:
             for logger in tensorboards(trainer):
                 labels = [name for name, _ in shown]
-                logger.experiment.add_embedding(means, metadata=labels, tag="prototypes", global_step=epoch)
+                logger.experiment.add_embedding(
+                    means, metadata=labels, tag="prototypes", global_step=log_position(trainer)
+                )
 
 
 def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
