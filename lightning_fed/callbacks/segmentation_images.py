@@ -187,7 +187,7 @@ class SegmentationImages(PeriodicPictures):
         predicted = _predict(pl_module, images, self._maps, self._layer, self._activation)
         if not trainer.is_global_zero:
             return
-        count, maps = max(predicted.num_classes), dict(zip(self._maps, predicted.maps, strict=True))
+        count, maps = max(predicted.num_classes), dict(zip(map(str, self._maps), predicted.maps, strict=True))
         names = [*self._labels.class_names[:count], *map(str, range(len(self._labels.class_names), count))]
         colors = self._class_colors or self._labels.class_colors or default_colors(count)
         epoch = trainer.current_epoch - (not is_fitting(trainer))

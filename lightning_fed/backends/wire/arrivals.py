@@ -81,7 +81,7 @@ class RemoteArrivals(RemoteClientSide):
             away = self._start_visits(round, ended)
             if not self._messages and (not away or waited > self._transport.deadline.reconnect):
                 for client in away:
-                    ended[client] = RemoteVisit(fit.schedule.visit_of(number, client), len(ended))
+                    ended[client] = RemoteVisit(round.fit.schedule.visit_of(number, client), len(ended))
                     server.fail(client, "it is not connected")
                 break
             waited = 0.0 if self._messages else waited + _PAUSE
