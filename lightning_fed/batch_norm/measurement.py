@@ -11,7 +11,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from statistics import median, mode
 from typing import Any, TypeVar
@@ -27,7 +27,6 @@ from lightning_fed.batch_norm.pooling import pool_statistics as pool_statistics
 from lightning_fed.client.local_model import OWN_MODEL, STATISTICS, LocalModel, memory_of
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.data.round_plan import balance_loads
-from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import OptionError, describe
 from lightning_fed.features.batches import BatchKey, find_inputs
 from lightning_fed.features.isolated_pass import forward_step, isolated_pass, run_step
@@ -169,7 +168,7 @@ def _collect_reports(
         visits,
         layers,
         lambda visit: local.load_client(visit.client, send(visit).state),
-        fit.clock,
+        fit.limit_visit,
     )
     local.load_global(state)
     notify_model_loaded(fit.trainer, module, None)
@@ -446,8 +445,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
     notify_model_loaded(fit.trainer, module, client)
     visit = fit.schedule.visit_of(measure_round, client)
     try:
-        limit = nullcontext() if fit.clock is None else fit.clock.visit()
-        with torch.inference_mode(False), seeded_generators(), limit:
+        with torch.inference_mode(False), seeded_generators(), fit.limit_visit():
             report = client_statistics(fit.trainer, module, fit.population, visit, layers, step)
         fault = find_bad_statistics(report, _means_of(layers))
     except Exception as error:
@@ -512,9 +510,9 @@ def measure_statistics(
     visits: Iterable[Visit],
     layers: Mapping[str, nn.BatchNorm2d],
     load: Callable[[Visit], None],
-    clock: VisitClock | None = None,
+    limit_visit: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[tuple[Client, State]]:
-    """Measures BatchNorm inputs in one pass over each client's data, with the time limit ``clock``, for pooling.
+    """Measures BatchNorm inputs in one pass over each client's data, in the context ``limit_visit()``, for pooling.
 
     Clients that cannot measure are excluded, with a log line. Afterwards the module contains the last client's model.
     """
@@ -531,7 +529,7 @@ def measure_statistics(
         try:
             load(visit)
             notify_model_loaded(trainer, module, visit.client)
-            with nullcontext() if clock is None else clock.visit():
+            with limit_visit():
                 report = client_statistics(trainer, module, population, visit, layers, step)
             server.report.up_bytes += tensor_bytes(report)
             fault = find_bad_statistics(report, sent)

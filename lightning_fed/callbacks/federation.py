@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter  # bound at import, because profilers may replace `time.perf_counter`
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning as L
@@ -162,24 +161,16 @@ class Federation(TrainerCallback):
         warn_of_two()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
         self.method = _copy_method(build_method(method))
-        options = SimpleNamespace(**_combine_settings(self.method, self.arguments))
+        options = _combine_settings(self.method, self.arguments)
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         chain = Chain(self.method.aggregator, [*self.method.steps, *steps])
-        self.options = build_options(
-            options.personal,
-            options.frozen,
-            options.batch_norm,
-            options.optimizer_state,
-            availability,
-            faults,
-            visits,
-        )
+        self.options = build_options(**{name: options[name] for name in inspect.signature(build_options).parameters})
         self.server: ServerInterface = Server(chain, self.options.faults.min_clients)
         self._fresh_chain = copy.deepcopy(chain.state_dict())
         self._steps = chain.describe()
         self.partition = partition
-        work = options.local_epochs, options.local_steps
+        work = options["local_epochs"], options["local_steps"]
         self.schedule = Schedule(self.seed, clients_per_round, *work, self.options.availability)
         self.store = build_store(store)
         self._is_fit, self.has_lost_entries = True, False

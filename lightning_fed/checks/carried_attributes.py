@@ -136,14 +136,6 @@ class CarriedAttributes:
             self._suspect(self._differences(self._before, self._at_second))
             self._watch()
 
-    def changed(self) -> list[str]:
-        """Returns the attributes changed since the start of the round, in order.
-
-        Lists that were empty at the round's start are excluded, because modules use such lists to collect an epoch's
-        outputs.
-        """
-        return self._differences(self._before, self._fingerprints())
-
     def _differences(self, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         return [
             name
@@ -153,7 +145,7 @@ class CarriedAttributes:
         ]
 
     def _is_included(self, owner: Any, attribute: str, before: Any) -> bool:
-        if isinstance(owner, nn.Module | L.Callback) and before in ([], {}):
+        if isinstance(owner, nn.Module | L.Callback) and before in ([], {}):  # collects an epoch's outputs
             return False
         if isinstance(owner, L.Callback) and not self._is_training(owner):
             return _holds_tensors(vars(owner).get(attribute))

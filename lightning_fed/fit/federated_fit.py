@@ -201,6 +201,7 @@ class FederatedFit:
         rounds: Number of finished rounds.
         number: Number of earlier fits with this Trainer. Each fit starts with new optimizers.
         clock: Time limit for visits; ``None`` without a limit.
+        limit_visit: Function that returns a context with this time limit.
         failed_rounds: Rounds without a new model due to failed clients.
         synchronisation: Synchronisation of several processes in a round; ``None`` with one process.
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
@@ -227,6 +228,7 @@ class FederatedFit:
         self.remote, self.has_server = remote, remote is None or remote.has_server
         seconds = options.faults.visit_timeout
         self.clock = None if seconds is None else VisitClock(seconds)
+        self.limit_visit = nullcontext if self.clock is None else self.clock.visit
         # Set by the round loop.
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None

@@ -117,26 +117,23 @@ def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
     return train, val
 
 
-class HandedDataModule:
-    """Replaces data passed to ``fit`` (:func:`handed_data`) by a datamodule, until :meth:`restore`."""
+def replace_handed_data(trainer: L.Trainer, datamodule: L.LightningDataModule) -> Callable[[], None]:
+    """Replaces data passed to ``fit`` (:func:`handed_data`) by a datamodule. Returns a function that restores data."""
+    loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+    pairs = zip(loops, handed_data(trainer), strict=True)
+    sources = [(loop._data_source, data) for loop, data in pairs if data is not None]  # noqa: SLF001
+    before = datamodule_of(trainer)
+    for source, _ in sources:
+        source.instance = datamodule
+    trainer.datamodule = datamodule  # type: ignore[attr-defined]
+    datamodule.trainer = trainer
 
-    def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
-        loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
-        self._trainer, self._before = trainer, datamodule_of(trainer)
-        self._sources = [
-            (loop._data_source, data)  # noqa: SLF001
-            for loop, data in zip(loops, handed_data(trainer), strict=True)
-            if data is not None
-        ]
-        for source, _ in self._sources:
-            source.instance = datamodule
-        trainer.datamodule = datamodule  # type: ignore[attr-defined]
-        datamodule.trainer = trainer
-
-    def restore(self) -> None:
-        for source, data in self._sources:
+    def restore() -> None:
+        for source, data in sources:
             source.instance = data
-        self._trainer.datamodule = self._before  # type: ignore[attr-defined]
+        trainer.datamodule = before  # type: ignore[attr-defined]
+
+    return restore
 
 
 def is_fitting(trainer: L.Trainer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,7 +136,7 @@ def ask(
                         local.load_global(sent)
                     notify_model_loaded(trainer, module, visit.client if own else None)
                     seed_everything(visit.seed)
-                    with nullcontext() if fit.clock is None else fit.clock.visit():
+                    with fit.limit_visit():
                         return callback.on_client_question(trainer, module, visit.client, question)
 
                 try:

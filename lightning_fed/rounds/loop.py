@@ -31,7 +31,6 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
-    HandedDataModule,
     OverriddenMethod,
     advise_workers,
     await_validation,
@@ -51,6 +50,7 @@ from lightning_fed.lightning.internals import (
     loader_to_overfit,
     log_position,
     move_log_position,
+    replace_handed_data,
     restart_epoch,
     validates_after_batch,
 )
@@ -118,7 +118,7 @@ class RoundLoop:
         train, val = handed_data(trainer)
         if train is not None:
             handed = datamodule_of_handed(train, val, partition, lambda: self.find_population().clients)
-            revert(HandedDataModule(trainer, handed).restore)
+            revert(replace_handed_data(trainer, handed))
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
         if fit.remote is None and has_clients == (partition is not None):
             raise MisconfigurationException(

@@ -111,7 +111,10 @@ class ClientVisit:
 
             # Answer.
             self._check_trained(num_losses)
-            update = self._make_update(received)
+            # Callbacks may write into the update. Without such callbacks, unchanged entries need no copies.
+            has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
+            known = None if has_callbacks else self._unchanged(received)
+            update = self.local.answer(client, self.planned.num_samples, known)
             for callback in self._callbacks:
                 before = self._entry_versions(update)
                 for _ in callback.on_client_end(trainer, module, client, update) or ():
@@ -195,12 +198,6 @@ class ClientVisit:
         fault = self.local.find_personal_fault(self.planned.visit.client)
         if fault is not None:
             raise ClientFault(f"in its personal entries, {fault}")
-
-    def _make_update(self, received: State) -> ClientUpdate:
-        # Callbacks may write into the update. Without such callbacks, unchanged entries need no copies.
-        has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
-        known = None if has_callbacks else self._unchanged(received)
-        return self.local.answer(self.planned.visit.client, self.planned.num_samples, known)
 
     def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
         # Sliced entries are the module's own tensors, and a pass with the model writes and restores the module.

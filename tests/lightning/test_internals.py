@@ -142,10 +142,10 @@ def test_data_that_are_handed_over_are_found_and_replaced(plain_trainer):
         def setup(self, trainer, pl_module, stage):
             found.append(internals.handed_data(trainer))
             if found[0][0] is not None:
-                self.replaced = internals.HandedDataModule(trainer, LoaderDataModule(other, other))
+                self.restore = internals.replace_handed_data(trainer, LoaderDataModule(other, other))
 
         def teardown(self, trainer, pl_module, stage):
-            self.replaced.restore()
+            self.restore()
             found.append((internals.handed_data(trainer), internals.datamodule_of(trainer)))
 
     module = Net()
