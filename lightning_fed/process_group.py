@@ -1,4 +1,4 @@
-"""The processes that train a round's clients, communication, and the interface of strategies for several processes.
+"""The processes for a round's clients, communication, and the interface of strategies for several processes.
 
 Tensors are sent as raw memory; all other objects (numbers, names, containers) are pickled.
 """
@@ -26,7 +26,7 @@ _ALIGNED = 16
 
 
 class ProcessGroup:
-    """The processes that train a federation's clients. This base class represents a single process.
+    """The processes for a federation's clients. This base class represents a single process.
 
     Attributes:
         rank: Index of this process, from 0.
@@ -80,7 +80,7 @@ class RoundSynchronisation(ABC):
 
     Attributes:
         visit_costs: Durations of earlier visits (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
-        driver: Class that runs the visits: a :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
+        driver: Class to run the visits: a :class:`~lightning_fed.rounds.visit_driver.VisitDriver`.
     """
 
     visit_costs: Any
@@ -99,7 +99,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def check_state(self, local: Any) -> None:
-        """Refuses a global model that differs between processes by more than rounding errors."""
+        """Refuses a global model with differences between processes above rounding errors."""
 
     @abstractmethod
     def end_round(self) -> None:
@@ -115,7 +115,7 @@ class RoundSynchronisation(ABC):
 
 
 class ClientSharing(ABC):
-    """Base class of Lightning strategies that distribute the clients of a round over several processes."""
+    """Base class of Lightning strategies with several processes for the clients of a round."""
 
     @property
     @abstractmethod
@@ -132,7 +132,7 @@ class ClientSharing(ABC):
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """Returns the processes that share the federation's clients."""
+    """Returns the processes for the federation's clients."""
     strategy = trainer.strategy
     return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 

@@ -62,7 +62,7 @@ class LocalModel:
         initial: Initial values of personal entries for a client's first visit, if different from the server's.
 
     Attributes:
-        server_entries: The server's values of entries that are never sent.
+        server_entries: The server's values of entries not sent.
         dropped: Names of buffers with ``persistent=False`` that visits changed. Every visit starts without these
             changes.
     """
@@ -134,7 +134,7 @@ class LocalModel:
                 setattr(layer, name, value)
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Selects the entries in ``names`` that differ from :attr:`server_entries`. NaN equals NaN."""
+        """Selects the entries in ``names`` with other values than in :attr:`server_entries`. NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [

@@ -63,7 +63,7 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Selects the cohort's visits that train in this process."""
+        """Selects the visits in this process from the cohort."""
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
@@ -143,7 +143,7 @@ class BatchNormState:
 
     @property
     def unseen(self) -> str:
-        """Option ``LocalStatistics.unseen``, for data that belong to no client; empty for shared statistics."""
+        """Option ``LocalStatistics.unseen``, for data without a client; empty for shared statistics."""
         return "" if self.own is None else self.own.unseen
 
     @property
@@ -255,12 +255,12 @@ class FederatedFit:
 
     @property
     def has_one_client(self) -> bool:
-        """True if the only client is in this process, so that training equals a plain fit."""
+        """True if the only client is in this process: training equals a plain fit."""
         return not self.is_remote and len(self.population.clients) == 1
 
     @property
     def has_ranks(self) -> bool:
-        """True if several processes train each client together, so that an error in one process ends the fit."""
+        """True if several processes train each client together: an error in one process ends the fit."""
         return self.trainer.world_size > 1 and sharing_strategy(self.trainer) is None
 
     @property
@@ -326,7 +326,7 @@ class FederatedFit:
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
     def local_model(self, module: L.LightningModule) -> LocalModel:
-        """Creates the object that loads clients' models. ``module`` must contain the global model."""
+        """Creates an object to load clients' models. ``module`` must contain the global model."""
         initial = self.batch_norm.initial_statistics
         return LocalModel(module, self.policies, self.store, self.server.rule.resizes, initial)
 
@@ -386,7 +386,7 @@ class FederatedFit:
         return cohort
 
     def served(self, cohort: Cohort) -> Cohort:
-        """Returns a cohort's visits that train: all, or with ``partial_work="drop"`` all except stragglers."""
+        """Returns a cohort's visits with training: all, or with ``partial_work="drop"`` all except stragglers."""
         if self.options.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)

@@ -34,7 +34,7 @@ _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Lists the leaves of a nested container, in order."""
+    """Lists the leaves in a nested container, in order."""
     leaves: list[Any] = _pytree.tree_leaves(tree)
     return leaves
 
@@ -55,12 +55,12 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 
 
 def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moves each tensor to the device of the tensor with the same name in ``state``, if any."""
+    """Moves each tensor to the same device as the tensor with this name in ``state``, if any."""
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}
 
 
 def copy_tree(value: Any, copied: dict[int, Any] | None = None) -> Any:
-    """Copies the state of a scheduler or optimizer. Later steps do not change the copy.
+    """Copies a scheduler's or optimizer's state. Later steps do not change the copy.
 
     Optimizers, modules, functions and objects with a custom constructor are only referenced. Unlike ``copy.deepcopy``,
     the function runs no code of other classes: for a scheduler that forwards attributes, ``deepcopy`` may not end.
@@ -213,7 +213,7 @@ def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
     """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
 
     Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
-    Chunks of a contiguous tensor share the tensor's memory.
+    The chunks share a contiguous tensor's memory.
     """
     flat = value.reshape(-1)
     if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
