@@ -78,7 +78,7 @@ class Shell:
                 start_new_session=True,
             )  # fmt: skip
         self.background.append(process)
-        wait_for(lambda: ready in log.read_text() or process.poll() is not None)
+        wait_for(lambda: ready in log.read_text() or process.poll() is not None, 900)
         assert ready in log.read_text(), log.read_text()[-3000:]
         return process
 
