@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-pages test-slow test-gpu test-oldest test-master test-networks test-projects test-portable lint types docs check-results tutorials dist clean
+.PHONY: help venv demo test test-pages test-slow test-gpu test-oldest test-master test-networks test-projects test-portable rehearse lint types docs check-results tutorials dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,9 @@ test-gpu: $(STAMP) ## the tests that need a GPU; without one they are skipped
 
 test-oldest: ## the tests on the oldest Python and dependencies allowed, in .venv-oldest
 	$(MAKE) test PYTHON=python3.11 VENV=.venv-oldest LOWEST=yes
+
+rehearse: $(STAMP) ## 10,000 rehearsed deployments with faults, an hour on four cores; fewer with ARGS="--seeds 500"
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rehearsal_seeds.py $(ARGS)
 
 test-master: ## what leans on Lightning's own parts, on its master branch, in .venv-master
 	$(MAKE) venv VENV=.venv-master
