@@ -43,6 +43,8 @@ BUGS = {
     "an answer after the deadline check is dropped": (
         "transport.py", "answer = self.pull(message.name)\n",
         "answer = self.pull(message.name) if time.monotonic() <= end else None\n"),
+    "answers wait in memory": (
+        "transport.py", "_constant(answer) if in_turn else put_aside(answer)", "_constant(answer)"),
     "bytes of answers are not counted": (
         "transport.py", "self.received += len(answer.data) if isinstance(answer, Packet) else 0", "pass"),
     "the answer file ignores the order": (

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -196,6 +197,7 @@ class RehearsalTransport(Transport):
         self.results: dict[int, dict[Client, bool]] = {}
         self._released = released
         self._num_sent = self._num_received = 0
+        self._in_memory: list[ref[Packet]] = []
 
     def answer_seconds(self) -> list[float]:
         """Seconds from message to answer, for all answered visits."""
@@ -238,7 +240,14 @@ class RehearsalTransport(Transport):
         words = f"the server asks {message.late_pulls} times for an expired answer to {name}: its memory is not bounded"
         self._check(message.late_pulls < 2, words)
         message.is_fetched = message.is_fetched or bool(message.answers)
-        return message.answers.pop(0) if message.answers else None
+        answer = message.answers.pop(0) if message.answers else None
+        if isinstance(answer, Packet):
+            answer = replace(answer)  # only the server's process has this copy
+            self._in_memory = [held for held in self._in_memory if held() is not None]
+            count = len(self._in_memory)
+            self._check(count < 2, f"the server's memory is not bounded: {count} answers before that to {name}")
+            self._in_memory.append(ref(answer))
+        return answer
 
     def connection(self, client: Client) -> int | None:
         machine = self._sites[client].machine
@@ -277,6 +286,7 @@ class RehearsalTransport(Transport):
                 self.results.setdefault(round, {})[client] = is_good
             turn = now
             yield client, answer
+            del answer  # as in `Transport.ask`
         counts = (self.late - before, self.sent, self.received)
         expected = (due, self._num_sent, self._num_received)
         self._check(

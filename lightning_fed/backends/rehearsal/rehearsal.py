@@ -22,6 +22,7 @@ from lightning_fed.backends.rehearsal.network import Message, RehearsalTransport
 from lightning_fed.backends.rehearsal.profiles import DAY, Sites
 from lightning_fed.backends.rehearsal.stand_in import (
     QUIET,
+    SERVER_MEMORY,
     RehearsedRunner,
     StandIn,
     build_stand_in_data,
@@ -132,6 +133,7 @@ class _Run:
         self.plan, self.outcome, self.folder = plan, outcome, folder
         model_bytes = sum(value.nbytes for value in plan.model().state_dict().values())
         self.world = World(outcome.seed, (plan.model_bytes or model_bytes) / model_bytes)
+        self.server_memory = SERVER_MEMORY * model_bytes * self.world.scale / 1e9
         self.server = Machine("server", plan.sites.server, folder / "server", self.world)
         self.key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"rehearsal").digest())
         self.left: dict[str, list[tuple[float, Message, Packet]]] = {str(client): [] for client in plan.sites.sites}
@@ -148,6 +150,9 @@ class _Run:
     def run(self) -> None:
         plan, world, outcome = self.plan, self.world, self.outcome
         deadline = plan.deadline or plan.sites.deadline
+        if self.server_memory > plan.sites.server.memory:
+            outcome.failure = f"the server needs {self.server_memory:.3g} GB of memory, more than the machine has"
+            return
         num_bytes = 0
         with world.replace_time(self.folder):
             while self.server.starts <= _MOST_STARTS:

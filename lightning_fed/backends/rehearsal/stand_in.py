@@ -24,8 +24,8 @@ from lightning_fed.model.entries import live_entries
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Visit, count_visit_batches
 
-MEMORY = 5.1
-"""Memory of a client's process during a visit, in units of the model's bytes (measured: guide "deploy")."""
+MEMORY, SERVER_MEMORY = 5.1, 6.5
+"""Memory of a client's process in a visit, and of the server's process, in models (measured: guide "deploy")."""
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False}
 _COUNT = "memory:visits"

@@ -11,6 +11,7 @@ from lightning_fed.backends.rehearsal.profiles import Profile, Sites, read_sites
 from lightning_fed.backends.rehearsal.rehearsal import Outcome, Plan, rehearse
 from lightning_fed.backends.rehearsal.summary import find_quantile, rank_outcomes, suggest_deadline, write_log
 from lightning_fed.backends.site.gate import SiteGate
+from lightning_fed.backends.wire import transport
 from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.packets import Packet
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
@@ -90,6 +91,7 @@ BUGS = {
     "an old answer is sent again": ("rough", AnswerFile, "read", read_any_answer),
     "a lost connection is not noticed": ("rough", Transport, "_miss", lambda self, *args: None),
     "a state is not deleted": ("rough", FolderStore, "prune", lambda self, client, round: None),
+    "answers wait in memory": ("quorum", transport, "put_aside", lambda answer: lambda: answer),
     "answers are not recorded": ("policy", SiteGate, "_append", lambda self, *args: None),
 }
 
@@ -109,6 +111,14 @@ def test_too_little_memory_excludes_a_client():
     assert {client for client, _ in outcome.excluded} == {"small"}
     assert any(text == "needs more memory than the machine has" for _, _, text in outcome.log)
     assert not outcome.violations
+
+
+def test_too_little_memory_of_the_server_ends_the_run():
+    sites = {"a": Profile()}
+    outcome = rehearse(Plan(Sites(Profile(memory=3.2), sites), Federation, 1, model_bytes=0.5e9), 0)
+    assert (outcome.rounds, outcome.failure) == (0, "the server needs 3.25 GB of memory, more than the machine has")
+    enough = rehearse(Plan(Sites(Profile(memory=3.3), sites), Federation, 1, model_bytes=0.5e9), 0)
+    assert (enough.rounds, enough.failure) == (1, None)
 
 
 def test_the_suggested_deadline_includes_all_clients():
