@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fed import Availability, FederatedCallback, FederatedDataModule, Federation
-from lightning_fed.algorithms import FedBN, FedFusion, FedPer, FedSS
+from lightning_fed.algorithms import FedBN, FedBuff, FedFusion, FedPer, FedSS
 from lightning_fed.attacks import IPM, SignFlip
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
@@ -43,8 +43,6 @@ def is_lost(message, content):
 
 class Loses(FederatedCallback):
     """In one process: invalidates some clients' updates in some rounds."""
-
-    changes_update = True
 
     changes_update = True
 
@@ -134,6 +132,15 @@ def on_flower(
         transport, transport.await_clients(len(data), 1), folder / "server", [*callbacks(), *server_callbacks],
     )  # fmt: skip
     return module, trainer, transport, grid
+
+
+def replay(trainer, folder, case, rounds):
+    """Fits in one process in the recorded order of arrival. Returns the module and the lines of the order."""
+    order = folder / "order.jsonl"
+    buffer = case.federation().server.rule.buffer
+    federation = case.federation().replace(method=FedBuff(buffer, replay=str(order)))
+    module, _ = in_process(trainer, case.module, case.data(SIZES), federation, rounds)
+    return module, [json.loads(line) for line in order.read_text().splitlines()]
 
 
 @dataclass
@@ -276,10 +283,12 @@ ALL_CASES = {
         callbacks=lambda: [ClientEvaluation(folder=os.environ.get("TABLES"))],
         held_out=lambda: evaluations.held_out(models.vectors, 1),
     ),
+    "buffered": Case(lambda: Federation(FedBuff(1), optimizer_state="keep", seed=3), sleeping_module),
     "padded": Case(lambda: Federation(seed=1), callbacks=lambda: [Padded({"ann": 0, "bob": 1})]),
     "wide": Case(lambda: Federation(seed=1), wide_module),
     "two sites": Case(
         lambda: Federation(local_epochs=2, seed=3), data=lambda _: models.vectors({"site-1": 33, "site-2": 20})
     ),
 }
-"""Also evaluation at the clients, and a case different from one process: a client's answers exceed the size limit."""
+"""Also evaluation at the clients, asynchronous rounds, and a case different from one process: a client's answers exceed
+the size limit."""

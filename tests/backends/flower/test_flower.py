@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import Federation
 from lightning_fed.callbacks import CommunicationReport, SpreadOut
 from tests import models
-from tests.backends.flower.halves import CASES, LOST, ROUND, SIZES, in_process, is_lost, on_flower
+from tests.backends.flower.halves import ALL_CASES, CASES, LOST, ROUND, SIZES, in_process, is_lost, on_flower, replay
 from tests.breadth import quick
 from tests.callbacks.test_training_trace import Distilled
 from tests.recorders import assert_same, state_of
@@ -107,3 +107,23 @@ def test_a_client_whose_answer_is_lost_was_sent_its_model(tmp_path):
     assert lost
     assert all(row.down_bytes > 0 == row.up_bytes for row in lost)
     assert server.callback_metrics["comm/down_share"] == 1
+
+
+def test_asynchronous_rounds_replay_in_one_process(federated_trainer, tmp_path):
+    case, rounds, grids = ALL_CASES["buffered"], 8, []
+
+    def delay(node, message, content):
+        grids[0].late[12] = 5  # bob's node answers after five requests
+        return [content]
+
+    there, server, transport, _ = on_flower(
+        tmp_path, case.module, case.data(SIZES), case.federation, rounds, grids=grids, limit=60, change=delay
+    )
+    for _ in range(2):
+        here, order = replay(federated_trainer, tmp_path / "server", case, rounds)
+        assert_same(state_of(there), state_of(here))
+    assert order[0][1] != "bob"
+    assert any(version < arrived for arrived, _, version, _ in order)
+    assert server.callback_metrics["fed/version"] == rounds
+    log = server.callbacks[0].round_log
+    assert (log.total_up_bytes, log.total_down_bytes) == (transport.received, transport.sent)

@@ -18,7 +18,16 @@ from lightning_fed.backends.flower.worker import serve
 from lightning_fed.backends.wire import packets
 from lightning_fed.messages import tensor_bytes
 from tests.backends.flower import process_kills
-from tests.backends.flower.halves import ALL_CASES, CASES, OPTIONS, SIZES, Loses, clients_of, in_process
+from tests.backends.flower.halves import (
+    ALL_CASES,
+    CASES,
+    OPTIONS,
+    SIZES,
+    Loses,
+    clients_of,
+    in_process,
+    replay,
+)
 from tests.backends.flower.processes import Deployment
 from tests.backends.site.test_policy import lines_of, make_key, write_policy
 from tests.crash_points import PROCESSES
@@ -264,6 +273,27 @@ def test_the_server_is_killed_between_and_inside_rounds(federated_trainer, tmp_p
         kill_server(deployment)
         finish(deployment, run(deployment, app, folder, "sleeping"))
     compare(folder, here)
+
+
+@pytest.mark.slow
+def test_a_killed_server_continues_asynchronous_rounds(federated_trainer, tmp_path, sleeper):
+    """The server is killed twice, the second time while bob trains with an old model. The order replays bit for bit."""
+    asleep, case = sleeper("bob", 5), ALL_CASES["buffered"]
+    with Deployment(tmp_path) as deployment, Workers(tmp_path, "buffered"):
+        deployment.configure()
+        start_nodes(deployment)
+        app, folder = write_app(tmp_path), tmp_path / "run"
+        run(deployment, app, folder, "buffered", 12)
+        wait_until((folder / "last.ckpt").exists)
+        kill_server(deployment)
+        run(deployment, app, folder, "buffered", 12)
+        wait_until(asleep.exists)
+        kill_server(deployment)
+        finish(deployment, run(deployment, app, folder, "buffered", 12))
+    module, order = replay(federated_trainer, folder, case, 12)
+    compare(folder, module)
+    assert len({client for _, client, _, _ in order}) == len(SIZES)
+    assert any(version < arrived for arrived, _, version, _ in order)
 
 
 def kill_server(deployment):

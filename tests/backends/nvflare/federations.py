@@ -7,6 +7,7 @@ from pathlib import Path
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.algorithms import FedBuff
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from tests import models
@@ -19,6 +20,8 @@ FEDERATIONS = {
     "fedavg": lambda: Federation(local_epochs=2, seed=3),
     "scaffold, kept optimizers": lambda: Federation("scaffold", optimizer_state="keep", seed=1),
     "secure sum": lambda: Federation("fedavgm", steps=[MaxSamples(40), SecureSum(5.0)], seed=3),
+    "buffer of two": lambda: Federation(FedBuff(2, 0), seed=3),
+    "buffer of one": lambda: Federation(FedBuff(1), seed=3),
     RANKS: lambda: Federation(local_epochs=2, optimizer_state="keep", seed=3),
 }
 

@@ -10,6 +10,8 @@ import torch
 pytest.importorskip("flwr")  # some shared helpers import flwr
 pytest.importorskip("nvflare", reason="`pip install lightning-fed[nvflare]`")
 
+from lightning_fed import Federation
+from lightning_fed.algorithms import FedBuff
 from lightning_fed.backends.nvflare.transport import from_shareable
 from lightning_fed.backends.wire.packets import PacketError
 from lightning_fed.cli.main import main
@@ -33,10 +35,20 @@ def reference(trainer, case, callbacks=(), rounds=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in FEDERATIONS if case != RANKS])
+@pytest.mark.parametrize("case", [case for case in FEDERATIONS if case not in (RANKS, "buffer of one")])
 def test_the_simulator_trains_as_one_process(case, federated_trainer, tmp_path):
     simulate(tmp_path, case)
     assert_same(weights_of(tmp_path), reference(federated_trainer, case))
+
+
+@pytest.mark.slow
+def test_asynchronous_rounds_replay_in_one_process(federated_trainer, tmp_path):
+    simulate(tmp_path, "buffer of one")
+    order = tmp_path / "server" / "order.jsonl"
+    assert len(order.read_text().splitlines()) == 3
+    federation = Federation(FedBuff(1, replay=str(order)), seed=3)
+    replayed, _ = in_process(federated_trainer, module, models.vectors(SIZES), federation)
+    assert_same(weights_of(tmp_path), state_of(replayed))
 
 
 @pytest.mark.slow
