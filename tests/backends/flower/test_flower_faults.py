@@ -545,8 +545,6 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
     data = models.vectors(SIZES)
     with pytest.raises(MisconfigurationException, match="`GradientCorrection` does not work yet with clients on other"):
         on_flower(tmp_path, make_module, data, lambda: Federation("feddane"))
-    with pytest.raises(MisconfigurationException, match=r"`AsynchronousRounds` does not work yet .* use 'fedavg'"):
-        on_flower(tmp_path, make_module, data, lambda: Federation("fedbuff"))
     with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
         on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
     with pytest.raises(
