@@ -77,6 +77,8 @@ CONTESTANTS = {
         "blazefl[contrib,reproducibility]", 2, base="by_hand_blazefl", python="3.12",
     ),
 }  # fmt: skip
+ALSO = ("numpy", "torchvision", "segmentation-models-pytorch")
+"""Packages of the networks, for an environment with another Python version."""
 SAME = 1e-2
 """Tolerance for final weights: 1e-7 in the CNN's first weights grows to 2e-3 in three rounds."""
 ROWS = {  # name: network, clients in a round, timed rounds
@@ -98,7 +100,7 @@ def environment(contestant: Contestant, folder: Path) -> str:
     python = place / "bin" / "python"
     if not (place / "ready").exists() and contestant.python:
         subprocess.run([f"python{contestant.python}", "-m", "venv", "--clear", place], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", package], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", package, *ALSO], check=True)
         (place / "ready").touch()
     elif not (place / "ready").exists():
         venv.create(place, clear=True, with_pip=True)

@@ -6,6 +6,9 @@ This file does not import the package.
 import hashlib
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 
 def clipped_reference(step, clip):
@@ -13,11 +16,22 @@ def clipped_reference(step, clip):
     return step if length <= clip else step * clip / length
 
 
+def normal_reference(keys, count):
+    """Standard normal numbers from AES in counter mode, in pairs of the polar form (Box and Muller 1958)."""
+    key = hashlib.sha256(b"".join(part.to_bytes(32, "big") for part in keys)).digest()
+    stream, pairs, numbers = Cipher(AES(key), CTR(bytes(16))).encryptor(), min(2**14, -(-count // 2)), []
+    for _ in range(-(-count // (2 * pairs)) if count else 0):
+        words = np.frombuffer(stream.update(bytes(16 * pairs)), np.int32).astype(np.int64) % 2**31
+        high, low = words.reshape(2, 2, pairs)
+        radius, angle = (high + (low + 0.5) / 2**31) / 2**31
+        numbers += [np.sqrt(-2 * np.log(radius)) * function(2 * np.pi * angle) for function in (np.cos, np.sin)]
+    return np.concatenate([*numbers, []])[:count]
+
+
 def noise_reference(key, round, name, shape, std):
     """A separate stream for every key, round and entry."""
     entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
-    philox = np.random.Philox(np.random.SeedSequence([key, round, entry]))
-    return std * np.random.Generator(philox).standard_normal(shape)
+    return std * normal_reference([key, round, entry], int(np.prod(shape))).reshape(shape)
 
 
 def private_mean_reference(steps, clip, std, cohort, key, round, shapes):
@@ -53,7 +67,7 @@ def poisson_reference(key, client, round, number, num_samples, batch_size):
     return sorted(rng.choice(num_samples, count, replace=False).tolist())
 
 
-def dpsgd_gradient_reference(gradients, clip, z, expected, key, client, round, number, shapes, dtype):
+def dpsgd_gradient_reference(gradients, clip, z, expected, key, client, round, number, shapes):
     """Abadi et al., Algorithm 1; ``gradients`` are dictionaries of arrays, one per example in the batch."""
     total = {name: np.zeros(shape) for name, shape in shapes.items()}
     for gradient in gradients:
@@ -64,9 +78,13 @@ def dpsgd_gradient_reference(gradients, clip, z, expected, key, client, round, n
             total[name] = total[name] + flat[start : start + size].reshape(shape)
             start += size
     keys = [key, 0 if client is None else client_key_reference(client), round, number, 1]
-    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(keys)))
-    noise = {name: z * clip * rng.standard_normal(shape, dtype) if z else 0.0 for name, shape in shapes.items()}
-    return {name: (value + noise[name]) / expected for name, value in total.items()}
+    noise = normal_reference(keys, sum(value.size for value in total.values())) if z else None
+    start = 0
+    for name, value in total.items():
+        if z:
+            total[name] = value + z * clip * noise[start : start + value.size].reshape(value.shape)
+        start += value.size
+    return {name: value / expected for name, value in total.items()}
 
 
 def encoded_reference(values, clip, clients, max_weight, uniform):

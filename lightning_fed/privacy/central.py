@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -33,6 +32,7 @@ from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, budget_of, plan_budget
+from lightning_fed.privacy.noise import NormalStream
 from lightning_fed.process_group import process_group_of
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import SecretSampling
@@ -305,8 +305,8 @@ class CentralDP(UpdateStep):
         """Returns noise, float64, from secret key, round and entry name (``""``: count of unclipped updates)."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
-        generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
-        return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
+        stream = NormalStream([self.key, self.info.round, entry], shape.numel(), torch.float64)
+        return stream.draw(shape).mul_(std)
 
     def measure(self, new: State, old: State) -> float:
         """Writes an update (new minus old, all clipped entries) into ``vector``, float64, and returns the norm."""

@@ -43,6 +43,7 @@ from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
+from lightning_fed.privacy.noise import NormalStream
 from lightning_fed.privacy.poisson import PoissonSampling, check_poisson_loader, examples_per_batch, poisson_loader
 from lightning_fed.process_group import process_group_of
 from lightning_fed.server.schedule import Visit, count_visit_batches
@@ -352,8 +353,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
                 continue
             total = sums[parameter] if parameter in sums else torch.zeros_like(parameter)
             if noise is not None:
-                normal = noise.standard_normal(tuple(parameter.shape), dtype=_numpy_type(parameter))
-                scaled = torch.from_numpy(np.asarray(normal)).mul_(self.noise_multiplier * self.max_grad_norm)
+                scaled = noise.draw(parameter.shape).mul_(self.noise_multiplier * self.max_grad_norm)
                 total.add_(scaled.to(parameter))
             parameter.grad = total.div_(visit.planned.expected)
         visit.has_step = True
@@ -503,12 +503,18 @@ class DPSGD(RevertingCallback, FederatedCallback):
             visit.client, visit.round, number, account.num_samples, account.batch_size
         )
 
-    def _noise(self, visit: _Visit) -> np.random.Generator | None:
+    def _noise(self, visit: _Visit) -> NormalStream | None:
         if not self.noise_multiplier:
             return None
         assert self._key is not None
         client = 0 if visit.client is None else client_key(visit.client)
-        return np.random.Generator(np.random.Philox([self._key, client, visit.round, visit.number, _NOISE]))
+        parameters = visit.trained.values()
+        is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+        return NormalStream(
+            [self._key, client, visit.round, visit.number, _NOISE],
+            sum(parameter.numel() for parameter in parameters),
+            torch.float64 if is_double else torch.float32,
+        )
 
     def _poisson_batches(self) -> _DrawnBatches:
         assert self._loader is not None
@@ -650,7 +656,3 @@ def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
         return None
     assert isinstance(federation.store, FolderStore)
     return federation.store.folder.parent / "dpsgd" / f"{file_name(client)}.json"
-
-
-def _numpy_type(parameter: Tensor) -> Any:
-    return np.float64 if parameter.dtype == torch.float64 else np.float32

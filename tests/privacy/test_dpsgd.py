@@ -85,7 +85,7 @@ def step_reference(module, optimizer, tensors, clip, z, client, round, number, p
         F.cross_entropy(module(tensors[0][row : row + 1]), tensors[1][row : row + 1]).backward()
         gradients.append({name: value.grad.numpy().copy() for name, value in module.named_parameters()})
     expected = min(BATCH, count)
-    total = dpsgd_gradient_reference(gradients, clip, z, expected, KEY, client, round, number, shapes, np.float64)
+    total = dpsgd_gradient_reference(gradients, clip, z, expected, KEY, client, round, number, shapes)
     for name, value in module.named_parameters():
         value.grad = torch.from_numpy(np.asarray(total[name])).reshape(value.shape)
         if pull is not None:
@@ -168,8 +168,8 @@ def test_the_noise_of_a_step():
     draws = []
     for number in range(400):
         callback._key = KEY  # noqa: SLF001
-        visit = type("Visit", (), {"client": "a", "round": 3, "number": number})
-        draws.append(callback._noise(visit).standard_normal(20, dtype=np.float32))  # noqa: SLF001
+        visit = type("Visit", (), {"client": "a", "round": 3, "number": number, "trained": {"": torch.zeros(20)}})
+        draws.append(callback._noise(visit).draw(torch.Size([20])).numpy())  # noqa: SLF001
     draws = np.array(draws, dtype=np.float64)
     assert np.abs(draws.mean(0)).max() < 5 / math.sqrt(400)
     assert np.abs(draws.std(0) - 1).max() < 5 / math.sqrt(800)
@@ -493,8 +493,8 @@ def test_an_audit_with_canaries(share, plain_trainer, monkeypatch):
         def __init__(self, generator):
             self.generator = generator
 
-        def standard_normal(self, shape, dtype):
-            return share * self.generator.standard_normal(shape, dtype)
+        def draw(self, shape):
+            return share * self.generator.draw(shape)
 
     if share < 1:
         monkeypatch.setattr(DPSGD, "_noise", lambda callback, visit: Less(made(callback, visit)))
