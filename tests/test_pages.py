@@ -162,6 +162,15 @@ def test_headings_that_are_linked_exist():
             assert anchor in anchors(text), (page_id(page), anchor)
 
 
+@pytest.mark.parametrize("words", ["early stopping", "TLS certificate", "per client", "own rule", "batch size"])
+def test_the_search_finds_frequent_questions_in_headings(words):
+    """The site's search ranks headings above text."""
+    headings = [
+        line for page in (DOCS / "guides").glob("*.md") for line in page.read_text().splitlines() if line[:2] == "##"
+    ]
+    assert any(words.lower() in heading.lower() for heading in headings)
+
+
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"(?<= )[\w/]+\.md$", nav, re.MULTILINE)

@@ -153,7 +153,7 @@ class OwnClassConfusion(PeriodicPictures):
             return
         for client, confusion in self.latest.items():
             title = f"Round {round_number(round)}, client {client}"
-            log_picture(trainer, f"{self.tag}/{client}", confusion_picture(confusion, self._names, title))
+            log_picture(trainer, f"{self.tag}/{client}", confusion_picture(confusion, self._names, title), True)
 
     def _chosen(self, trainer: L.Trainer) -> list[Client]:
         if isinstance(self.clients, int):

@@ -107,8 +107,9 @@ def titled_grid(
     """Draws a :func:`segmentation_grid` with title, names of rows and columns, and the colours of all shown classes."""
     columns = list(maps.values())
     grid = segmentation_grid(images, truths, predictions, class_colors, mean, std, void, maps=columns)
-    shown = sorted({label for mask in (*truths, *predictions) for label in torch.unique(mask).tolist()})
-    legend = {class_names[index]: class_colors[index] for index in shown if index != void}
+    shown = sorted({int(label) for mask in (*truths, *predictions) for label in torch.unique(mask)})
+    names = [*class_names, *map(str, range(len(class_names), len(class_colors)))]
+    legend = {names[index]: class_colors[index] for index in shown if index != void}
     legend |= {"no label": GREY} if void in shown else {}
     return label_grid(grid, title, ("image", "truth", "prediction", *maps), rows, legend)
 

@@ -69,10 +69,13 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def log_picture(trainer: L.Trainer, tag: str, picture: Tensor) -> None:
-    """Sends a picture to all loggers that support pictures, with the step of the values logged at this time."""
+def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, is_epoch_end: bool = False) -> None:
+    """Sends a picture to all loggers that support pictures, with the step of the epoch's logged values.
+
+    ``is_epoch_end``: in ``on_train_epoch_end``, where Lightning has already counted the last batch.
+    """
     for logger in tensorboards(trainer):
-        logger.experiment.add_image(tag, picture, global_step=log_position(trainer))
+        logger.experiment.add_image(tag, picture, global_step=log_position(trainer) - is_epoch_end)
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:

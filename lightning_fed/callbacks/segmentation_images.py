@@ -188,14 +188,23 @@ class SegmentationImages(PeriodicPictures):
         if not trainer.is_global_zero:
             return
         count, maps = max(predicted.num_classes), dict(zip(map(str, self._maps), predicted.maps, strict=True))
-        names = [*self._labels.class_names[:count], *map(str, range(len(self._labels.class_names), count))]
         colors = self._class_colors or self._labels.class_colors or default_colors(count)
         epoch = trainer.current_epoch - (not is_fitting(trainer))
         title = f"round {round_number(epoch)}" if federation_of(trainer) else f"epoch {epoch}"
         rows = [f"image {position}" for position in self._positions if position in self._samples]
         void = void_label(self._labels.void, count)
         picture = titled_grid(
-            images, masks, predicted.predictions, title, rows, names, colors, void, self._mean, self._std, maps
+            images,
+            masks,
+            predicted.predictions,
+            title,
+            rows,
+            self._labels.class_names,
+            colors,
+            void,
+            self._mean,
+            self._std,
+            maps,
         )
         log_picture(trainer, self.tag, picture)
 

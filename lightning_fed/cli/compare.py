@@ -29,12 +29,15 @@ def run(args: Sequence[str]) -> None:
     plan = read_plan(parser, options, fit_args, stragglers=options.stragglers, test=options.test)
     from lightning_fed.compare.plan import run_comparison
     from lightning_fed.compare.report import write_report
+    from lightning_fed.report.overview import write_overview
 
     results = run_comparison(plan)
     if results:
         table = write_report(results, options.out, options.target, options.last)
+        page = write_overview(options.out, f"Comparison of methods on {options.recipe.stem}", table)
         sys.stdout.write(
             f"\n{draw_tables(table)}\n\nTables, curves, checkpoints and logs: {options.out}\n"
+            f"Overview with the reports of all runs, for a browser: {page}\n"
             f"To draw the clients' classes: lightning-fed data {options.recipe} --out clients.png\n"
         )
 

@@ -20,6 +20,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_fed.compare.method_options import CENTRAL
     from lightning_fed.compare.plan import run_comparison
     from lightning_fed.compare.report import summarize
+    from lightning_fed.report.overview import write_overview
     from lightning_fed.study.answers import LOCAL
     from lightning_fed.study.report import gather_study, keep_primary, write_study
 
@@ -38,8 +39,12 @@ def run(args: Sequence[str]) -> None:
     sent = {label: cell.megabytes for (label, _), cell in summarize(results).items()}
     megabytes = {label: sum(numbers) / len(numbers) for label, numbers in sent.items() if numbers}
     study = gather_study(results, models, options.min_support, megabytes)
-    text = draw_tables(write_study(study, options.out))
-    sys.stdout.write(f"\n{text}\n\nTables, sums, runs and the forest plot: {options.out}\n")
+    text = write_study(study, options.out)
+    page = write_overview(options.out, f"Study of the sites in {options.recipe.stem}", text)
+    sys.stdout.write(
+        f"\n{draw_tables(text)}\n\nTables, sums, runs and the forest plot: {options.out}\n"
+        f"Overview with the reports of all runs, for a browser: {page}\n"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

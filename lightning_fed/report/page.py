@@ -53,7 +53,7 @@ class Picture:
 
     @property
     def address(self) -> str:
-        return f"data:image/png;base64,{base64.b64encode(self.content).decode()}"
+        return embed_picture(self.content)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,8 @@ def render_page(results: FitResults) -> str:
     """
     names = list(dict.fromkeys(name for values in results.rounds.values() for name in values))
     global_names = sorted(name for name in names if not name.startswith(_NOT_GLOBAL))
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    return template.render(
+    return render_template(
+        "report.html",
         results=results,
         charts=[line_chart(title, series) for title, series in _curves(results, global_names).items()],
         columns=[*_COLUMNS, *global_names],
@@ -105,6 +104,19 @@ def render_page(results: FitResults) -> str:
         scale=[f"rgb{color}" for color in VIRIDIS],
         format=format_number,
     )
+
+
+def render_template(name: str, **values: Any) -> str:
+    """Fills in a template in the package's folder, with the shared style. All values are escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    folder = Path(__file__).parent
+    style = (folder / "style.css").read_text(encoding="utf-8")
+    return environment.from_string((folder / name).read_text(encoding="utf-8")).render(style=style, **values)
+
+
+def embed_picture(content: bytes) -> str:
+    """Returns the address of a PNG file for a page without other files."""
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def format_number(value: float | None) -> str:

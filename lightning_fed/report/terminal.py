@@ -29,18 +29,22 @@ def draw_tables(text: str, width: int | None = None) -> str:
         words
     """
     width = width or shutil.get_terminal_size((_UNLIMITED, 0)).columns
-    parts = [
-        _draw([_cells(line) for line in lines], width) if is_table else lines
-        for is_table, lines in ((key, list(group)) for key, group in groupby(text.split("\n"), _is_row))
-    ]
+    parts = [_draw([read_cells(line) for line in lines], width) if is_table else lines
+             for is_table, lines in split_tables(text)]  # fmt: skip
     return "\n".join(line for part in parts for line in part)
+
+
+def split_tables(text: str) -> list[tuple[bool, list[str]]]:
+    """Splits a text into groups of lines. Each group has a flag: true for the lines of a Markdown table."""
+    return [(is_table, list(lines)) for is_table, lines in groupby(text.split("\n"), _is_row)]
 
 
 def _is_row(line: str) -> bool:
     return line[:1] == line[-1:] == "|" != line
 
 
-def _cells(line: str) -> list[str]:
+def read_cells(line: str) -> list[str]:
+    """Reads the cells in a line of a Markdown table."""
     return [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
 
 

@@ -32,7 +32,7 @@ from lightning_fed.callbacks.pictures import (
 )
 from lightning_fed.console import round_number
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import callbacks_of, find_callbacks, log_position
+from lightning_fed.lightning.internals import callbacks_of, find_callbacks
 from lightning_fed.messages import Client, ClientUpdate, State
 
 if TYPE_CHECKING:
@@ -182,12 +182,13 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         names = [*self.class_names, *(str(index) for index in range(len(self.class_names), count))]
         colors = [*(self.class_colors or ()), *default_colors(count)[len(self.class_colors or ()) :]]
         shown = [(names[index], colors[index]) for index in classes.tolist()]
-        log_picture(trainer, self.tag, figure_pixels(_figure(self._view, means, shown, title)))
+        picture = figure_pixels(_figure(self._view, means, shown, title))
+        log_picture(trainer, self.tag, picture, is_epoch_end=not federation_of(trainer))
         if self.projector:
             for logger in tensorboards(trainer):
                 labels = [name for name, _ in shown]
                 logger.experiment.add_embedding(
-                    means, metadata=labels, tag="prototypes", global_step=log_position(trainer)
+                    means, metadata=labels, tag="prototypes", global_step=trainer.current_epoch
                 )
 
 

@@ -25,6 +25,7 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.lightning.checkpoints import RoundCheckpoint
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import batch_norm_layers
+from lightning_fed.report.callback import Report
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +102,11 @@ def run_server(
     module = model if isinstance(model, L.LightningModule) else model()
     _check(half, module, callbacks)
     last = Path(folder) / "last.ckpt"
+    has_report = any(isinstance(callback, Report) for callback in callbacks)
+    report = [] if has_report else [Report(Path(folder) / "report.html")]
     trainer = L.Trainer(
         **{**_QUIET, "default_root_dir": folder, "num_sanity_val_steps": 0, **options},
-        callbacks=[half, *callbacks, RoundCheckpoint(last)],
+        callbacks=[half, *callbacks, *report, RoundCheckpoint(last)],
     )
     if stage != "fit":
         if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
