@@ -11,13 +11,13 @@ from lightning_fed.report.terminal import read_cells, split_tables
 
 
 def write_overview(folder: Path, title: str, text: str) -> Path:
-    """Writes ``overview.html`` with a summary, the folder's pictures, and links to ``runs/<run>/report.html``.
+    r"""Writes ``overview.html`` with a summary, the folder's pictures, and links to ``runs/<run>/report.html``.
 
     ``text`` is the summary with Markdown tables. Returns the path of the page. The pictures are part of the file.
 
     Example:
         >>> import tempfile
-        >>> table = "| method | loss |\\n|---|---|\\n| a | 0.5 |"
+        >>> table = "| method | loss |\n|---|---|\n| a | 0.5 |"
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     page = write_overview(Path(folder), "Comparison", table).read_text()
         >>> "<td>0.5</td>" in page
