@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -49,6 +50,7 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
+from lightning_fed.fit.round_log import format_bytes
 from lightning_fed.lightning.internals import start_at_epoch
 from lightning_fed.messages import Broadcast, Client
 from lightning_fed.model.entries import live_entries
@@ -174,6 +176,7 @@ class ClientRunner:
         remote = RemoteServerSide(
             kind, train_request, broadcast, population, self._gate.judge_entries, HeldFile(self._store / run)
         )
+        start = perf_counter()
         try:
             self._build_module(run, train_request.seed)
             steps = self._fit(remote, run, round, datamodule)
@@ -192,6 +195,7 @@ class ClientRunner:
         update = remote.server.update
         if update is None:
             raise ClientFault(remote.server.fault or "it has no answer to send")
+        examples, seconds = update.num_samples, perf_counter() - start
         store = FolderStore(self._store / run, keep_all=True)
         if train_request.needed:
             # A newer version, from a visit without a used update, must not replace the version in use.
@@ -200,7 +204,12 @@ class ClientRunner:
         if self._summed is not None:
             assert train_request.peers is not None
             self._sum_of(run, client, self._summed).mask(update, broadcast.state, train_request.peers, round)
-        return write_update(update, Answer(steps, remote.left, keeps, len(update.unsent)))
+        packet = write_update(update, Answer(steps, remote.left, keeps, len(update.unsent)))
+        _log.info(
+            "Round %d: client %r trained on %d examples in %.1f s. The answer has %s.",
+            round_number(round), client, examples, seconds, format_bytes(len(packet.data)),
+        )  # fmt: skip
+        return packet
 
     def _build_module(self, run: str, seed: int) -> None:
         if run != self._run:

@@ -1,6 +1,8 @@
 """BatchNorm statistics on a network with a process per site, as on NVFLARE."""
 
 import itertools
+import logging
+import re
 
 import pytest
 
@@ -63,7 +65,8 @@ def values(trainer):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
-def test_sites_have_the_statistics_of_one_process(offset, decision, federated_trainer, tmp_path):
+def test_sites_have_the_statistics_of_one_process(offset, decision, federated_trainer, tmp_path, caplog):
+    """The server writes a report, and each site logs each visit."""
     data = {
         site: (inputs + offset * place, targets)
         for place, (site, (inputs, targets)) in enumerate(models.vectors(SIZES).items())
@@ -75,9 +78,18 @@ def test_sites_have_the_statistics_of_one_process(offset, decision, federated_tr
         Federation(seed=3), norm_module, None, {**OPTIONS, "max_epochs": ROUNDS}, clients=list(data),
         folder=tmp_path / "server", callbacks=[ClientEvaluation()],
     )  # fmt: skip
-    remote = server.run(Sites(tmp_path, data, lambda: Federation(seed=3)))
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        remote = server.run(Sites(tmp_path, data, lambda: Federation(seed=3)))
     decisions = {fitted.callbacks[0].batch_norm_decision for fitted in (trainer, remote)}
     assert decisions == {decision}
     assert_same(state_of(remote.lightning_module), state_of(module))
     assert len(values(trainer)) >= 8
     assert values(remote) == pytest.approx(values(trainer), rel=1e-5)
+    pattern = r"Round (\d): client '(.+)' trained on (\d+) examples in [\d.]+ s\. The answer has \d"
+    visits = [(str(round), site, str(size)) for round in range(1, ROUNDS + 1) for site, size in SIZES.items()]
+    assert re.findall(pattern, caplog.text) == visits
+    page = (tmp_path / "server" / "report.html").read_text()
+    assert f"<td>{ROUNDS} of {ROUNDS}</td>" in page
+    scores = [value for name, value in values(remote).items() if re.fullmatch(r"client/.+/val_acc", name)]
+    assert len(scores) == len(SIZES)
+    assert all(f'<td data-value="{score}">' in page for score in scores)
