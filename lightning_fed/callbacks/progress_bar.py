@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.console import round_number
 
-_INTERVAL = 0.25  # seconds between updates, which slow down the batch loop
+_INTERVAL = 0.25  # seconds between updates; updates slow down the batch loop
 
 
 class _ByRound(ProgressBar):
@@ -96,5 +96,5 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
 
 
 def default_progress_bar() -> ProgressBar:
-    """Creates the default progress bar for rounds, which uses ``rich`` if installed, as in Lightning."""
+    """Creates the default progress bar for rounds, with ``rich`` if installed, as in Lightning."""
     return FederatedRichProgressBar() if find_spec("rich") else FederatedProgressBar()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Context that finally removes handlers added to the root logger, because only programs should add handlers."""
+    """Context to remove added handlers of the root logger at the end, because only programs should add handlers."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

@@ -23,6 +23,7 @@ from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluatio
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.evaluation.tables import row_name
 from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.console import round_number
 from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.report.page import ClientRow, FitResults, Picture, render_page
 
@@ -195,6 +196,7 @@ class Report(L.Callback):
             iou={(row[1], row[2]): row[3] for row in rows if row[0] == last_round},
             classes=segmentations.class_order() if rows else (),
             pictures=[] if segmentations is None else _read_pictures(segmentations, trainer),
+            scored_round=round_number(last_round) if rows else None,
         )
         write_text_atomically(self._file, render_page(results))
         _log.info("Report of the fit, for a browser: %s", self._file)

@@ -1,4 +1,4 @@
-"""HTML page with the summary of several runs and links to the report of each run."""
+"""HTML page about several runs: a summary, and links to the runs' reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fed.report.terminal import read_cells, split_tables
 def write_overview(folder: Path, title: str, text: str) -> Path:
     r"""Writes ``overview.html`` with a summary, the folder's pictures, and links to ``runs/<run>/report.html``.
 
-    ``text`` is the summary with Markdown tables. Returns the path of the page. The pictures are part of the file.
+    ``text`` is the summary with Markdown tables. Returns the page's path. The file contains the pictures.
 
     Example:
         >>> import tempfile

@@ -70,6 +70,7 @@ class FitResults:
         iou: IoU by client and class.
         classes: Names of the classes in ``iou``, in order.
         pictures: Pictures of segmentations, worst client first.
+        scored_round: Round (from 1) of ``iou`` and ``pictures``; ``None`` without segmentations.
     """
 
     title: str
@@ -81,6 +82,7 @@ class FitResults:
     iou: Mapping[tuple[str, str], float] = field(default_factory=dict)
     classes: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
+    scored_round: int | None = None
 
 
 def render_page(results: FitResults) -> str:

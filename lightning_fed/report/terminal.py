@@ -15,7 +15,7 @@ _NARROWEST = 8  # characters of a wrapped column
 def draw_tables(text: str, width: int | None = None) -> str:
     r"""Replaces Markdown tables by columns for a terminal. Other text is unchanged.
 
-    ``width`` is the number of characters in a line, by default of the terminal. The widest columns wrap first. A column
+    ``width`` is the number of characters in a line, by default the terminal's. The widest columns wrap first. A column
     of numbers is aligned to the right.
 
     Example:
@@ -35,7 +35,7 @@ def draw_tables(text: str, width: int | None = None) -> str:
 
 
 def split_tables(text: str) -> list[tuple[bool, list[str]]]:
-    """Splits a text into groups of lines. Each group has a flag: true for the lines of a Markdown table."""
+    """Splits a text into groups of lines, each with a flag: true for a Markdown table."""
     return [(is_table, list(lines)) for is_table, lines in groupby(text.split("\n"), _is_row)]
 
 

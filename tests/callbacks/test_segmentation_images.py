@@ -255,7 +255,7 @@ def test_the_event_file_holds_the_grid_of_the_validated_model(tmp_path, form):
 
 @pytest.mark.parametrize("count", [3, 2])
 def test_the_axes_name_the_epoch_the_images_and_the_classes(count, tmp_path, monkeypatch):
-    """Names and colours come from the module, if there is one for each class. The tiles are unchanged."""
+    """The module defines names and colours, one for each class. The tiles are unchanged."""
     pytest.importorskip("matplotlib")
     figures, pixels = [], pictures.figure_pixels
     monkeypatch.setattr(pictures, "figure_pixels", lambda figure: figures.append(figure) or pixels(figure))

@@ -254,6 +254,7 @@ def test_segmentations_appear_with_iou_and_pictures(federated_trainer, tmp_path)
     names = ["ground", "<box>", *map(str, range(2, models.CLASSES))]
     for client, row in table.items():
         assert row == {"client": None} | {name: expected[client].get(name) for name in names if name in row}
+    assert "<h2>IoU by client and class, round 2</h2>" in path.read_text()
     pictures = [attributes for tag, attributes in page.tags if tag == "img"]
     assert len(pictures) == 2
     assert all("true mask" in attributes["alt"] for attributes in pictures)

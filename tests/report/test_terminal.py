@@ -1,4 +1,4 @@
-"""Markdown tables become columns that fit the terminal."""
+"""Markdown tables become columns with the terminal's width."""
 
 import logging
 
