@@ -1,4 +1,4 @@
-"""Removes the log handlers of libraries for privacy accounts."""
+"""Removes log handlers that libraries for privacy accounts add."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Context to remove added handlers of the root logger at the end, because only programs should add handlers."""
+    """Context to remove the root logger's added handlers at the end, because only programs should add handlers."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

@@ -54,7 +54,7 @@ def test_a_row_of_hyphens_is_kept():
 
 
 def test_the_console_draws_tables_of_the_log(monkeypatch, capsys):
-    """Handlers of the program receive Markdown."""
+    """The program's handlers receive Markdown."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setenv("COLUMNS", "200")
     record = logging.LogRecord("lightning_fed", logging.INFO, "", 0, "%s", (TEXT,), None)

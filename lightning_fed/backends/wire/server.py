@@ -102,11 +102,9 @@ def run_server(
     module = model if isinstance(model, L.LightningModule) else model()
     _check(half, module, callbacks)
     last = Path(folder) / "last.ckpt"
-    has_report = any(isinstance(callback, Report) for callback in callbacks)
-    report = [] if has_report else [Report(Path(folder) / "report.html")]
     trainer = L.Trainer(
         **{**_QUIET, "default_root_dir": folder, "num_sanity_val_steps": 0, **options},
-        callbacks=[half, *callbacks, *report, RoundCheckpoint(last)],
+        callbacks=[half, *callbacks, Report(Path(folder) / "report.html"), RoundCheckpoint(last)],
     )
     if stage != "fit":
         if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
