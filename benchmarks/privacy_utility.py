@@ -23,7 +23,7 @@ import lightning as L
 import torch
 from common import QUIET, Curve, load_json, machine, parser, prepare, run_all, spread, table, write_section
 from simulated_privacy import SimulatedDP
-from speed_peers import SCRIPTS, environment, installed
+from speed_peers import CONTESTANTS, SCRIPTS, environment, installed
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -167,7 +167,10 @@ def beside(
     with tempfile.TemporaryDirectory() as folder:
         torch.save(work, Path(folder) / "work.pt")
         out = Path(folder) / "out.json"
-        command = [os.path.abspath(environment("pfl", arguments.runs / "peers")), str(SCRIPTS / "pfl_private.py")]
+        command = [
+            os.path.abspath(environment(CONTESTANTS["pfl"], arguments.runs / "peers")),
+            str(SCRIPTS / "pfl_private.py"),
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
         subprocess.run(
             [*command, str(Path(folder) / "work.pt"), str(out)],
@@ -244,9 +247,9 @@ def main() -> None:
         f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of 1,000 drawn from 1,000,000,"
         " or of 100 drawn from 100,000, so that epsilon is simulated. Every client counts the same."
         f" Accuracy in % on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"
-        f" {installed('pfl', environment('pfl', arguments.runs / 'peers'))} has the same clients, first weights, clip"
-        " and noise multiplier; it draws other clients, as many in every round. Seconds are medians of rounds without"
-        f" evaluation; with the MLP our visits are vectorised. {runs[0]['machine']}."
+        f" {installed('pfl', environment(CONTESTANTS['pfl'], arguments.runs / 'peers'))} has the same clients, first"
+        " weights, clip and noise multiplier; it draws other clients, as many in every round. Seconds are medians"
+        f" of rounds without evaluation; with the MLP our visits are vectorised. {runs[0]['machine']}."
     )
     sections = [section(key, results) for key in arguments.studies]
     write_section(arguments.out, "privacy utility", "\n\n".join([text, *sections]))

@@ -99,6 +99,7 @@ def main() -> None:
         save(given.out, watch.stamps, net)
         return
     from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
+    from lightning_fed.privacy import CentralDP
 
     options: dict[str, Any] = {}
     if given.contestant == "ours_lightning":
@@ -107,6 +108,8 @@ def main() -> None:
         options = {"strategy": "client_parallel", "devices": 2}
     if given.contestant == "ours_vectorized":
         options = {"visits": Vectorized(min(given.clients, 50))}
+    if given.contestant == "ours_private":
+        options = {"steps": [CentralDP(clip=1.0, delta=1e-6, noise_multiplier=1.0, sampling="fixed")]}
     trainer = FederatedTrainer(max_rounds=given.rounds, callbacks=[watch], seed=0, **{**QUIET, **options})
     clients = {f"{client:04}": TensorDataset(*work.make_data(client)) for client in range(given.clients)}
     trainer.fit(net, FederatedDataModule(clients, batch_size=work.batch_size, shuffle=False))

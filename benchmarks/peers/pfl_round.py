@@ -15,6 +15,8 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
+from pfl.privacy.gaussian_mechanism import GaussianMechanism
+from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 from torch import Tensor, nn
 from torch.nn import functional as F
 from work import RATE, WORKS, arguments, now, save
@@ -71,6 +73,9 @@ def main() -> None:
     net = Net(work.make_network())
     model = PyTorchModel(net, torch.optim.SGD, torch.optim.SGD(net.parameters(), lr=1.0))
     watch = Stamps()
+    privacy = []
+    if given.contestant == "pfl_private":
+        privacy = [CentrallyAppliedPrivacyMechanism(GaussianMechanism(1.0, 1.0))]
     FederatedAveraging().run(
         NNAlgorithmParams(
             central_num_iterations=given.rounds,
@@ -78,7 +83,7 @@ def main() -> None:
             train_cohort_size=given.clients,
             val_cohort_size=None,
         ),
-        SimulatedBackend(training_data=data, val_data=data),
+        SimulatedBackend(training_data=data, val_data=data, postprocessors=privacy),
         model,
         NNTrainHyperParams(local_num_epochs=1, local_learning_rate=RATE, local_batch_size=work.batch_size),
         NNEvalHyperParams(local_batch_size=work.batch_size),

@@ -69,6 +69,14 @@ def cnn() -> nn.Module:
     )
 
 
+def small_cnn() -> nn.Module:
+    # NIID-Bench; 48,846 parameters
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 62)),
+    )
+
+
 def resnet18() -> nn.Module:
     """ResNet-18 with GroupNorm and a small stem, for images with 32 x 32 pixels."""
     from torchvision.models import resnet18 as build
@@ -95,6 +103,7 @@ def deeplab() -> nn.Module:
 WORKS = {
     "mlp": Work(mlp, (1, 28, 28), 10, 20, 10),
     "cnn": Work(cnn, (1, 28, 28), 10, 20, 10),
+    "small_cnn": Work(small_cnn, (1, 28, 28), 62, 10, 5),
     "resnet18": Work(resnet18, (3, 32, 32), 10, 20, 2),
     "deeplab": Work(deeplab, (3, 96, 96), 12, 8, 2, dense=True),
 }
