@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -88,6 +89,7 @@ def _dispatch(arguments: Sequence[str], is_process: bool) -> None:
         raise SystemExit(2) from error
     try:
         if command in _RECIPE_COMMANDS:
+            logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
             recipe = import_module("lightning_fed.recipe")  # imports torch; some commands do not need torch
             recipe.FederatedCLI(None if is_process else list(arguments))
         else:
@@ -107,6 +109,10 @@ def _is_mistake(error: Exception, command: str) -> bool:
     from lightning.fabric.utilities.exceptions import MisconfigurationException  # imports torch
 
     return isinstance(error, MisconfigurationException)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(("GPU available", "TPU available", "💡 Tip"))
 
 
 def _find_own_modules() -> None:

@@ -1,4 +1,4 @@
-"""Removes log handlers that libraries for privacy accounts add."""
+"""Keeps the root logger without handlers from libraries for privacy accounts."""
 
 from __future__ import annotations
 

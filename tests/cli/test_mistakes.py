@@ -1,8 +1,11 @@
 """A wrong file or port ends a command with one line: expectation, value and remedy."""
 
+import logging
 import socket
 
+import lightning as L
 import pytest
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fed.cli.main import main
 from lightning_fed.errors import OptionError
@@ -45,3 +48,12 @@ def test_a_port_in_use(option, tmp_path, monkeypatch):
         ports = {"--control-port": (start.free_port(), port), "--host": (port, start.free_port())}
         with pytest.raises(OptionError, match=rf"listen at 127.0.0.1:{port}, but got .*: set .*`{option}`"):
             start.start_server(tmp_path, f"127.0.0.1:{ports[option][0]}", port=ports[option][1])
+
+
+def test_commands_hide_lightnings_devices_and_tips(caplog):
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", "missing.yaml"])
+    with caplog.at_level(logging.INFO):
+        L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        rank_zero_info("The fit has ended.")
+    assert [record.getMessage() for record in caplog.records] == ["The fit has ended."]
