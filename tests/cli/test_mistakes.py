@@ -50,7 +50,8 @@ def test_a_port_in_use(option, tmp_path, monkeypatch):
             start.start_server(tmp_path, f"127.0.0.1:{ports[option][0]}", port=ports[option][1])
 
 
-def test_commands_hide_lightnings_devices_and_tips(caplog):
+def test_commands_hide_lightnings_devices_and_tips(caplog, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lightning-fed"])
     with pytest.raises(SystemExit):
         main(["fit", "-c", "missing.yaml"])
     with caplog.at_level(logging.INFO):
