@@ -977,6 +977,7 @@ LIMITS = {  # arguments: (visits, trained batches, validated batches, rounds)
     "share of validation": ({"limit_val_batches": 0.5}, 6, 14, 2 * (2 + 2), 2),
     "no validation": ({"limit_val_batches": 0}, 6, 14, 0, 2),
     "steps": ({"max_steps": 7}, 3, 7, 4 + 4, 1),
+    "steps inside a round": ({"max_steps": 8, "max_rounds": 5}, 6, 14, 2 * (4 + 4), 2),
 }
 
 
@@ -989,7 +990,7 @@ def test_limits(case, federated_trainer):
         clients = {name: DataLoader(data, 25) for name, data in datasets().items()}
     else:
         clients = datasets()
-    trainer = federated_trainer(max_rounds=2, callbacks=[recorder], **arguments)
+    trainer = federated_trainer(callbacks=[recorder], **{"max_rounds": 2, **arguments})
     held_out = models.as_datasets(models.vectors({"x": 40, "y": 64}))
     trainer.fit(own, clients, {name: DataLoader(data, 32) for name, data in held_out.items()})
     assert len(recorder.visits) == visits
@@ -998,18 +999,37 @@ def test_limits(case, federated_trainer):
     assert trainer.current_epoch == rounds
 
 
-def test_max_steps_inside_a_round(federated_trainer, caplog):
-    """The fit ends inside the round, which counts one of three clients and two batches of another client."""
-    recorder, own = Recorder(), module(optimizer=models.adam)
-    clients = {name: DataLoader(data, 10) for name, data in datasets().items()}  # 4, 7 and 4 batches
-    trainer = federated_trainer(max_rounds=5, max_steps=15 + 6, callbacks=[recorder])
-    trainer.fit(own, clients, DataLoader(TensorDataset(*HELD_OUT), 16))
-    assert trainer.global_step == 15 + 6
-    assert len(recorder.aggregates) == 2
-    assert trainer.callback_metrics["fed/clients"] == 2
-    assert [len(visit.batches) for visit in recorder.visits[3:]] == [4, 2]
-    assert_same(recorder.aggregates[1], state_of(own))
-    assert "Round 2 was cut short: the fit ends in visit 2 of 3" in caplog.text
+@pytest.mark.parametrize("visits", ["fused", "lightning"])
+def test_max_steps_ends_the_fit_after_the_round(visits, federated_trainer, caplog):
+    """Weights, logged numbers and validation equal a fit of complete rounds; the Trainer keeps the user's number."""
+    ends = []
+    for options in ({"max_rounds": 2}, {"max_rounds": 5, "max_steps": 15 + 6}):
+        recorder, own = Recorder(), module(optimizer=models.adam)
+        clients = {name: DataLoader(data, 10) for name, data in datasets().items()}  # 4, 7 and 4 batches
+        trainer = federated_trainer(callbacks=[recorder], visits=visits, **options)
+        trainer.fit(own, clients, DataLoader(TensorDataset(*HELD_OUT), 16))
+        assert [len(visit.batches) for visit in recorder.visits] == [4, 7, 4] * 2
+        ends.append((trainer.global_step, state_of(own), trainer.callback_metrics))
+    assert ends[0][0] == ends[1][0] == 30
+    assert_same(ends[0][1], ends[1][1])
+    assert ends[0][2] == ends[1][2]
+    assert trainer.max_steps == 15 + 6
+    assert "cut short" not in caplog.text
+
+
+class Broken(FederatedCallback):
+    def on_client_batch(self, trainer, module, client, batch):
+        if client == "b" and trainer.global_step > 15 + 6:
+            raise KeyError("broken off")
+        return batch
+
+
+def test_the_trainer_keeps_max_steps_after_an_exception(federated_trainer):
+    clients = {name: DataLoader(data, 10) for name, data in datasets().items()}
+    trainer = federated_trainer(max_rounds=5, max_steps=15 + 5, callbacks=[Broken()])
+    with pytest.raises(KeyError, match="broken off"):
+        trainer.fit(module(), clients)
+    assert trainer.max_steps == 15 + 5
 
 
 def test_barebones(tmp_path):

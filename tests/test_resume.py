@@ -473,7 +473,6 @@ def skip_the_rest(trainer, module):
 ENDS = {
     "should_stop": (stop, {}),
     "max_time": (run_out_of_time, {"max_time": timedelta(hours=1)}),
-    "max_steps": (lambda *_: None, {"max_steps": 3}),
 }
 
 
@@ -484,15 +483,12 @@ ENDS = {
         [
             ("personal-in-memory", "should_stop"),
             ("batch-norm-average", "max_time"),
-            ("personal-in-memory", "max_steps"),
         ],
     ),
 )
 def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):
     """Module, checkpoints and validation use the global model of the trained part."""
     action, options = ENDS[how]
-    if "max_steps" in options:
-        options = {"max_steps": rounds(run).steps[1] + options["max_steps"]}
     globals_ = Globals()
     trainer, module, data = prepare(
         run, tmp_path, "a", [At("on_train_batch_end", 2, "first", action), globals_], **options

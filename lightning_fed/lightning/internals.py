@@ -229,6 +229,13 @@ def ends_after_batch(trainer: L.Trainer) -> bool:
     return trainer.should_stop and trainer.fit_loop._can_stop_early  # noqa: SLF001
 
 
+def exchange_max_steps(trainer: L.Trainer, steps: int) -> int:
+    """Sets ``trainer.max_steps``, an attribute of the epoch loop. Returns the previous number."""
+    loop = trainer.fit_loop.epoch_loop
+    before, loop.max_steps = loop.max_steps, steps
+    return before
+
+
 def forget_length(trainer: L.Trainer) -> None:
     """Makes the length of an epoch unknown, as for an iterable, so Lightning validates after the last batch.
 

@@ -15,7 +15,13 @@ from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch, implements
+from lightning_fed.lightning.internals import (
+    OverriddenMethod,
+    ends_after_batch,
+    exchange_last_batch,
+    exchange_max_steps,
+    implements,
+)
 from lightning_fed.rounds.batch_loop import BatchLoop
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.rounds.visit_flow import ClientVisit
@@ -53,6 +59,7 @@ class VisitDriver:
         visits.
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
+        self._max_steps = self.fit.trainer.max_steps
         self._has_batch_end = implements(module, "on_train_batch_end", L.LightningModule)
         hooks = {"backward": self._on_backward, "training_step": self._training_step}
         hooks["on_train_batch_end"] = self._on_train_batch_end
@@ -64,6 +71,8 @@ class VisitDriver:
         methods, self._methods = self._methods, {}
         for method in methods.values():
             method.restore()
+        if methods:
+            exchange_max_steps(self.fit.trainer, self._max_steps)
 
     @property
     def is_cut(self) -> bool:
@@ -199,6 +208,9 @@ class VisitDriver:
         elif self._has_batch_end:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._methods["on_train_batch_end"].original(outputs, batch, local_idx)
+        trainer = self.fit.trainer
+        if not (self.fit.has_one_client or loader.is_over) and -1 != trainer.max_steps <= trainer.global_step:
+            exchange_max_steps(trainer, trainer.global_step + 1)  # the fit ends with the round
         is_cut, group = self.is_cut, loader.group
         if group and not group[0].is_over:
             if not loader.batches_left:

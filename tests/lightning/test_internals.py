@@ -557,3 +557,10 @@ def test_a_call_of_log_has_lightnings_arguments():
 def test_a_loader_is_distributed_over_processes(plain_trainer):
     loader = internals.distribute_loader(plain_trainer(devices=2, strategy="ddp"), DataLoader(torch.arange(6.0), 1))
     assert len(set(map(float, loader))) == 3, "Lightning distributes the examples in another way"
+
+
+def test_exchange_max_steps(plain_trainer):
+    trainer = plain_trainer(max_epochs=5, max_steps=3)
+    assert internals.exchange_max_steps(trainer, 4) == 3
+    trainer.fit(models.Module(models.mlp()), DataLoader(TensorDataset(*models.vectors({"a": 40})["a"]), 16))
+    assert (trainer.max_steps, trainer.global_step) == (4, 4)

@@ -207,14 +207,9 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """Refuses settings and callbacks that do not work if several processes share a round's clients.
 
     Raises:
-        MisconfigurationException: If the fit uses ``max_steps``, a client store that other processes cannot read,
-            checkpoints within a round, or a callback without ``share_round``.
+        MisconfigurationException: If the fit uses a client store that other processes cannot read, checkpoints
+            within a round, or a callback without ``share_round``.
     """
-    if trainer.max_steps != -1:
-        raise MisconfigurationException(
-            f"Expected no `max_steps` with several processes, but got {trainer.max_steps}: use `max_epochs` (rounds),"
-            " and `local_steps` for short visits."
-        )
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(
             f"`{type(store).__name__}` keeps client states in one process, but another process may train the client"

@@ -480,6 +480,15 @@ def averages_of_weights(folder, processes):
     return train(folder, processes, module, data, 3, [average], clients_per_round=3, local_epochs=2, **options)
 
 
+def max_steps(folder, processes):
+    """A round has 11 steps, so the fit ends after two rounds."""
+    data = FederatedDataModule(clients(), clients(), batch_size=8)
+    limits = {"max_steps": 14}
+    found = train(folder, processes, Net, data, 5, trainer=limits)
+    assert (found["steps"], found["rounds"]) == (22, 2)
+    return found
+
+
 def own_rule(folder, processes):
     rule = Plain()
     found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), method=rule)
@@ -679,7 +688,6 @@ def refusals(folder, processes):
             super().__init__()
             self.weigh = lambda update: 1.0
 
-    attempt("max_steps", trainer={"max_steps": 5, "max_epochs": None})
     saves = {"enable_checkpointing": True}
     attempt("every_n_train_steps", callbacks=[ModelCheckpoint(folder, "inside", every_n_train_steps=2)], trainer=saves)
     attempt("on_server_receive", callbacks=[Forgetful()])
@@ -746,8 +754,8 @@ JOBS = {
         job.__name__.replace("_", "-"): job
         for job in (
             talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits,
-            stopped, counted, spread_out, matched, evaluated_locally, evaluated, averages_of_weights, own_rule,
-            private_examples, noisy, own_statistics, second_door, resumed, four_rounds, stuck, refusals,
+            stopped, counted, spread_out, matched, evaluated_locally, evaluated, averages_of_weights, max_steps,
+            own_rule, private_examples, noisy, own_statistics, second_door, resumed, four_rounds, stuck, refusals,
             inside_one_client, ddp_refusals,
         )
     },

@@ -26,7 +26,7 @@ pytestmark = [
 ALIKE = [
     "schedulers", "personal-in-folder", "two-optimizers", "sampled-classes", "one-client", "by-batches", "nobody",
     "faults", "own-rule", "own-statistics", "private-examples", "fused-features", "compressed-down",
-    "averages-of-weights",
+    "averages-of-weights", "max-steps",
 ]  # fmt: skip
 SLOW = [
     "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",
@@ -278,7 +278,6 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
 
 
 REFUSED = {
-    "max_steps": "MisconfigurationException: Expected no `max_steps` with several processes",
     "every_n_train_steps": "MisconfigurationException: `ModelCheckpoint` would save within a round",
     "on_server_receive": "MisconfigurationException: `Forgetful` receives updates only in the process",
     "sync_batch_norm": "MisconfigurationException: Expected plain BatchNorm layers",
