@@ -14,11 +14,12 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.func import vmap
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed.callbacks.logged_values import LogCall
 from lightning_fed.data import LoaderDataModule
 from lightning_fed.lightning import internals
+from tests import models
 from tests.recorders import MemoryLogger, loading
 
 CONNECTOR = "lightning.pytorch.trainer.connectors.data_connector"
@@ -562,5 +563,6 @@ def test_a_loader_is_distributed_over_processes(plain_trainer):
 def test_exchange_max_steps(plain_trainer):
     trainer = plain_trainer(max_epochs=5, max_steps=3)
     assert internals.exchange_max_steps(trainer, 4) == 3
-    trainer.fit(models.Module(models.mlp()), DataLoader(TensorDataset(*models.vectors({"a": 40})["a"]), 16))
+    loader = DataLoader(TensorDataset(*models.vectors({"a": 40})["a"]), 16)
+    trainer.fit(models.Module(models.mlp()), loader, loader)
     assert (trainer.max_steps, trainer.global_step) == (4, 4)
