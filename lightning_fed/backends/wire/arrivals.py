@@ -88,6 +88,7 @@ class RemoteArrivals(RemoteClientSide):
             arrival = self._transport.await_any(self._messages, partial(self._pack_visit, round), _PAUSE)
             if arrival is not None:
                 self._receive(round, *arrival, ended)
+                del arrival  # frees the answer before the next one
         round.cohort = Cohort(tuple(replace(remote.visit, round=number) for remote in ended.values()))
         self._end_optimizers(round, [remote for remote in ended.values() if remote.steps is not None])
 

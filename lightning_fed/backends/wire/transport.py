@@ -136,6 +136,7 @@ class Transport(ABC):
                     del open_messages[message.client]
                     ready[message.client] = _constant(answer) if in_turn else put_aside(answer)
                     counts = isinstance(answer, Packet) and is_answer(answer)
+                    del answer  # frees the answer before the next one
                     count += counts
                     if counts and count == self.deadline.min_clients:
                         end = min(end, time.monotonic() + self.deadline.rest)
