@@ -228,6 +228,7 @@ class Transport(ABC):
                 self.late += 1
                 words = "Dropped the late answer of client %r to round %d."
                 _log.warning(words, client, round_number(round))
+            del answer  # frees the answer before the next one
 
 
 @dataclass
