@@ -122,7 +122,7 @@ def main() -> None:
 
         def count_equal(name: str, real: Any = real, predicted: Any = predicted) -> str:
             equal = sum(run[name] == predicted[name] for run in real)
-            return f"{equal} of {len(real)}"
+            return f"{equal}/{len(real)}"
 
         seconds = [run["seconds"] for run in real]
         median = statistics.median(seconds)

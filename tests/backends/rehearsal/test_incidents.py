@@ -18,13 +18,13 @@ class Incident:
         link: The report.
         story: What happened there.
         sites: The profiles, as TOML.
-        rounds: Number of rounds.
-        model_bytes: Bytes of the model.
+        rounds: Planned rounds.
+        model_bytes: Model size in bytes.
         finished: Number of finished rounds here.
         excluded: Clients that miss at least one round here.
         reason: Part of every reason for an exclusion.
         failure: Part of the reason for an early end.
-        hours: Maximum hours of the run here.
+        hours: Maximum hours here.
     """
 
     link: str
