@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from lightning_fed.algorithms import Durations
-from lightning_fed.algorithms.asynchronous.arrivals import RecordedOrder, VirtualOrder
+from lightning_fed.algorithms.asynchronous.arrivals import NetworkOrder, RecordedOrder, VirtualOrder
 from lightning_fed.errors import OptionError
 from lightning_fed.server.schedule import Schedule
 
@@ -105,6 +105,22 @@ def test_a_client_is_in_flight_once():
     assert sorted(one.number for _, one in arrivals)[:100] == sorted({one.number for _, one in arrivals})[:100]
 
 
+def test_visits_on_a_network_survive_restarts_and_failed_rounds():
+    names, schedule, order = list("abcde"), Schedule(seed=4, clients_per_round=3), NetworkOrder()
+    before = json.loads(json.dumps(order.state_dict()))
+    started = order.start(schedule, names, ["a"], 0)
+    assert len(started) == 3
+    assert "a" not in started
+    order.load_state_dict(before)  # after a failed round: the clients still train
+    assert order.flying == dict.fromkeys(started, 0)
+    del order.flying[started[1]]
+    resumed = NetworkOrder()
+    resumed.load_state_dict(json.loads(json.dumps(order.state_dict())))
+    assert (resumed.flying, list(resumed.versions(7))) == (order.flying, [0, 0])
+    assert resumed.start(schedule, names, started, 7) == order.start(schedule, names, started, 7)
+    assert sorted(resumed.flying.values()) == [0, 0, 7]
+
+
 def test_faults():
     with pytest.raises(OptionError, match=r"Expected `buffer` to be at most the number of clients \(3\), but got 4"):
         order(Schedule(), Clients(list(SECONDS)), 1, buffer=4)
@@ -123,6 +139,8 @@ def test_a_recorded_order(tmp_path):
     assert [(one.client, one.version) for one in recorded.arrivals(0, Schedule(), None)] == [("ann", 0), (7, 0)]
     assert [(one.client, one.version) for one in recorded.arrivals(1, Schedule(), None)] == [("bob", 0)]
     assert recorded.versions(1) == {0}
+    path.write_text('[0, "ann", 0, "x"]\n[2, "bob", 0, "z"]\n')
+    assert RecordedOrder(str(path)).arrivals(1, Schedule(), None) == []  # a round without an update
     assert recorded.versions(2) == set()
     with pytest.raises(OptionError, match=r"Expected `replay` to contain round 2, but .* 3 arrivals up to round 1"):
         recorded.arrivals(2, Schedule(), None)
