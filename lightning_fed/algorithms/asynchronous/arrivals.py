@@ -74,7 +74,7 @@ class Arrival(NamedTuple):
 
 
 class Order(ABC):
-    """Base class for arrival orders: the order of updates over all rounds.
+    """Base class for arrival orders: the updates' order over all rounds.
 
     ``flying`` maps clients to start versions, for visits on other machines.
     """
@@ -205,7 +205,7 @@ class NetworkOrder(Order):
         self._is_running = False
 
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns no arrivals, because the clients of a round are unknown at the round's start."""
+        """Returns no arrivals, because a round's clients are unknown at the start."""
         return ()
 
     def versions(self, round: int) -> Collection[int]:
