@@ -255,6 +255,7 @@ def main() -> None:
     made.add_argument("--repetitions", type=int, default=5, help="repetitions, with those that are there")
     made.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), help="what to measure")
     made.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS), help="who")
+    made.add_argument("--section", default="peers", help="section of the file with the results")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")
     arguments = made.parse_args()
     prepare(arguments)
@@ -269,7 +270,7 @@ def main() -> None:
         for result in measure(row, names, before, arguments):
             results[row] = result
             save_json(arguments.runs / "speed_peers.json", results)
-    write_section(arguments.out, "peers", report({row: results[row] for row in ROWS if row in results}, arguments))
+    write_section(arguments.out, arguments.section, report({row: results[row] for row in ROWS if row in results}, arguments))
 
 
 if __name__ == "__main__":
