@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule, Federation
@@ -12,9 +13,11 @@ from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from tests import models
 from tests.backends.flower.halves import clients_of
+from tests.study.sites import Net, cases
 
 SIZES = {"site-1": 33, "site-2": 20}
 RANKS = "two processes per site"
+STUDY = {"study: fedavg": "fedavg", "study: local": "local"}  # with the name of the model
 
 FEDERATIONS = {
     "fedavg": lambda: Federation(local_epochs=2, seed=3),
@@ -22,8 +25,29 @@ FEDERATIONS = {
     "secure sum": lambda: Federation("fedavgm", steps=[MaxSamples(40), SecureSum(5.0)], seed=3),
     "buffer of two": lambda: Federation(FedBuff(2, 0), seed=3),
     "buffer of one": lambda: Federation(FedBuff(1), seed=3),
+    **{case: lambda model=model: study_federation(model) for case, model in STUDY.items()},
     RANKS: lambda: Federation(local_epochs=2, optimizer_state="keep", seed=3),
 }
+
+
+def study_federation(model):
+    """Under a secure sum. The local models stay at the sites."""
+    personal = ["*"] if model == "local" else ()
+    return Federation("fedavg", personal=personal, steps=[MaxSamples(40), SecureSum(5.0)], seed=3)
+
+
+def study_module():
+    """With constant initial weights, because random numbers differ between processes."""
+    made = Net()
+    for parameter in made.parameters():
+        nn.init.zeros_(parameter)
+    return made
+
+
+def study_data(*sites):
+    data = {split: dict(zip(SIZES, cases(split).values(), strict=False)) for split in ("train", "val", "test")}
+    chosen = {split: {site: parts[site] for site in sites} for split, parts in data.items()}
+    return FederatedDataModule(chosen["train"], val=chosen["val"], test=chosen["test"], batch_size=8)
 
 
 def module():

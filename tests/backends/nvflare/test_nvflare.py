@@ -1,9 +1,11 @@
 """NVFLARE's simulator and POC mode: weights equal one process, even after a killed server or site."""
 
 import importlib
+import json
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,9 +18,17 @@ from lightning_fed.backends.nvflare.transport import from_shareable
 from lightning_fed.backends.wire.packets import PacketError
 from lightning_fed.cli.main import main
 from lightning_fed.recipe import FederatedCLI
-from tests import models, warm_process
+from tests import models, references_study, warm_process
 from tests.backends.flower.halves import Loses, clients_of, in_process
-from tests.backends.nvflare.federations import FEDERATIONS, RANKS, SIZES, module, plain_module, vectors
+from tests.backends.nvflare.federations import (
+    FEDERATIONS,
+    RANKS,
+    SIZES,
+    STUDY,
+    module,
+    plain_module,
+    vectors,
+)
 from tests.backends.nvflare.processes import JOB, ROOT, Poc, simulate
 from tests.recorders import assert_same, state_of
 
@@ -35,7 +45,7 @@ def reference(trainer, case, callbacks=(), rounds=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in FEDERATIONS if case not in (RANKS, "buffer of one")])
+@pytest.mark.parametrize("case", [case for case in FEDERATIONS if case not in (RANKS, "buffer of one", *STUDY)])
 def test_the_simulator_trains_as_one_process(case, federated_trainer, tmp_path):
     simulate(tmp_path, case)
     assert_same(weights_of(tmp_path), reference(federated_trainer, case))
@@ -49,6 +59,23 @@ def test_asynchronous_rounds_replay_in_one_process(federated_trainer, tmp_path):
     federation = Federation(FedBuff(1, replay=str(order)), seed=3)
     replayed, _ = in_process(federated_trainer, module, models.vectors(SIZES), federation)
     assert_same(weights_of(tmp_path), state_of(replayed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_study_under_a_secure_sum(tmp_path):
+    """Two jobs, one per model. The server learns the mean over both sites; each site has a table."""
+    for case in STUDY:
+        simulate(tmp_path, case, seconds=500)
+    gains = []
+    for site in SIZES:
+        runs = json.loads((tmp_path / "sites" / "sites" / f"{site}.json").read_text())["runs"]
+        gains.append(np.subtract(runs["fedavg"]["3"]["scores"], runs["local"]["3"]["scores"]))
+        assert f"| {site} |" in (tmp_path / "sites" / "sites" / f"{site}.md").read_text()
+    values, variances = zip(*((gain.mean(), gain.var(ddof=1) / len(gain)) for gain in gains), strict=True)
+    sites, weights, total, *_ = json.loads((tmp_path / "study" / "study.json").read_text())["totals"]["fedavg"]
+    assert sites == 2
+    assert total / weights == pytest.approx(references_study.random_effects(values, variances)[0], rel=1e-9)
 
 
 @pytest.mark.slow

@@ -16,8 +16,19 @@ from lightning_fed.backends.nvflare.transport import from_shareable, to_shareabl
 from lightning_fed.backends.wire import Deadline
 from lightning_fed.backends.wire.packets import Answer, Fault, PacketError, write_fault, write_update
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.study import SiteStudy
 from tests.backends.flower.test_flower_faults import NONSENSE
-from tests.backends.nvflare.federations import FEDERATIONS, RANKS, data_of, module, plain_module, shared_data
+from tests.backends.nvflare.federations import (
+    FEDERATIONS,
+    RANKS,
+    STUDY,
+    data_of,
+    module,
+    plain_module,
+    shared_data,
+    study_data,
+    study_module,
+)
 
 FOLDER = Path(os.environ["FEDJOB_FOLDER"])
 DEADLINE = Deadline(**json.loads(os.environ["FEDJOB_DEADLINE"]))
@@ -94,12 +105,16 @@ HOSTILE = {
 
 
 def site_data(node):
-    return data_of(node["site"])
+    return study_data(node["site"]) if CASE in STUDY else data_of(node["site"])
+
+
+def study(folder):
+    return [SiteStudy(STUDY[CASE], "test_loss", FOLDER / folder)] if CASE in STUDY else []
 
 
 CASE = os.environ.get("FEDJOB", "")  # missing if a test only reads the table
 IS_SHARED = CASE == RANKS
-MODULE = plain_module if IS_SHARED else module
+MODULE = plain_module if IS_SHARED else study_module if CASE in STUDY else module
 
 
 class Server(FederationController):
@@ -107,14 +122,15 @@ class Server(FederationController):
         rounds = len(HOSTILE) + 1 if "FEDJOB_HOSTILE" in os.environ else 3
         super().__init__(
             FEDERATIONS[CASE](), MODULE, None, {**OPTIONS, "max_epochs": rounds},
-            clients=["site-1", "site-2"], folder=FOLDER / "server", time_limit=DEADLINE, patience=60,
+            clients=["site-1", "site-2"], folder=FOLDER / f"server{STUDY.get(CASE, '')}", time_limit=DEADLINE,
+            patience=60, callbacks=study("study"),
         )  # fmt: skip
 
 
 class Client(FederationExecutor):
     def __init__(self):
         data, devices = (shared_data, {"devices": 2, "strategy": "ddp"}) if IS_SHARED else (site_data, {})
-        super().__init__(FEDERATIONS[CASE](), MODULE, data, OPTIONS | devices, callbacks=[Wait()])
+        super().__init__(FEDERATIONS[CASE](), MODULE, data, OPTIONS | devices, callbacks=[Wait(), *study("sites")])
 
     def execute(self, task_name, shareable, fl_ctx, abort_signal):
         """Answers a task; a hostile site changes each answer in another way, except the last one."""
