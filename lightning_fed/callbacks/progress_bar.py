@@ -55,7 +55,9 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """Lightning's progress bar with the round (``Round 3/50``), the current client and the loss.
 
     Args:
-        options: Arguments for ``TQDMProgressBar``.
+        refresh_rate: Batches between two updates; 0 hides the bar.
+        process_position: Number of lines above the bar.
+        leave: If true, each round's bar stays in the terminal.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[Federation(), FederatedProgressBar()], logger=False)

@@ -54,7 +54,7 @@ def test_commands_hide_lightnings_devices_and_tips(caplog, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lightning-fed"])
     with pytest.raises(SystemExit):
         main(["fit", "-c", "missing.yaml"])
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         rank_zero_info("The fit has ended.")
     assert [record.getMessage() for record in caplog.records] == ["The fit has ended."]
