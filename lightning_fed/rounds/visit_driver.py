@@ -59,7 +59,7 @@ class VisitDriver:
         visits.
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
-        self._max_steps = self.fit.trainer.max_steps
+        self._max_steps, self._has_one_client = self.fit.trainer.max_steps, self.fit.has_one_client
         self._has_batch_end = implements(module, "on_train_batch_end", L.LightningModule)
         hooks = {"backward": self._on_backward, "training_step": self._training_step}
         hooks["on_train_batch_end"] = self._on_train_batch_end
@@ -209,7 +209,7 @@ class VisitDriver:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._methods["on_train_batch_end"].original(outputs, batch, local_idx)
         trainer = self.fit.trainer
-        if not (self.fit.has_one_client or loader.is_over) and -1 != trainer.max_steps <= trainer.global_step:
+        if not (self._has_one_client or loader.is_over) and -1 != trainer.max_steps <= trainer.global_step:
             exchange_max_steps(trainer, trainer.global_step + 1)  # the fit ends with the round
         is_cut, group = self.is_cut, loader.group
         if group and not group[0].is_over:
