@@ -270,7 +270,9 @@ def main() -> None:
         for result in measure(row, names, before, arguments):
             results[row] = result
             save_json(arguments.runs / "speed_peers.json", results)
-    write_section(arguments.out, arguments.section, report({row: results[row] for row in ROWS if row in results}, arguments))
+    write_section(
+        arguments.out, arguments.section, report({row: results[row] for row in ROWS if row in results}, arguments)
+    )
 
 
 if __name__ == "__main__":
