@@ -1,4 +1,4 @@
-"""`blazefl` with its own FedAvg: one thread per core, each with one PyTorch thread."""
+"""`blazefl` with FedAvg: one client per core, in threads with one PyTorch thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Networks:
 
 
 class Clients:
-    """A partitioned data set whose loaders are lists of batches."""
+    """A partitioned data set with lists of batches as loaders."""
 
     def __init__(self, work: Work, data: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.batches = [list(batches_of(work, one)) for one in data]
