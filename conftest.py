@@ -18,6 +18,7 @@ collect_ignore_glob += [] if find_spec("Crypto") else ["lightning_fed/backends/w
 # One thread by default. torch reads the variable at import, here and in started processes. No ``conftest.py`` imports
 # torch at module level: the process that only distributes tests does not need torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets a width of 80, at which tables wrap
 
 
 def pytest_addoption(parser):

@@ -63,7 +63,7 @@ ALLOWED = {
     "_Rounds.__iter__": "centralised training, whose rounds are seeded as visits are",
     "_Rounds._passes": "centralised training, likewise",
     # Separate programs with seeds.
-    "cli/checkpoints.py: _build_model": "the command line",
+    "_build_model": "the command line",
     "ClientRunner._build_module": "the app of a client",
     "RemoteServerSide._answer": "likewise, before it evaluates",
     "run_server": "the app of the server",

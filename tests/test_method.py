@@ -242,7 +242,7 @@ def test_the_tutorial_shows_the_example():
 
 def test_the_list_of_methods(capsys):
     main(["methods"])
-    header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    header, _, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert header.split() == ["METHOD", "FOR"]
     assert [line.split()[0] for line in lines] == method_names()
     assert all(len(line.split()) > 2 for line in lines)

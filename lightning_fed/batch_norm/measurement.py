@@ -289,7 +289,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
         fit.batch_norm.decision, fit.batch_norm.reports = decision, {}
     elif fit.record_warning("undecided"):
         _log.info(
-            "BatchNorm: %d clients have reported statistics. To choose separate or pooled statistics, the server needs "
+            "%d clients have reported BatchNorm statistics. To choose separate or pooled statistics, the server needs "
             "reports from %d clients, in the first round also from half of the round's clients. Until then all clients "
             "use the latest pooled statistics.",
             len(measured),

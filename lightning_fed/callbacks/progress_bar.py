@@ -60,6 +60,7 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
         leave: If true, each round's bar stays in the terminal.
 
     Example:
+        >>> from lightning_fed import Federation
         >>> trainer = L.Trainer(callbacks=[Federation(), FederatedProgressBar()], logger=False)
     """
 

@@ -81,8 +81,9 @@ def test_it_ends_with_the_command_and_the_report(small):
 
 def test_the_log_has_pictures_every_few_rounds_and_a_checkpoint(small):
     result, _ = small
-    images = EventAccumulator(str(result.log_dir)).Reload().Images("segmentation/clients/0")
-    assert [image.step for image in images] == [0, 4]
+    events = EventAccumulator(str(result.log_dir)).Reload()
+    epochs = {event.step: event.value for event in events.Scalars("epoch")}
+    assert [epochs[image.step] for image in events.Images("segmentation/clients/0")] == [0, 4]
     report = result.report.read_text()
     assert report.count("<img ") == SMALL["num_clients"]
     assert all(f"<th>{name}</th>" in report for name in small_scenes().class_names)

@@ -538,6 +538,17 @@ def test_hooks_of_a_class_and_of_an_object_count():
     assert internals.implements(module, "on_train_batch_end", L.LightningModule)
 
 
+@pytest.mark.parametrize(("fn", "expected"), [("fit", ["averaging"]), ("validate", [])])
+def test_a_status_is_shown_in_a_fit_only(fn, expected):
+    shown = []
+    bar = SimpleNamespace(show_status=shown.append)
+    trainer = SimpleNamespace(progress_bar_callback=bar, state=SimpleNamespace(fn=fn))
+    internals.show_status(trainer, "averaging")
+    trainer.progress_bar_callback = None
+    internals.show_status(trainer, "averaging")
+    assert shown == expected
+
+
 def test_every_function_has_a_test():
     """Searches this file for each function name."""
     with open(__file__, encoding="utf-8") as file:

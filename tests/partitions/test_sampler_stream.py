@@ -390,7 +390,7 @@ REFUSED = {
     "batches of places": ({"batch_sampler": Draws(lambda: [[("a", 1)]])}, r"indices of examples"),
     "batches of some at once": (
         {"batch_size": None, "sampler": BatchSampler(SubsetRandomSampler([1, 2]), 2, False)},
-        "pass over all examples in batches, but got sampler=SubsetRandomSampler",
+        "draw all examples once per pass, but got batch_size=2 and sampler=SubsetRandomSampler",
     ),
     "no batches": ({"batch_size": None}, "DataLoader with a batch size, .*, but got batch_size=None"),
 }

@@ -39,7 +39,8 @@ def test_the_command_of_the_guide(tmp_path, monkeypatch, capsys):
     rest = [part for pair in (overrides | SMALL).items() for part in pair]
     main(["study", str(ROOT / arguments[1]), *arguments[2:end], "--min-support", "2", "--seeds", "1", "--", *rest])
     shown = capsys.readouterr().out
-    table = [line for line in shown.splitlines() if line.startswith("|")]
+    assert re.search(r"^site +n +", shown, re.M)
+    table = [line for line in Path("runs/study/study.md").read_text().splitlines() if line.startswith("|")]
     header = cells(table[0])
     shown_header = cells(re.search(r"^\| site .*", page, re.M)[0])
     assert header == [name for name in shown_header if name != "gain by seed"]

@@ -401,7 +401,7 @@ def test_a_time_limit_stops_between_rounds(trained, tmp_path, capsys):
         main(["compare", "recipe.yaml", "--methods", "fedavg", *limit])
     shown = capsys.readouterr().out
     assert shown.count("not finished") == shown.count("0 of 1 runs are finished") == 1
-    assert "| method   | val_acc |" in shown
+    assert re.search(r"^method +val_acc", shown, re.M)
     for site, state in models_of(tmp_path / "out" / "runs" / "fedavg_0_0").items():
         assert_same(state, models_of(trained / "runs" / "fedavg_0_0")[site])
 

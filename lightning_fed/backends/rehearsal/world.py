@@ -26,7 +26,8 @@ _WRITE_BACK = 30.0  # seconds until a system writes changed folders to the disk
 
 _REPLACED = (  # modules that read a clock or draw names and keys
     *("backends.wire.transport.time", "backends.site.gate.time", "backends.site.signatures.time"),
-    *("backends.wire.run_folder.time", "backends.wire.remote_client_store.uuid", "privacy.central.secrets"),
+    *("backends.wire.run_folder.time", "backends.wire.runner.time", "backends.wire.remote_client_store.uuid"),
+    "privacy.central.secrets",
 )
 
 _OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # in `os`; each may fail

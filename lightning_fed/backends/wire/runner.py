@@ -6,10 +6,10 @@ import gc
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -176,7 +176,7 @@ class ClientRunner:
         remote = RemoteServerSide(
             kind, train_request, broadcast, population, self._gate.judge_entries, HeldFile(self._store / run)
         )
-        start = perf_counter()
+        start = time.monotonic()
         try:
             self._build_module(run, train_request.seed)
             steps = self._fit(remote, run, round, datamodule)
@@ -195,7 +195,7 @@ class ClientRunner:
         update = remote.server.update
         if update is None:
             raise ClientFault(remote.server.fault or "it has no answer to send")
-        examples, seconds = update.num_samples, perf_counter() - start
+        examples, seconds = update.num_samples, time.monotonic() - start
         store = FolderStore(self._store / run, keep_all=True)
         if train_request.needed:
             # A newer version, from a visit without a used update, must not replace the version in use.

@@ -336,7 +336,7 @@ def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_t
     there, *_ = on_flower(tmp_path, make_module, models.vectors(SIZES), lambda: Federation(seed=1), limit=deadline)
     here, _ = in_process(federated_trainer, make_module, models.vectors(SIZES), Federation(seed=1))
     assert_same(state_of(there), state_of(here))
-    assert "repeat the training: OSError: [Errno 28] No space left on device" in caplog.text
+    assert "Cannot store the client's answer: OSError: [Errno 28] No space left on device" in caplog.text
     assert "An answer stays in memory, because a temporary file cannot be written" in caplog.text
 
 
