@@ -1,4 +1,4 @@
-"""FEMNIST's ten letters a to j, for the setting of the FedProx paper: 200 users with three letters each."""
+"""FEMNIST's ten letters a to j, for the setting in the FedProx paper: 200 users with three letters each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_fed.datasets.array_module import Split
 from lightning_fed.datasets.arrays import ArrayDataset
 
 FIRST, NUM_LETTERS = 36, 10  # the label of "a" in FEMNIST's 62 classes
-VAL = 9  # one of nine images: 60 users need at least 60 training images of a letter
+VAL = 9  # one of nine images: 60 users need at least 60 training images per letter
 
 
 class Letters(FEMNIST):
-    """The letters a to j from all splits of the file, 1,204 images: a ninth of each letter for validation."""
+    """The letters a to j from all splits, 1,204 images: every ninth image per letter is for validation."""
 
     num_classes = NUM_LETTERS
 

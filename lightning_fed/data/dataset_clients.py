@@ -140,7 +140,7 @@ class DatasetClients(Population):
             issued.append(position)
             try:
                 positions: np.ndarray | Exception = next(batches)
-            except Exception as error:  # not enough memory for the order of all examples
+            except Exception as error:  # not enough memory for the examples' order
                 positions = error
             yield BatchRequest(client, positions, derive_seed(seed, number) if self.num_workers else 0)
             if isinstance(positions, Exception):
@@ -275,7 +275,7 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 
 @dataclass
 class _Sampler:
-    """Batch sampler of the dataloader: the requests of the current stream."""
+    """Batch sampler for the dataloader: the requests from the current stream."""
 
     requests: Iterable[BatchRequest] = ()
 

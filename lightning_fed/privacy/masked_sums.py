@@ -1,4 +1,4 @@
-"""Sums of masked numbers: an interface, and fixed-point numbers modulo 2^256 for numbers of very different sizes."""
+"""Sums over masked numbers: an interface, and fixed-point numbers modulo 2^256 for values with very different sizes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LARGEST = 2.0**130  # a sum of 2^25 such numbers stays below 2^255
 
 
 class MaskedSum(Protocol):
-    """Sum of masked vectors on a server, until the masks are subtracted. ``least``: minimum number of vectors."""
+    """Running sum on a server over masked vectors, until the masks are subtracted. ``least``: minimum vector count."""
 
     @property
     def least(self) -> int: ...
 
     def zeros(self) -> NDArray[Any]:
-        """Returns a vector of zeros in the form of the sum."""
+        """Returns zeros with the shape and dtype of the sum."""
         ...
 
     def subtract(self, masks: NDArray[Any]) -> None: ...
@@ -36,7 +36,7 @@ class MaskedSum(Protocol):
 
 
 def encode(values: Sequence[float]) -> Tensor:
-    """Encodes finite numbers as words: int32, shape (count, 8). Sums of words are exact to a step of 2^-100.
+    """Encodes finite numbers as words: int32, shape (count, 8). Word sums are exact to a step of 2^-100.
 
     Raises:
         ValueError: If a number is NaN, infinite, or above 2^130.
@@ -52,7 +52,7 @@ def encode(values: Sequence[float]) -> Tensor:
 
 
 def decode(words: Tensor) -> list[float]:
-    """Decodes a sum of words from :func:`encode`."""
+    """Decodes summed words from :func:`encode`."""
     return [number / 2**100 for number in to_numbers(words)]
 
 

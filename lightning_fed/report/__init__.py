@@ -1,1 +1,1 @@
-"""HTML reports of fits and comparisons, and tables for a terminal."""
+"""HTML reports for fits and comparisons, and tables for a terminal."""
