@@ -1,7 +1,7 @@
 """Federated training for PyTorch Lightning: one callback, one Trainer, one epoch per round."""
 
 from lightning_fed import console as _console  # noqa: F401 - shows the log from now on
-from lightning_fed.lazy_names import attach_names as _attach_names  # also unites Lightning's two names, before the import
+from lightning_fed.lazy_names import attach_names as _attach_names  # also unites Lightning's two package names
 
 __version__ = "0.1.0"
 
