@@ -22,13 +22,13 @@ from lightning_fed.steps.update_step import UpdateStep
 class Method:
     """A server-side rule with update steps, callbacks and settings of a federation.
 
-    An :class:`~lightning_fed.Aggregator` is also a federated method: callbacks are arguments of
-    :func:`register`, and settings are missing.
+    An :class:`~lightning_fed.Aggregator` is also a federated method, without update steps and settings.
+    :func:`register` sets the callbacks of such a method.
 
     Args:
         aggregator: The server-side rule, or a method to extend, by name or as an object.
         callbacks: Callbacks added to the Trainer before the rule's callbacks, except classes already present.
-        steps: Update steps, innermost first. The federation's steps follow further outside.
+        steps: Update steps, innermost first. The update steps of the federation are further outside.
         settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
@@ -167,7 +167,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Maps the options of a federated method or callback to default values, or to ``inspect.Parameter.empty``."""
+    """Maps the options of a federated method or callback to default values (``inspect.Parameter.empty`` if missing)."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}

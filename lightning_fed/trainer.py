@@ -38,7 +38,7 @@ class FederatedTrainer(L.Trainer):
     Raises:
         ValueError: If both ``max_rounds`` and ``max_epochs`` are given, or both ``federation`` and a ``Federation``
             argument, or a ``Federation`` is among the ``callbacks``.
-        TypeError: If ``federation`` is not a ``Federation``, or neither class has the argument.
+        TypeError: If ``federation`` is not a ``Federation``, or neither class has an argument in ``kwargs``.
 
     Example:
         >>> from lightning_fed.data import Dirichlet

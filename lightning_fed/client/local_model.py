@@ -152,8 +152,8 @@ class LocalModel:
     ) -> None:
         """Loads a client's model: shared entries from ``state``, personal entries from the store (or ``stored``).
 
-        For an evaluation, entries in ``own_model`` replace shared and personal entries. Without ``own_model``, the
-        model is for training or measurement, with copies of sliced entries.
+        For an evaluation, the entries in ``own_model`` replace shared and personal entries. If ``own_model`` is
+        ``None`` (training or measurement), sliced entries are copied, because the module uses these tensors.
         """
         stored = self.recall(client) if stored is None else stored
         personal = {name: value for name, value in stored.items() if not name.startswith(_PREFIXES)}

@@ -165,7 +165,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Limits a pass with ``per_epoch`` batches to ``overfit_batches`` batches. ``None``: unknown number."""
+        """Number of batches in a pass: ``per_epoch`` (``None`` if unknown), limited by ``overfit_batches``."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):

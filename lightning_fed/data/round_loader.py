@@ -39,7 +39,7 @@ class RoundLoader:
         failed: Clients without usable data, with the reason.
         group: The visits of the last batch: one visit, or simultaneous visits in a subclass. Empty before the first
             visit and after the last one.
-        interrupting: Function that returns a context for code to interrupt after the time limit.
+        interrupting: Function that returns a context: code inside is interrupted after the visit's time limit.
         batches_left: Remaining batches in the group, or after the last visit in the padding.
         num_skipped: Number of batches trained before a resume. These are fetched but not returned; then ``on_skipped``
             is called.

@@ -84,7 +84,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes without shared clients, except DDP for one client (``is_alone``)."""
+    """Refuses several processes without a strategy to divide clients, except DDP for one client (``is_alone``)."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "

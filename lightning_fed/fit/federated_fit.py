@@ -76,7 +76,7 @@ class RemoteSide(ABC):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Measures BatchNorm inputs on remote clients. Returns (client, report) pairs. ``send`` prepares a broadcast.
+        """Measures BatchNorm inputs on remote clients: (client, report) pairs. ``send`` prepares a visit's broadcast.
 
         Clients that cannot measure are excluded. On a client's machine the result is empty.
         """
@@ -106,7 +106,7 @@ class BatchNormState:
         treatment: The option. If only one treatment is possible, this treatment replaces ``"auto"``.
         decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
         is_alone: Whether the federation has a single client.
-        initial_statistics: Statistics for first visits, if visits measure statistics for pooling.
+        initial_statistics: Statistics for clients' first visits, if clients measure statistics in visits for pooling.
         num_measured: Number of rounds with reported statistics.
         reports: Newest report by client, from rounds with too few reports for the decision.
         model_round: Index of the last round with a new global model; -1 before such a round.

@@ -24,9 +24,9 @@ class LocalStatistics:
     clients with a ResNet-18. For so many clients set ``store`` to a folder.
 
     Args:
-        unseen: Statistics for data that belong to no client: mean and variance of the ``"batch"``, mean and variance of
-            all ``"data"`` in a loader, measured in a pass without labels before the evaluation (AdaBN, Li et al. 2016),
-            or the pooled statistics of the round's clients (``"pooled"``, with the cost of ``"recalibrate"``).
+        unseen: Statistics for data that belong to no client: from each ``"batch"``, from all ``"data"`` in a
+            loader, measured in a pass without labels before the evaluation (AdaBN, Li et al. 2016), or ``"pooled"``
+            over the round's clients, at the cost of ``batch_norm="recalibrate"``.
         measured: Time of measurement: after the ``"aggregation"``, with the new weights, or during the ``"visit"``,
             while the weights change (SiloBN). Statistics from a visit do not match any shared weights.
 
@@ -63,7 +63,7 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """``visits=`` for up to ``clients`` clients that train simultaneously, as :class:`~lightning_fed.Vectorized`."""
+    """Base class of ``visits=`` objects for ``clients`` simultaneous clients: :class:`~lightning_fed.Vectorized`."""
 
     clients: int
 

@@ -45,7 +45,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def move_tensors(tree: Any, device: torch.device | None) -> Any:
-    """Moves the tensors in a nested container to a device, unless ``None``. Other leaves are unchanged.
+    """Moves tensors in a nested container to ``device`` (if ``None``, to no other device). Other leaves are unchanged.
 
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))
@@ -121,7 +121,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Applies an elementwise ``function(flat_run, index_of_first_tensor)`` to each run of neighbours in memory."""
+    """Applies an elementwise ``function(flat, index)``: each run of neighbours in memory is one tensor ``flat``."""
     results = list(tensors)
     for run in find_runs(tensors):
         members = [tensors[at] for at in run]

@@ -244,7 +244,7 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Context with ``trainer.is_last_batch`` for the client's local epoch. Yields the local batch index."""
+        """Sets ``trainer.is_last_batch`` for the client's local epoch, not the round. Yields the local batch index."""
         position = self._loader.epoch_position
         if position is None:
             yield batch_idx

@@ -201,7 +201,7 @@ class ServerInterface(ABC):
         """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in rule and update steps. Called again before updates from several processes are merged."""
+        """Starts the round in the rule and the steps. Called again before updates of several processes are merged."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
