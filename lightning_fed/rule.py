@@ -172,8 +172,8 @@ class AveragingAggregator(Aggregator):
     """Weighted mean of client states, with the memory of one state. Subclasses implement :meth:`weight`.
 
     Args:
-        row_weighting: Divisor for a row's summed change, in sliced entries. ``"global"``: total weight of all clients, as
-            in the FedSS paper; a row trained by few clients changes little. ``"per_row"``: total weight of the clients
+        row_weighting: Divisor for a row's summed change, in sliced entries. ``"global"``: total weight of all clients
+            (FedSS paper), so a row trained by few clients changes little. ``"per_row"``: total weight of the clients
             with the row.
     """
 

@@ -46,8 +46,8 @@ class Plan:
             the metric's name.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` is replaced by the run's seed.
-        minutes: Time limit, by default none. A round begins only if a round with the longest duration so far would end
-            in time.
+        minutes: Time limit for the comparison, by default none. A round begins only if a round with the longest
+            duration so far would end in time.
         sites: Data with a score for every case (``"validation"`` or ``"test"``); if ``None``, no case has a score.
         patient: Key of patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
 

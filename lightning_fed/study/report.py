@@ -32,8 +32,8 @@ class Study:
     """Results of a study: the plan, and the sums over cases (``answers``) by site.
 
     The models are the primary method, other federated methods, ``central`` if trained, and ``local``. With a secure sum
-    ``answers`` is empty, and ``totals`` has by method: number of sites, four sums (:func:`effect_sums`), both models'
-    mean scores over the sites, and the mean difference by seed.
+    ``answers`` is empty, and ``totals`` maps each method to a list: number of sites, four sums (:func:`effect_sums`),
+    both models' mean scores over the sites, and the mean difference by seed.
     """
 
     metric: str

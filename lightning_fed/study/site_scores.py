@@ -160,7 +160,7 @@ class SiteScores(AskableCallback):
 
 
 def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
-    """Refuses clients on other machines, hidden client models, several processes, and unequal numbers of rounds."""
+    """Refuses clients on other machines, hidden client models, several processes, and ``EarlyStopping``."""
     check_rounds(trainer)
     if federation is not None and federation.is_remote:
         raise MisconfigurationException(
@@ -174,7 +174,7 @@ def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
 
 
 def check_rounds(trainer: L.Trainer) -> None:
-    """Refuses several processes and unequal numbers of rounds."""
+    """Refuses several processes and ``EarlyStopping``, because all models need equal numbers of rounds."""
     reason = ""
     if trainer.world_size > 1:
         reason = f"one process, but got {trainer.world_size}: set `devices=1`"

@@ -48,7 +48,7 @@ class SiteStudy(AskableCallback):
     Server and sites need this callback. After a fit, every site scores the fit's model on single cases, and stores the
     scores in ``folder/sites``. The answer to the server contains only sums over cases, for each pair of models and each
     seed. If the study has fits of ``"local"`` and of another model, the server writes the files of :func:`write_study`.
-    The first model other than ``"local"`` is the primary comparison. Every site also writes a table for the site's own
+    The primary comparison is ``"local"`` with the first other model. Every site also writes a table for the site's own
     use, ``sites/<client>.md``. With a secure sum the server learns only sums over sites, and writes the mean gain over
     sites; with central privacy the sites send no sums.
 
@@ -64,7 +64,7 @@ class SiteStudy(AskableCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping`` on the server, or with
-            another metric, stage or number of rounds than in earlier fits.
+            a metric, a stage or a number of rounds that differs from earlier fits.
 
     Example:
         >>> study = SiteStudy("fedavg", "test_acc", "runs/study")

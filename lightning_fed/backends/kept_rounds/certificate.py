@@ -20,7 +20,7 @@ def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
 
     A record contains clients with updates or reasons for exclusion, method, rule, update steps, versions, metrics (with
     epsilon and evaluations), the digests of models and answers, and the last line's digest for each site's record file.
-    ``participants`` lists each client with two numbers of rounds: used, and excluded.
+    ``participants`` lists each client with two numbers of rounds: with a used update, and with an exclusion.
     """
     rounds = [json.loads(path.read_text()) for path in sorted(folder.glob(f"round-*/{RECORD}"))]
     used = Counter(client for one in rounds for client in one["received"])

@@ -57,7 +57,7 @@ class Message:
 class Site:
     """A client's machine: handles messages one at a time, and sends the answers.
 
-    ``inspect`` is called with every answer sent by the site, and with true if the server repeated the order.
+    ``inspect`` is called with the site, the message and the answer, for every answer of the site.
     """
 
     def __init__(

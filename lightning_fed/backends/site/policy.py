@@ -351,7 +351,7 @@ def _simple_name(name: str) -> str:
 
 
 def change_update(reply: Packet, **header: Any) -> Packet:
-    """Replaces fields in the JSON header of an update. Other kinds of answers are returned unchanged."""
+    """Replaces fields (``header``) in an update's JSON header. Other kinds of answers are returned unchanged."""
     packet = json.loads(reply.text)
     if packet["kind"] == "update":
         packet["header"] |= header
