@@ -81,10 +81,10 @@ class BatchLoop:
             and trainer.strategy.model is module
             and not isinstance(trainer.optimizers[0], LightningOptimizer)  # would call the hooks a second time
         )
-        optimizer = trainer.optimizers[0]
         self._connector._first_loop_iter = False  # noqa: SLF001 - set by the connector's `on_batch_start`
-        self._has_plain_gradients = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(
-            optimizer
+        self._has_plain_gradients = all(  # manual optimization may have no optimizer
+            type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+            for optimizer in trainer.optimizers
         )
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 

@@ -181,6 +181,21 @@ class OwnStep(models.Module):
             next(self.parameters()).mul_(0.99)
 
 
+class WithoutOptimizer(models.ManualModule):
+    """Manual optimization without an optimizer."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        self.zero_grad()
+        self.manual_backward(self.loss(self(inputs), targets))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter -= 0.1 * parameter.grad
+
+    def configure_optimizers(self):
+        return []
+
+
 class Skipping(models.Module):
     """Returns no loss for some batches, and NaN for one client."""
 
@@ -276,6 +291,7 @@ TABLE = {
     ),
     "own step": Row(lambda: OwnStep(models.mlp(), models.momentum), {"optimizer_state": "keep"}),
     "manual": Row(lambda: models.ManualModule(models.norm_mlp())),
+    "no optimizer": Row(lambda: WithoutOptimizer(models.mlp())),
     "two optimizers": Row(models.TwoOptimizers),
     "accumulated": Row(
         lambda: Logging(models.mlp(), models.momentum), {"local_steps": 4}, {"accumulate_grad_batches": 2}
