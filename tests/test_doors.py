@@ -53,7 +53,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.fit.checks import check_processes
 from tests import models
 from tests.conftest import QUIET
-from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
+from tests.recorders import MemoryLogger, Recorder, StepCheckpoint, assert_same, state_of
 
 # Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -1000,15 +1000,21 @@ def test_limits(case, federated_trainer):
 
 
 @pytest.mark.parametrize("visits", ["fused", "lightning"])
-def test_max_steps_ends_the_fit_after_the_round(visits, federated_trainer, caplog):
-    """Weights, logged numbers and validation equal a fit of complete rounds; the Trainer keeps the user's number."""
+def test_max_steps_ends_the_fit_after_the_round(visits, federated_trainer, tmp_path, caplog):
+    """Weights, logged numbers, validation and saved steps equal a fit of complete rounds.
+
+    The Trainer keeps the user's number.
+    """
     ends = []
     for options in ({"max_rounds": 2}, {"max_rounds": 5, "max_steps": 15 + 6}):
         recorder, own = Recorder(), module(optimizer=models.adam)
         clients = {name: DataLoader(data, 10) for name, data in datasets().items()}  # 4, 7 and 4 batches
-        trainer = federated_trainer(callbacks=[recorder], visits=visits, **options)
+        folder = tmp_path / str(options["max_rounds"])
+        options |= {"callbacks": [recorder, StepCheckpoint(folder, 4)], "visits": visits, "enable_checkpointing": True}
+        trainer = federated_trainer(**options)
         trainer.fit(own, clients, DataLoader(TensorDataset(*HELD_OUT), 16))
         assert [len(visit.batches) for visit in recorder.visits] == [4, 7, 4] * 2
+        assert {path.name for path in folder.iterdir()} == {f"inside-step={step}.ckpt" for step in range(4, 30, 4)}
         ends.append((trainer.global_step, state_of(own), trainer.callback_metrics))
     assert ends[0][0] == ends[1][0] == 30
     assert_same(ends[0][1], ends[1][1])

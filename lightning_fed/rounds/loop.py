@@ -326,7 +326,7 @@ class RoundLoop:
 
         def wait(*args: Any) -> None:
             round = self.open_round
-            if round is not None and (round.loader.is_over or round.driver.is_cut):
+            if round is not None and (round.loader.is_over or round.driver.find_cut()):
                 self._waiting.append(lambda: method.original(*args))
             else:
                 method.original(*args)

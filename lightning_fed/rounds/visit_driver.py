@@ -74,11 +74,13 @@ class VisitDriver:
         if methods:
             exchange_max_steps(self.fit.trainer, self._max_steps)
 
-    @property
-    def is_cut(self) -> bool:
-        """True if the fit ends with this batch, before the round's last batch."""
-        is_inside = self._loader.current is not None and not self._loader.is_over
-        return self.may_end_early and is_inside and ends_after_batch(self.fit.trainer)
+    def find_cut(self) -> bool:
+        """Returns ``True`` if the fit ends with this batch, before the round's last batch. Postpones ``max_steps``."""
+        loader, trainer = self._loader, self.fit.trainer
+        if not (self._has_one_client or loader.is_over) and -1 != trainer.max_steps <= trainer.global_step:
+            exchange_max_steps(trainer, trainer.global_step + 1)  # the fit ends with the round
+        is_inside = loader.current is not None and not loader.is_over
+        return self.may_end_early and is_inside and ends_after_batch(trainer)
 
     def start_batch(self) -> None:
         if self._loader.group and self.group is not self._loader.group:
@@ -208,10 +210,7 @@ class VisitDriver:
         elif self._has_batch_end:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._methods["on_train_batch_end"].original(outputs, batch, local_idx)
-        trainer = self.fit.trainer
-        if not (self._has_one_client or loader.is_over) and -1 != trainer.max_steps <= trainer.global_step:
-            exchange_max_steps(trainer, trainer.global_step + 1)  # the fit ends with the round
-        is_cut, group = self.is_cut, loader.group
+        is_cut, group = self.find_cut(), loader.group
         if group and not group[0].is_over:
             if not loader.batches_left:
                 self.end(group)
