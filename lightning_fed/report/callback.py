@@ -62,7 +62,7 @@ class Report(L.Callback):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self._file = Path("report.html")
+        self._file = self.path
         self._reset()
 
     def _reset(self) -> None:
@@ -180,8 +180,8 @@ class Report(L.Callback):
         return True
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if not self._rounds or not trainer.is_global_zero:
-            return
+        if self._file is None or not self._rounds or not trainer.is_global_zero:
+            return  # without a file if the fit ends before training
         federation = find_federation(trainer)
         segmentations = _find(trainer, ClientSegmentations)
         rows = [] if segmentations is None else segmentations.rows

@@ -208,6 +208,20 @@ def test_an_interrupted_fit_reports_the_finished_rounds(federated_trainer, tmp_p
     assert {row[0][0]: row[1][0] for row in page.tables["facts"]}["rounds"] == "2 of 3"
 
 
+def test_a_resumed_fit_that_fails_before_training_writes_no_file(federated_trainer, tmp_path, monkeypatch):
+    class Stops(FederatedCallback):
+        def on_fit_start(self, trainer, pl_module):
+            raise RuntimeError("stop")
+
+    saver = ModelCheckpoint(tmp_path / "saved", save_last=True)
+    fit(federated_trainer, tmp_path / "first.html", [saver], enable_checkpointing=True)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(federated_trainer, None, [Stops()], max_rounds=4, ckpt_path=tmp_path / "saved" / "last.ckpt")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
 def test_the_callback_changes_nothing(federated_trainer, tmp_path):
     states = []
     for callbacks in ([], [Report(tmp_path / "report.html")]):
