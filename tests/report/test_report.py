@@ -218,7 +218,14 @@ def test_a_resumed_fit_that_fails_before_training_writes_no_file(federated_train
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(RuntimeError, match="stop"):
-        fit(federated_trainer, None, [Stops()], max_rounds=4, ckpt_path=tmp_path / "saved" / "last.ckpt")
+        fit(
+            federated_trainer,
+            None,
+            [saver, Stops()],
+            max_rounds=4,
+            enable_checkpointing=True,
+            ckpt_path=tmp_path / "saved" / "last.ckpt",
+        )
     assert list((tmp_path / "empty").iterdir()) == []
 
 
