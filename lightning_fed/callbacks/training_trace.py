@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
@@ -21,7 +22,6 @@ from torchmetrics import MetricCollection
 from lightning_fed.callbacks.class_losses import BatchPath, ClassLoss, ClassLosses
 from lightning_fed.callbacks.example_input import training_batch
 from lightning_fed.callbacks.federation import federation_of
-from lightning_fed.callbacks.picture_grid import checked_colors
 from lightning_fed.callbacks.pictures import Color
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import seeded_generators
@@ -160,16 +160,22 @@ def declared_classes(
 ) -> tuple[tuple[str, ...], tuple[Color, ...]]:
     """Reads class names (``class_names`` or ``classes``) and ``class_colors`` from attributes, for ``count`` classes.
 
-    The attributes belong to the module, the hyper-parameters or the datamodule. Lists with another length are ignored.
+    The attributes belong to the module, the hyper-parameters or the datamodule. Lists with another length or other
+    elements are ignored.
     """
 
-    def find(names: Sequence[str], kind: type) -> tuple[Any, ...]:
+    def find(names: Sequence[str], accepts: Callable[[Any], bool]) -> tuple[Any, ...]:
         owners = (module, module.hparams, datamodule_of(trainer))
         values = (getattr(owner, name, None) for owner in owners for name in names)
         lists = (tuple(value) for value in values if isinstance(value, list | tuple) and len(value) == count)
-        return next((value for value in lists if all(isinstance(entry, kind) for entry in value)), ())
+        return next((value for value in lists if all(map(accepts, value))), ())
 
-    return find(("class_names", "classes"), str), tuple(checked_colors(find(("class_colors",), Sequence) or None) or ())
+    return find(("class_names", "classes"), lambda name: isinstance(name, str)), find(("class_colors",), _is_color)
+
+
+def _is_color(value: Any) -> bool:
+    is_triple = isinstance(value, list | tuple) and len(value) == 3
+    return is_triple and all(isinstance(part, Integral) and 0 <= part <= 255 for part in value)  # type: ignore[operator]
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:

@@ -253,14 +253,17 @@ def test_the_event_file_holds_the_grid_of_the_validated_model(tmp_path, form):
     assert np.array_equal(pictures[0][:, :, :20], pictures[2][:, :, :20])  # input and truth have not changed
 
 
-@pytest.mark.parametrize("count", [3, 2])
-def test_the_axes_name_the_epoch_the_images_and_the_classes(count, tmp_path, monkeypatch):
-    """The module defines names and colours, one for each class. The tiles are unchanged."""
+TEXTS, SHARES = ["red", "sky", "#0000ff"], [(0.5, 0.2, 0.3)] * 3
+
+
+@pytest.mark.parametrize(("count", "given"), [(3, [*map(list, COLORS)]), (2, COLORS[:2]), (3, TEXTS), (3, SHARES)])
+def test_the_axes_name_the_epoch_the_images_and_the_classes(count, given, tmp_path, monkeypatch):
+    """The module defines names and colours for each class; other values are ignored. The tiles are unchanged."""
     pytest.importorskip("matplotlib")
     figures, pixels = [], pictures.figure_pixels
     monkeypatch.setattr(pictures, "figure_pixels", lambda figure: figures.append(figure) or pixels(figure))
     module = Segmenter()
-    module.class_names, module.class_colors = ["sky", "sea", "land"][:count], COLORS[:count]
+    module.class_names, module.class_colors = ["sky", "sea", "land"][:count], given
     fit(module, TensorBoardLogger(tmp_path), [SegmentationImages(images=[3, 1])], max_epochs=1)
     (figure,) = figures
     (axes,), (legend,) = figure.axes, figure.legends
@@ -268,7 +271,7 @@ def test_the_axes_name_the_epoch_the_images_and_the_classes(count, tmp_path, mon
     assert [text.get_text() for text in axes.get_xticklabels()] == ["image", "truth", "prediction"]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["image 3", "image 1"]
     names = module.class_names if count == 3 else ["0", "1", "2"]
-    colors = COLORS if count == 3 else default_colors(3)
+    colors = COLORS if isinstance(given[0], list) else default_colors(3)
     assert [text.get_text() for text in legend.get_texts()] == [*names, "no label"]
     drawn = [tuple(round(255 * value) for value in patch.get_facecolor()[:3]) for patch in legend.get_patches()]
     assert drawn == [*colors, GREY]
