@@ -95,9 +95,10 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings unsuitable for the number of batches in visits, such as gradient accumulation.
+    """Refuses Trainer settings that do not fit the visits' numbers of batches.
 
-    The only client of a federation trains as in a plain fit, with nearly any setting.
+    For example, the number of batches in a visit must be a multiple of ``accumulate_grad_batches``. A federation with
+    one client trains as in a plain fit, and allows nearly any setting.
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")

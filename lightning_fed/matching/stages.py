@@ -31,14 +31,14 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     """Splits a network into stages, first to last. Each entry belongs to one stage.
 
     A stage contains all layers whose outputs are the neurons of one group: one layer in a chain (as in FedMA, ICLR
-    2020, Algorithm 1), or all blocks of a residual stage. Layers whose outputs are not permuted belong to the next
-    stage. The last layers, such as the output layer, form the last stage.
+    2020, Algorithm 1), or all blocks of a residual stage. Layers whose outputs are not permuted belong to the stage of
+    the next layer. The last layers, such as the output layer, form the last stage.
 
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``, the maximum number of stages (neighboring stages with few neurons are merged), or for each
-            stage patterns for entry names.
+        choice: ``"auto"``; or the maximum number of stages, reached by merging the neighboring stages with the fewest
+            neurons; or a list with the patterns of entry names for each stage.
 
     Raises:
         ValueError: If no stage exists, an entry matches no stage, a stage has no entries, or the neurons of a group are

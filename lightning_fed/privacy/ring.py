@@ -79,7 +79,7 @@ class Ring:
         }
 
     def longest(self, size: int) -> float:
-        """Largest norm of an update with ``size`` entries that stays within ``clip`` after rounding to integers."""
+        """Largest norm of an update with ``size`` numbers, such that the rounded update has at most norm ``clip``."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(

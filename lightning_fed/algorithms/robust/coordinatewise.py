@@ -21,7 +21,8 @@ from lightning_fed.method import register
 class Median(RobustAggregator):
     """Coordinate-wise median of client models. For an even number of clients, the mean of the middle two values.
 
-    Requires at least ``2 f + 1`` clients. The number f does not change the result. Reference: Yin et al., ICML 2018.
+    Requires at least ``2 * num_malicious + 1`` clients; ``num_malicious`` does not change the result. Reference: Yin et
+    al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -304,7 +304,10 @@ def _undefined_curves(metric: Metric) -> Tensor:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """Maps paths to a module's metrics. A metric in a plain list or dictionary is named by class and position."""
+    """Maps attribute paths (such as ``"head.accuracy"``) to the module's metrics.
+
+    A metric in a plain list or dictionary has no path; the key is the class name and the metric's index among all.
+    """
     all_metrics = find_metrics(module)
     for metric in all_metrics:
         if isinstance(metric, MetricCollection):
