@@ -61,7 +61,7 @@ class VisitClock:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context in which the clock interrupts running code after the time limit."""
+        """Context: the clock interrupts running code after the time limit."""
         if self.is_up:
             raise self.timeout()
         self._is_interrupting = True

@@ -95,7 +95,7 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings that do not fit the visits' numbers of batches.
+    """Refuses Trainer settings unsuitable for the visits' numbers of batches.
 
     For example, the number of batches in a visit must be a multiple of ``accumulate_grad_batches``. A federation with
     one client trains as in a plain fit, and allows nearly any setting.
