@@ -80,8 +80,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
         min_examples: Minimum number of examples; a client with fewer examples does not answer.
         lists: Patterns for the module's metrics (attribute paths) whose list states may be sent.
         withheld: Patterns for metrics whose states are never sent.
-        folder: Folder for the latest table: ``clients.csv``, and with matplotlib also ``clients.png``; if ``None``, no
-            files are written.
+        folder: Folder for the latest table, ``clients.csv``; if ``None``, no file is written.
 
     Attributes:
         results: Results of the last evaluation by client; ``None`` before the first evaluation.

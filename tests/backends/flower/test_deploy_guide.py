@@ -47,7 +47,7 @@ def read_commands():
     """Command lines of the section, in order."""
     page = PAGE.read_text()
     (new,) = re.findall(r"^    (lightning-fed flower new .*)$", page, re.M)
-    section = page.split("## Several machines")[1].split("\n###")[0]
+    section = page.split("## Several machines")[1].split("\n### Open ports")[0]
     return [new, *(line.strip().replace(SERVER, HERE) for line in section.splitlines() if line.startswith("    "))]
 
 
