@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import stat
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +38,10 @@ START = hashlib.sha256(b"lightning-fed site record").hexdigest()
 """Previous digest for the first line."""
 
 
+# The rest of a file after crashes: a truncated line, or several, if crashes also truncated the lines that follow.
+_TORN = re.compile(rb"[^\n]+|[0-9a-f]{1,64}( [^\n]*)?(\n([0-9a-f]{1,64}( [^\n]*)?)?)+")
+
+
 class RecordError(Exception):
     """Raised for a forged, damaged or unwritable record file."""
 
@@ -57,8 +62,8 @@ class Line:
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
     """Reads and verifies the lines that follow the line with this number and digest (``head``).
 
-    A crash can leave a truncated line in the file. The next line then contains the truncated line's digest as
-    ``"torn"``.
+    Crashes can leave truncated lines in the file. The next complete line then contains the digest of the truncated
+    lines as ``"torn"``.
 
     Example:
         >>> first = write_line(START, {"round": 0})
@@ -70,23 +75,22 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
         ...
         lightning_fed.backends.site.record.RecordError: line 1 was altered
     """
-    torn: bytes | None = None
+    torn: list[bytes] = []
     for raw in file:
         digest, _, text = raw.rstrip(b"\n").partition(b" ")
         if not raw.endswith(b"\n") or digest.decode(errors="replace") != _digest(head, text):
-            if torn is not None:
-                raise RecordError(f"line {number} was altered")
-            torn, number = raw.rstrip(b"\n"), number + 1
+            torn.append(raw.rstrip(b"\n"))
             continue
         content = json.loads(text)
-        if content.get("torn") != (None if torn is None else hashlib.sha256(torn).hexdigest()):
-            raise RecordError(f"line {number if torn is not None else number + 1} was altered")
+        if content.get("torn") != (hashlib.sha256(b"\n".join(torn)).hexdigest() if torn else None):
+            raise RecordError(f"line {number + 1} was altered")
         number = content["line"] if content.get("event") == ROTATION and not number else number
-        torn, head, number = None, digest.decode(), number + 1
+        head, number = digest.decode(), number + len(torn) + 1
+        torn = []
         yield Line(number, head, content)
-    if torn is not None:
-        is_cut = not raw.endswith(b"\n")
-        raise RecordError(f"line {number} was {'truncated' if is_cut else 'altered'}")
+    if torn:
+        is_cut = len(torn) == 1 and not raw.endswith(b"\n")
+        raise RecordError(f"line {number + 1} was {'truncated' if is_cut else 'altered'}")
 
 
 def read_record(path: Path) -> Iterator[Line]:
@@ -195,16 +199,21 @@ class Record:
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             file.seek(self._position)
             data = file.read()
-        whole, self._torn = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
-        for line in read_lines(io.BytesIO(whole), self.last.digest, self.last.number):
-            self.last = line
-            self._digests[line.number] = line.digest
-            if line.content.get("event") == CLOCK:
-                self.recent.clear()
-            self.recent.append(line)
-            while self.recent[0].time <= line.time - DAY:
-                self.recent.popleft()
-        self._position += len(whole)
+        end, lines = 0, io.BytesIO(data)
+        try:
+            for line in read_lines(lines, self.last.digest, self.last.number):
+                self.last, end = line, lines.tell()
+                self._digests[line.number] = line.digest
+                if line.content.get("event") == CLOCK:
+                    self.recent.clear()
+                self.recent.append(line)
+                while self.recent[0].time <= line.time - DAY:
+                    self.recent.popleft()
+        except RecordError:
+            if not _TORN.fullmatch(data, end):
+                raise
+        self._torn = data[end:]
+        self._position += end
         if head is None:
             return
         if head[0] and not self.has_line(*head):

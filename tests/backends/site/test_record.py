@@ -88,6 +88,26 @@ def test_a_line_that_a_crash_has_cut_off_stays_and_is_vouched_for_by_the_next(re
         numbers(record)
 
 
+@pytest.mark.parametrize("cut", [0, 1, 40, 120])
+def test_several_crashes_in_sequence_do_not_end_a_record(record, cut):
+    """A crash also truncates the line after a truncated line, once more each time."""
+    third, head = list(read_record(record))[2], record.parent / HEAD_FILE
+    whole = record.read_bytes()[:-20]
+    for _ in range(3):
+        record.write_bytes(whole)
+        head.write_text(json.dumps({"line": 3, "digest": third.digest}))
+        again = Record(record, head)
+        with again.open():
+            again.append(content(7))
+        assert numbers(record) == [0, 1, 2, 7]
+        whole = record.read_bytes()[: len(whole) + cut]
+    changed = bytearray(record.read_bytes())
+    changed[len(whole) - 1 - cut] ^= 1
+    record.write_bytes(changed)
+    with pytest.raises(RecordError, match=r"line [45] was altered"):
+        numbers(record)
+
+
 def test_several_may_write_one_record(record):
     start = threading.Barrier(4)
 
