@@ -196,6 +196,8 @@ class SiteStudy(AskableCallback):
         if "sum" in question:
             if reveals != "sum":
                 raise ClientFault("its federation has no secure sum")
+            _check_tau_squared(content, question)
+            write_text_atomically(path, json.dumps(content))
             return self._answer_sum(client, _compared(runs, models, seeds), question)
         found = score_site(trainer, module, client, loaders[client], self.metric, self.stage, self.patient, 1.0)
         runs.setdefault(model, {})[str(seed)] = found
@@ -225,8 +227,6 @@ class SiteStudy(AskableCallback):
         self, client: Client, compared: Mapping[str, Mapping[int, Any]], question: Mapping[str, Any]
     ) -> ClientUpdate:
         *methods, baseline = compared
-        if question["sum"] != _name_sum(question):
-            raise ClientFault("the request gives a wrong name for the sum")
         kind, answer = answer_site(compared, self.min_support)
         if not answer:
             raise ClientFault(f"it has fewer cases than its min_support={self.min_support}")
@@ -256,6 +256,17 @@ def _compared(runs: Mapping[str, Any], models: Sequence[str], seeds: Sequence[in
     if any(str(one) not in runs.get(other, {}) for other in models for one in seeds):
         raise ClientFault("it has no scores from an earlier fit of this study: repeat that fit")
     return {other: {one: runs[other][str(one)] for one in seeds} for other in models}
+
+
+def _check_tau_squared(content: dict[str, Any], question: Mapping[str, Any]) -> None:
+    # Sums with many values would reveal the terms of single sites.
+    name, tau_squared = _name_sum(question), list(question["tau_squared"])
+    if question["sum"] != name:
+        raise ClientFault("the request gives a wrong name for the sum")
+    if any(tau_squared):
+        used = content.setdefault("tau_squared", {}).setdefault(name, tau_squared)
+        if used != tau_squared or not all(value >= 0 for value in tau_squared):
+            raise ClientFault("its sum was requested with another variance between sites: repeat with another seed")
 
 
 def _name_sum(question: Mapping[str, Any]) -> str:

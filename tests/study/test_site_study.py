@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 import shutil
 
 import lightning as L
@@ -26,7 +27,7 @@ from lightning_fed.privacy import SecureSum
 from lightning_fed.privacy.masked_sums import decode
 from lightning_fed.steps import MaxSamples
 from lightning_fed.study import SiteStudy
-from lightning_fed.study.site_study import _read_sums
+from lightning_fed.study.site_study import _check_tau_squared, _name_sum, _read_sums
 from tests import references_study as reference
 from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import OPTIONS
@@ -215,6 +216,8 @@ def test_a_secure_sum_gives_the_mean_over_sites(secured):
     assert "| all sites | 2 sites |" in table
     assert "The secure sum hides the sites" in table
     assert "`fedavg` against `local`" in (folder / "sites" / "sites" / "tiny.md").read_text()
+    used = json.loads((folder / "sites" / "sites" / "north.json").read_text())["tau_squared"]
+    assert used[_name_sum({"metric": "test_loss", "models": MODELS, "seeds": [3, 4]})][0] > 0
 
 
 def test_the_server_sees_masked_numbers_only(secured):
@@ -273,6 +276,26 @@ def test_a_sum_is_released_for_one_set_of_sites(secured, tmp_path, caplog):
     assert "the sum of this round was already unmasked for other clients" in caplog.text
     study = json.loads((tmp_path / "again" / "server" / "study.json").read_text())
     assert study["totals"]["fedavg"][0] == 2
+
+
+def test_a_site_answers_for_one_variance_between_sites():
+    """Sums for several variances determine all terms: the sum of 1 / (v + t) is a rational function of t."""
+    content, plan = {}, {"metric": "test_loss", "models": list(MODELS), "seeds": [3]}
+
+    def ask(tau_squared, **changes):
+        asked = plan | changes
+        _check_tau_squared(content, asked | {"sum": _name_sum(asked), "tau_squared": [tau_squared]})
+
+    for tau_squared in (0.0, 0.25, 0.25, 0.0):  # a repeated fit asks again
+        ask(tau_squared)
+    for tau_squared in (0.5, -0.25, math.nan):
+        with pytest.raises(ClientFault, match="with another variance between sites: repeat with another seed"):
+            ask(tau_squared)
+    with pytest.raises(ClientFault, match="another variance"):
+        ask(-0.5, seeds=[4])
+    ask(0.5, seeds=[3, 4])
+    with pytest.raises(ClientFault, match="a wrong name for the sum"):
+        _check_tau_squared(content, plan | {"sum": "t", "tau_squared": [0.0]})
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

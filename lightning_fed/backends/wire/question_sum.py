@@ -1,7 +1,7 @@
 """Secure sum over clients' answers to a question: the server learns the sum, but no single answer.
 
 A question with the key ``"sum"`` is answered by one tensor of wide numbers (``privacy/masked_sums.py``). The value of
-``"sum"`` names the sum. Clients release a named sum in a round only for one set of clients, because the difference
+``"sum"`` names the sum. Clients release a named sum only for one set of clients, in any round, because the difference
 between two sums could reveal an answer.
 """
 
@@ -28,6 +28,7 @@ from lightning_fed.server.server import ServerInterface
 Replies: TypeAlias = Iterator[tuple[Client, ClientUpdate | str]]
 
 _SUM = "sum"
+_ROUND = 0  # of all sums over answers: the server must not get another sum with another round
 
 
 def ask_sum(
@@ -43,7 +44,7 @@ def ask_sum(
     are the clients in the sum. ``server.report`` must be separate from the round's report.
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
-    server.report.round, server.report.failed = visits[0].round, {}
+    server.report.round, server.report.failed = _ROUND, {}
     total = _Total(step.least_clients(len(visits)))
     secure_sum = ServerSum(transport, server, total, _run_of(question), set())
     secure_sum.share_secrets([visit.client for visit in visits])
@@ -71,7 +72,7 @@ def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Calla
         return
     ((name, words),) = answer.extras.items()
     numbers = to_numbers(words)
-    sum_of(_run_of(train_request.question or {})).add_masks(numbers, peers, train_request.visit.round)
+    sum_of(_run_of(train_request.question or {})).add_masks(numbers, peers, _ROUND)
     answer.extras[name] = to_words(numbers)
 
 
