@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -127,7 +129,7 @@ def run_demo(
     result = DemoResult(table.rounds, Path(logger.log_dir), Path(logger.log_dir) / "report.html")
     _say(
         "\nTensorBoard (steps are batches; `epoch` is the round, from 0):"
-        f"\n    tensorboard --logdir {out}"
+        f"\n    {_find_program('tensorboard')} --logdir {out}"
         f"\nReport with curves and predictions, for a browser:\n    {result.report}"
     )
     return result
@@ -152,3 +154,10 @@ def _say_round(number: int, values: Mapping[str, float]) -> None:
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def _find_program(name: str) -> str:
+    path = Path(sys.executable).with_name(name)  # works also if the environment is not activated
+    if shutil.which(name) is not None or not path.exists():
+        return name
+    return os.path.relpath(path)

@@ -74,7 +74,7 @@ def test_it_ends_with_the_command_and_the_report(small):
         r"^BatchNorm: the clients' inputs differ, so each client .* \(shift 0\.\d\d after round 1\)\.$", said, re.M
     )
     last = said.splitlines()[-4:]
-    assert re.fullmatch(rf"    tensorboard --logdir {result.log_dir.parent}", last[1])
+    assert re.fullmatch(rf"    \S*tensorboard --logdir {result.log_dir.parent}", last[1])
     assert last[3].strip() == str(result.report)
     assert result.report.parent == result.log_dir
 
@@ -162,3 +162,15 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
 def test_rounds_are_checked():
     with pytest.raises(ValueError, match="Expected `rounds` to be at least 1, but got 0"):
         run_demo(rounds=0)
+
+
+def test_the_command_for_tensorboard_works_without_an_activated_environment(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "tensorboard"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path)
+    assert demo_training._find_program("tensorboard") == "bin/tensorboard"  # noqa: SLF001
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert demo_training._find_program("tensorboard") == "tensorboard"  # noqa: SLF001
