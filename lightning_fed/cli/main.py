@@ -126,7 +126,8 @@ def _stop(error: Exception) -> NoReturn:
     if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
         raise error
     text = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
+    unreadable = FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError
+    if isinstance(error, unreadable) and error.filename is not None:
         text = f"Expected a readable file, but got {error.filename!r} ({error.strerror}): correct the path."
     sys.stderr.write(f"error: {text}\n")
     raise SystemExit(1) from error
