@@ -51,16 +51,21 @@ _REFUSED_INSIDE: dict[type[L.Callback], str] = {
 }
 
 
-def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module with the hook ``train_dataloader``. Refuses a Trainer without such a hook."""
+_NO_DATA = (
+    "Expected training data: loaders or data sets passed to `fit`, a datamodule, or the module's `train_dataloader`, "
+    "but found none. If loaders were passed to `fit`, `Federation` cannot find them in this version of Lightning: pass "
+    "`datamodule=lightning_fed.data.LoaderDataModule(train, val)`."
+)
+
+
+def find_loader_owner(
+    trainer: L.Trainer, module: L.LightningModule, reason: str = _NO_DATA
+) -> L.LightningDataModule | L.LightningModule:
+    """Returns the datamodule or module with the hook ``train_dataloader``; without such a hook, raises ``reason``."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
-    raise MisconfigurationException(
-        "Expected training data: loaders or data sets passed to `fit`, a datamodule, or the module's "
-        "`train_dataloader`, but found none. If loaders were passed to `fit`, `Federation` cannot find them in this "
-        "version of Lightning: pass `datamodule=lightning_fed.data.LoaderDataModule(train, val)`."
-    )
+    raise MisconfigurationException(reason)
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:

@@ -36,12 +36,13 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, RevertingCallback
+from lightning_fed.fit.checks import find_loader_owner
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, file_name
 from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
-from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
+from lightning_fed.privacy.dpsgd_checks import HANDED_LOADER, check_federation, check_trainer
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
 from lightning_fed.privacy.noise import NormalStream
 from lightning_fed.privacy.poisson import PoissonSampling, check_poisson_loader, examples_per_batch, poisson_loader
@@ -214,7 +215,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._reset()
         self._trainer = trainer
         if federation_of(trainer) is None:
-            owner = loader_owner(trainer, pl_module)
+            owner = find_loader_owner(trainer, pl_module, HANDED_LOADER)
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,7 +11,7 @@ from torch import nn
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.lightning.internals import datamodule_of, find_callbacks, is_compiled, is_overridden
+from lightning_fed.lightning.internals import find_callbacks, is_compiled, is_overridden
 from lightning_fed.model.entries import tensor_slots, tensors_by_path
 from lightning_fed.privacy.gradients import find_unsupported
 from lightning_fed.process_group import process_group_of
@@ -24,16 +22,11 @@ _CLIENT_HOOKS = (
 )  # fmt: skip
 
 
-def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
-    """Returns the datamodule or module with the method ``train_dataloader``. Refuses loaders passed to ``fit``."""
-    for owner in (datamodule_of(trainer), module):
-        if owner is not None and is_overridden("train_dataloader", owner):
-            return owner
-    raise MisconfigurationException(
-        "Expected training data in a datamodule or in the module's `train_dataloader`, but got a loader in"
-        " `L.Trainer.fit(model, train_dataloaders=...)`, which `DPSGD` cannot replace: use a datamodule, for example"
-        " `L.LightningDataModule.from_datasets(train_dataset, batch_size=64)`."
-    )
+HANDED_LOADER = (
+    "Expected training data in a datamodule or in the module's `train_dataloader`, but got a loader in"
+    " `L.Trainer.fit(model, train_dataloaders=...)`, which `DPSGD` cannot replace: use a datamodule, for example"
+    " `L.LightningDataModule.from_datasets(train_dataset, batch_size=64)`."
+)
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
@@ -80,7 +73,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses vectorised clients, and callbacks other than ``own`` (DPSGD) that may send values without noise."""
+    """Refuses vectorised clients, and callbacks other than ``own`` (DPSGD) with values sent without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."
