@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_fed import Faults, FederatedDataModule, Federation, Vectorized
 from lightning_fed.backends.vectorized import plan
-from lightning_fed.backends.vectorized.plan import choose_clients
+from lightning_fed.backends.vectorized.plan import _ON_CPU, _ON_GPU, choose_clients
+from lightning_fed.callbacks.federation import _LEAST_AT_ONCE
 from tests import models
 from tests.recorders import assert_same, state_of
 
@@ -126,3 +127,8 @@ def test_a_site_trains_its_only_client_as_by_default():
     assert federation.options.visits_at_once is not None
     assert federation.options.visits_one_by_one == "auto"
     assert Federation(visits="lightning").options.visits_one_by_one == "lightning"
+
+
+def test_the_federation_asks_for_every_cohort_in_the_measurements():
+    """The constant is in the kernel, so smaller fits do not import the measurements."""
+    assert min(row.least_cohort for row in (*_ON_CPU, *_ON_GPU)) == _LEAST_AT_ONCE
