@@ -66,8 +66,8 @@ class OwnClassConfusion(PeriodicPictures):
     Args:
         clients: The clients, or a number for the first clients in the population.
         every_n_epochs: Rounds between two pictures.
-        class_names: Class names, starting with class 0; by default ``class_names`` or ``classes`` of the module or the
-            datamodule. Classes without a name are labelled by index.
+        class_names: Class names, starting with class 0; without ``target`` by default ``class_names`` or ``classes`` of
+            the module or the datamodule. Classes without a name are labelled by index.
         target: Position of the labels in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial step. Negative and ignored labels are skipped.
         inputs: Inputs in a batch: an index, a key, or a function; by default the first element, or ``batch["image"]``.

@@ -60,8 +60,7 @@ from lightning_fed.steps.update_step import UpdateStep
 _log = logging.getLogger(__name__)
 
 _SETTINGS = ("local_epochs", "local_steps", "personal", "frozen", "batch_norm", "optimizer_state")
-"""Arguments that a method may set: those of a visit's work and of what travels. The clients that take part are the
-user's to set."""
+"""Arguments that a method may set: the work of a visit, and the sent entries. Only the user chooses the clients."""
 
 _LEAST_AT_ONCE = 4  # in smaller cohorts, clients at once gain nothing (measurements in `backends/vectorized/plan.py`)
 

@@ -1,4 +1,6 @@
-"""Lightning's weight averaging in a federation: each client averages the steps of a visit, the server averages both.
+"""Lightning's weight averaging in a federation: each client averages the weights over the steps of a visit.
+
+The server averages the clients' models, and separately the clients' averages.
 
 Entries of the average join the module during a fit, so rule, checks, messages and resume treat the average like the
 model.

@@ -76,7 +76,7 @@ class Arrival(NamedTuple):
 class Order(ABC):
     """Base class for arrival orders: the updates' order over all rounds.
 
-    ``flying`` maps clients to start versions, for visits on other machines.
+    ``flying`` maps each client in training on another machine to the visit's start version.
     """
 
     flying: Mapping[Client, int] = {}

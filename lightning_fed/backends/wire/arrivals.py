@@ -50,7 +50,7 @@ class RemoteArrivals(RemoteClientSide):
         return server
 
     def start(self, fit: FederatedFit) -> None:
-        """Refuses settings without a meaning in asynchronous rounds on a network."""
+        """Refuses settings and callbacks that asynchronous rounds on a network do not support."""
         super().start(fit)
         callbacks, refused = federated_callbacks(fit.trainer), ""
         if self._rule.replay is not None:

@@ -28,7 +28,7 @@ class RemoteClientStore(ClientStore):
         self.restore(0, {})
 
     def kept(self, client: Client) -> int:
-        """Index of the round with the client's last valid update; -1 without such a round."""
+        """Version of the client's state: start round of the visit with the last valid update; -1 without one."""
         return self._of_round.get(client, self._rounds.get(client, -1))
 
     def get(self, client: Client) -> State | None:
@@ -43,7 +43,7 @@ class RemoteClientStore(ClientStore):
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
     def record_update(self, client: Client, round: int, start: int) -> None:
-        """Notes a valid update in ``round`` from a visit with the model of round ``start``."""
+        """Records a valid update that arrived in ``round``. The visit started from the model of round ``start``."""
         if round != self._round:
             self._rounds = self._rounds | self._of_round
             self._round, self._of_round = round, {}
@@ -71,5 +71,5 @@ class RemoteClientStore(ClientStore):
         self._last, self._checkpoints = round, [self._rounds]
 
     def needed(self, client: Client) -> int:
-        """Number after the client's state in the second-to-last checkpoint, from which a server may resume."""
+        """Lowest needed version of the client's state, if a server resumes from the second-to-last checkpoint."""
         return self._checkpoints[0].get(client, -1) + 1

@@ -178,7 +178,7 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Computes the masks contained in a sum of masked vectors with the form of ``zeros``.
+    """Computes the masks contained in a sum of masked vectors with the shape and dtype of ``zeros``.
 
     Returns the sum of all masks, to be subtracted, and the clients with wrong but unneeded shares. ``shares`` maps
     (client, peer) to a share: of the peer's seed if the peer's vector is in the sum, else of the pairing secret.
