@@ -46,7 +46,8 @@ BUGS = {
     "answers wait in memory": (
         "transport.py", "_constant(answer) if in_turn else put_aside(answer)", "_constant(answer)"),
     "bytes of answers are not counted": (
-        "transport.py", "self.received += len(answer.data) if isinstance(answer, Packet) else 0", "pass"),
+        "transport.py", "answer = ready.pop(client)()\n            self.received += len(answer.data) if",
+        "answer = ready.pop(client)()\n            self.received += 0 if"),
     "the answer file ignores the order": (
         "answer_file.py", "if file.readline().rstrip() != self._key:", "if not file.readline():"),
     "the answer file ignores the model": (
@@ -58,12 +59,12 @@ BUGS = {
     "the server forgets which state a client keeps": (
         "remote_client_store.py", "return self._of_round.get(client, self._rounds.get(client, -1))", "return -1"),
     "the kept state is off by one round": (
-        "remote_client_store.py", "self._of_round[client] = round", "self._of_round[client] = round - 1"),
+        "remote_client_store.py", "self._of_round[client] = start", "self._of_round[client] = start - 1"),
     "a failed round keeps the clients' states": (
         "remote_client_store.py", "{client: number for client, number in self._of_round.items() if client in clients}",
         "dict(self._of_round)"),
     "states that a resumed server needs are deleted": (
-        "remote_client_store.py", "return self._checkpoints[0]", "return self._checkpoints[1] + 1"),
+        "remote_client_store.py", "return self._checkpoints[0]", "return self._checkpoints[-1]"),
     "a resumed run has another name": (
         "remote_client_store.py", 'self.run = state.get("run") or uuid.uuid4().hex', "self.run = uuid.uuid4().hex"),
     "an update of a client that stored nothing is recorded as stored": (

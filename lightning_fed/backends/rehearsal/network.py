@@ -339,7 +339,11 @@ class RehearsalTransport(Transport):
         machine = self._sites[message.client].machine
         lost_at, back_at = machine.lost_since(message.start, now), machine.online_since(now)
         if answer == "its connection was lost":
-            is_lost = lost_at is not None and now - lost_at >= self._limit.reconnect
+            first = lost_at
+            while first is not None:  # polling may miss a short connection between two losses
+                earlier, lost = machine.lost_since(message.start, first - self._slack), first
+                first = earlier if earlier is not None and earlier < lost else None
+            is_lost = lost_at is not None and now - lost >= self._limit.reconnect
             check(is_lost, f"{place}: given up, although the connection was lost at {lost_at}")
         else:
             check(

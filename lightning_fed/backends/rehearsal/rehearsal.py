@@ -186,6 +186,8 @@ class _Run:
                 self._check_site(site)
 
     def end_round(self, federation: Federation, round: int, model: State, is_new: bool) -> None:
+        if federation.rounds <= round:
+            return  # abandoned, because the fit ends
         report, outcome = federation.server.report, self.outcome
         for later in [number for number in outcome.visits if number >= round]:
             del outcome.visits[later]

@@ -30,6 +30,8 @@ PLANS = build_plans()
         *((name, 1) for name in PLANS),
         ("rough", 78),  # a client without new state pruned the version in use
         ("restarts", 47),  # a late order of a killed server replaced the newer state
+        ("restarts", 681),  # polling misses a connection of a quarter of a second
+        ("subset", 739),  # a full disk ends the server's fit in a round
     ],
 )
 def test_all_invariants_hold(name, seed):
