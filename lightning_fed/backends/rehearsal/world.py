@@ -111,7 +111,8 @@ class Machine:
         self.is_up, self.is_dead, self.fuse = False, False, None
         is_power_lost = self.random.random() < 0.5
         if is_power_lost:
-            self._lose_bytes()
+            with self._world.run_on(None):  # no process changes these files
+                self._lose_bytes()
         now = self._ended_at[self.starts] = self._world.now
         start = now + self.random.expovariate(1 / self.profile.downtime)
         words = "without unsaved bytes" if is_power_lost else "with all files"
@@ -251,8 +252,8 @@ class World:
         self.now = max(self.now, time)
 
     @contextmanager
-    def run_on(self, machine: Machine) -> Iterator[None]:
-        """Context that runs code in a machine's process."""
+    def run_on(self, machine: Machine | None) -> Iterator[None]:
+        """Context that runs code in a machine's process; without faults if ``machine`` is ``None``."""
         before = self.machine, self.offset
         self.machine, self.offset = machine, 0.0
         try:

@@ -1,4 +1,4 @@
-"""A deployment in virtual time: exact times and bytes, equal logs of equal seeds, and invariants that find bugs."""
+"""A deployment in virtual time: exact times and bytes, equal logs for equal seeds, and invariants that find bugs."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ PLANS = build_plans()
         ("rough", 78),  # a client without new state pruned the version in use
         ("restarts", 47),  # a late order of a killed server replaced the newer state
         ("restarts", 681),  # polling misses a connection of a quarter of a second
-        ("subset", 739),  # a full disk ends the server's fit in a round
+        ("subset", 739),  # the server's process deleted the bytes lost by a site
     ],
 )
 def test_all_invariants_hold(name, seed):
