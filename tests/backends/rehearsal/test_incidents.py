@@ -90,6 +90,13 @@ INCIDENTS = {
         "A stopped and restarted SuperNode was connected, but no run started there.",
         "[deadline]\nseconds = 3000\nreconnect = 600\n[sites.a]\n[sites.b]\nbatches = 600\nrestarts = 100\n",
     ),
+    "a closed connection ends the training": Incident(
+        "https://github.com/flwrlabs/flower/issues/4346",
+        "After a closed connection of one client in a round, the next round did not start, in spite of"
+        " `accept_failures`.",
+        "[sites.a]\n[sites.b]\n[sites.c]\nbatches = 40\navailability = 0.3\noutage = 200\n",
+        excluded=frozenset("c"), reason="connect",
+    ),
     "an offline node delays the round": Incident(
         "https://github.com/flwrlabs/flower/pull/4968",
         "A node went offline, and the server waited for an hour, until the message expired.",
@@ -98,7 +105,7 @@ INCIDENTS = {
     ),
     "failures of clients": Incident(
         "https://github.com/VectorInstitute/FL4Health/pull/280",
-        "A run went on although clients failed, until an option ended the run.",
+        "After failures of all clients the server waited without end, until an option ended the run.",
         "[sites.a]\nbad = 0.9999\n[sites.b]\nbad = 0.9999\n", finished=3, excluded=frozenset("ab"),
         failure="3 consecutive failed rounds",
     ),
