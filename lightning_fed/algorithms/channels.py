@@ -33,19 +33,19 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """Describes additional tensors of a federated method: form, direction of transmission, storage and limits.
+    """Describes tensors that a federated method exchanges in addition to the model, such as control variates.
 
     Args:
-        form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
-            (``"number"``). Numbers are float64 scalars, at least 0.
-        up: Whether clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers.
+        form: One tensor per model entry, in float32 or float64 (``"entry"``), one number per model entry
+            (``"numbers"``), or a single number (``"number"``). Numbers are float64 scalars, at least 0.
+        up: Whether clients send the tensors. The server computes the mean of tensors, and stores each client's numbers.
         down: Whether the server sends the tensors with the broadcast.
         memory: Whether clients keep the tensors between visits.
         server: Whether the server keeps the tensors between rounds.
-        bounds: Limits for numbers used in a division, product or power. ``"above"`` excludes clients with a number more
-            than 128 times the round's median. ``"work"`` divides a number once by the planned work (steps, or epochs
-            times examples), and once by the planned epochs. A client is excluded if both quotients are above, or both
-            below, the median by more than :attr:`ChannelRule.octaves`.
+        bounds: Limits for the clients' numbers; ``"none"`` for no limit. ``"above"`` excludes clients with a number
+            more than 128 times the round's median. ``"work"`` divides each number once by the client's planned work
+            (steps, or epochs times examples), and once by the planned epochs. A client is excluded if both quotients
+            are above, or both below, the median by more than :attr:`ChannelRule.octaves`.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -56,7 +56,10 @@ class Channel:
     bounds: Literal["none", "above", "work"] = "none"
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Checks and returns an update's values for the channel ``title``, by entry name (``""`` for one number)."""
+        """Returns a client's values for the channel ``title`` by entry name (``""`` for a single number).
+
+        Raises ``BadUpdate`` if values are missing or do not fit the model entries.
+        """
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -74,7 +77,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """One client's number of examples, received numbers, and binary exponents (``octaves``) of bounded numbers."""
+    """One client's numbers for all channels, and for numbers with limits the base-2 exponents (``octaves``)."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -83,10 +86,11 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over the round's updates from clients whose bounded numbers have equal binary exponents.
+    """Sums over updates from clients whose limited numbers have equal base-2 exponents.
 
-    Two parts can be merged, in any order. The rule excludes whole parts, because one client cannot be removed from a
-    sum. ``means`` maps a channel to its mean; ``sums`` maps an entry to a further sum with a Python method ``merge``.
+    Two parts can be merged, in any order. The rule excludes whole parts, because the update of one client cannot be
+    subtracted from a sum. ``means`` contains the mean for each channel. ``sums`` contains further sums for each model
+    entry, as objects with a Python method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -107,11 +111,11 @@ class Part:
 class ChannelVisit:
     """One client's visit, with the tensors for all channels of a rule.
 
-    ``parameters`` are the shared parameters, and ``start`` the broadcast's entries. ``down`` (received from the
-    server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors by channel and entry.
-    ``records`` contains the results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit. If several
-    visits are trained together on stacked tensors, ``row`` is this visit's index in the stack, and ``steps`` is the
-    visit's number of optimizer steps.
+    ``parameters`` are the parameters shared with the server, and ``start`` contains the received entries. ``down``
+    (received from the server), ``memory`` (kept on the client) and ``up`` (sent to the server) contain tensors by
+    channel name and entry name. At the end of the visit ``records`` contains the last result of
+    :meth:`ChannelRule.follow_step` for each entry name. If several visits train together on stacked tensors, ``row`` is
+    this visit's index in the stack. ``steps`` is the visit's number of optimizer steps.
     """
 
     trainer: L.Trainer
@@ -128,11 +132,13 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """Averaging rule with additional tensors (:attr:`channels`, by name), and with hooks for client and server.
+    """Base class of averaging rules that exchange additional tensors, described by name in :attr:`channels`.
 
     Attributes:
-        octaves: Base-2 logarithm of the largest accepted ratio between a number and the median, for ``bounds="work"``.
-        work: Planned epochs and planned work (steps or examples) by client. Without a plan: 1 epoch, all examples.
+        octaves: For channels with ``bounds="work"``: base-2 logarithm of the largest accepted ratio between a client's
+            number and the median over the clients.
+        work: Planned epochs and planned work (steps, or epochs times examples) for each client. A client without an
+            entry has one epoch over all examples.
 
     Example:
         >>> class LastGradient(ChannelRule):
@@ -162,10 +168,10 @@ class ChannelRule(AveragingAggregator):
     # Client side
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Raises an error before the fit if the federated method does not support the Trainer or the module."""
+        """Raises an error before the fit if the rule does not support the Trainer's settings or the module."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Returns gradient corrections by entry, constant during the visit, and stacked for vectorised visits."""
+        """Returns a correction for the gradient of each entry, constant during the visit; by default no corrections."""
         return {}
 
     def follow_step(
@@ -173,8 +179,8 @@ class ChannelRule(AveragingAggregator):
     ) -> Any:
         """Updates a parameter's record, such as a gradient sum, in each optimizer step, before the correction.
 
-        ``record`` is the result from the previous step, initially ``None``. The gradient includes the loss scale
-        ``scale``. ``group`` and ``state`` are the optimizer's parameter group and the optimizer's state for the
+        ``record`` is the result of the previous step, or ``None`` in the first step. The gradient includes the loss
+        scale ``scale``. ``group`` is the optimizer's parameter group, and ``state`` the optimizer's state for the
         parameter.
         """
         return record
@@ -184,7 +190,7 @@ class ChannelRule(AveragingAggregator):
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Writes the tensors to send (``visit.up``) and to keep (``visit.memory``), after the visit's last batch."""
+        """Writes tensors for the server to ``visit.up``, and tensors to store on the client to ``visit.memory``."""
 
     # The server
 
@@ -217,7 +223,10 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update and its channel values ``up`` to the sums. ``BadUpdate`` must not change the sums."""
+        """Adds a client's update and channel values to the sums in ``part``.
+
+        If ``BadUpdate`` is raised, the sums must not change.
+        """
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":
@@ -234,7 +243,7 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges the round's sums. Raises ``BadUpdates`` for clients with numbers outside the channels' limits."""
+        """Merges all sums of the round. Raises ``BadUpdates`` if a client's number is outside a channel's limits."""
         self._exclude()
         if len(self.parts) == 1:
             (joined,) = self.parts.values()
@@ -250,7 +259,7 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Computes the new global model from the mean client model ``state`` (may be overwritten) and sums ``part``."""
+        """Returns the new global model. ``state``, the mean of the client models, may be changed in place."""
         return state
 
     def share(self, part: Part) -> float:
@@ -299,7 +308,7 @@ def _octave(value: float) -> int:
 
 
 class ChannelCallback(FederatedCallback):
-    """Callback that runs the client hooks of a :class:`ChannelRule`, and exchanges the channels' tensors."""
+    """Callback that calls a :class:`ChannelRule` on the clients, and adds the channels' tensors to the messages."""
 
     supports_vectorize = True
 
@@ -320,9 +329,9 @@ class ChannelCallback(FederatedCallback):
         self.rule.begin_round(trainer)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Stores a client's planned work in the rule, before update steps change the client's number of examples."""
         if not any(channel.bounds == "work" for channel in self.rule.channels.values()):
             return
+        # Update steps may later change the client's number of examples.
         visit = next(one for one in find_federation(trainer).cohort.visits if one.client == update.client)
         epochs = float(visit.epochs if visit.steps is None else visit.steps)
         examples = update.num_samples * (visit.portion or 1.0) if visit.steps is None else 1.0
@@ -396,7 +405,6 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """Returns an entry's gradient correction, or for vectorised visits a stack (zeros if a visit has none)."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

@@ -22,10 +22,10 @@ _Result = TypeVar("_Result")
 def pass_over_data(
     population: Population, planned: PlannedVisit, function: Callable[[Iterator[Any]], _Result]
 ) -> _Result | None:
-    """Calls a function with the batches of a client's data. The order of the batches depends on the visit's seed.
+    """Calls ``function`` with the batches of a client's training data, in an order that depends on the visit's seed.
 
-    The pass does not change the random numbers used in training. ``function`` returns ``None`` if no batch had a loss.
-    If loading data fails, ``planned`` records the error, and the result is ``None``.
+    The pass does not change the random numbers used in training. ``function`` must return ``None`` if no batch had a
+    loss. Then, or if the data cannot be loaded, the reason is stored in ``planned.fault``, and the result is ``None``.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:
@@ -46,13 +46,13 @@ def pass_over_data(
 
 
 def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: int) -> Tensor | None:
-    """Runs ``training_step`` on the batch with index ``number``. Returns the loss, or ``None`` if skipped."""
+    """Returns the loss of ``training_step`` for the batch with index ``number``; ``None`` if the step has no loss."""
     loss: Tensor | None = loss_in(run_step(trainer, module, "training_step", batch, number))
     return loss
 
 
 def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
-    """Refuses a module with manual optimization; the error names the method."""
+    """Raises an error with the name ``method`` of the federated method if the module uses manual optimization."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"{method} reads the loss from `training_step` in an additional pass over the data: use automatic"
@@ -61,7 +61,7 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses clients that receive only some rows of an entry, because the method stores whole models on the clients.
+    """Refuses broadcasts with only some rows of an entry, because the method stores whole models on the clients.
 
     Raises:
         MisconfigurationException: If the broadcast contains only some rows of an entry.

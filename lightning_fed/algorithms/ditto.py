@@ -36,13 +36,13 @@ class PersonalModel(GradientTerm):
 
     with the visit's broadcast :math:`x`. After the personal epochs, the module, the optimizers and the per-step
     schedulers are reset to the end of the global epochs. The client's update therefore equals the update without this
-    callback, bit for bit. Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or the
-    global model before the client's first visit. Reference: Li et al., ICML 2021, Algorithm 1.
+    callback, bit for bit. Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or
+    before the client's first visit the global model. Reference: Li et al., ICML 2021, Algorithm 1.
 
     If the federation has personal entries (``personal``), both models have separate values for these entries, and the
-    regulariser skips these entries. Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the
-    global epochs. If a straggler stops before the personal epochs, :math:`v_i` does not change. NaN or infinite values
-    in :math:`v_i` exclude the client from the round; the client keeps :math:`v_i` from the last valid visit.
+    regulariser skips these entries. Gradient terms from other methods (SCAFFOLD, FedProx) only apply in the global
+    epochs. If a straggler stops before the personal epochs, :math:`v_i` does not change. NaN or infinite values in
+    :math:`v_i` exclude the client from the round; the client keeps :math:`v_i` from the last valid visit.
     ``train_loss`` includes the losses of both models.
 
     Args:

@@ -57,7 +57,7 @@ class Durations:
             check_nonnegative(name, value)
 
     def seconds(self, seed: int, client: Client, version: int, batches: int) -> float:
-        """Seconds between the start of a visit with model ``version`` and the update's arrival."""
+        """Seconds from a visit's start to the update's arrival; ``version`` is the version of the start model."""
         key = client_key(client)
         speed = np.random.default_rng([seed, _CLIENT, key]).standard_normal()
         chance = np.random.default_rng([seed, _VISIT, key, version]).standard_normal()
@@ -65,7 +65,7 @@ class Durations:
 
 
 class Arrival(NamedTuple):
-    """A visit in flight: arrival time, index among all started visits, client, and start version."""
+    """Unfinished visit: arrival time in seconds, index among all visits of the fit, client, and start model version."""
 
     seconds: float
     number: int
@@ -74,9 +74,9 @@ class Arrival(NamedTuple):
 
 
 class Order(ABC):
-    """Base class for arrival orders: the updates' order over all rounds.
+    """Base class for the order in which client updates reach the server.
 
-    ``flying`` maps each client in training on another machine to the visit's start version.
+    ``flying`` maps each client in training on another machine to the start model's version.
     """
 
     flying: Mapping[Client, int] = {}
@@ -87,18 +87,18 @@ class Order(ABC):
 
     @abstractmethod
     def versions(self, round: int) -> Collection[int]:
-        """Start versions of the visits in flight before ``round``, the next round."""
+        """Start model versions for the unfinished visits before round ``round``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Restores the state returned by :meth:`state_dict`."""
+        """Restores the state from :meth:`state_dict`. By default an order has no state."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Virtual clock before a round: time, number of started visits, and visits in flight."""
+    """State of the simulated clock before a round: time, number of visits started so far, and unfinished visits."""
 
     round: int = 0
     seconds: float = 0.0
@@ -107,7 +107,10 @@ class Clock:
 
 
 class VirtualOrder(Order):
-    """Simulated order: a queue of arrivals, sorted by arrival time; equal times are sorted by the visits' start."""
+    """Arrival order from simulated durations.
+
+    Updates with equal arrival times have the order in which the visits started.
+    """
 
     def __init__(self, durations: Durations, buffer: int) -> None:
         self.durations, self.buffer = durations, buffer
@@ -130,7 +133,6 @@ class VirtualOrder(Order):
         return arrived
 
     def versions(self, round: int) -> Collection[int]:
-        """Start versions in use before ``round``. Deletes the clocks planned for all rounds but the next."""
         self.clock = self._planned.get(round, self.clock)
         self._planned = {later: clock for later, clock in self._planned.items() if later == round + 1}
         return {arrival.version for arrival in self.clock.flying}
@@ -170,7 +172,10 @@ class VirtualOrder(Order):
 
 
 class RecordedOrder(Order):
-    """Order read from a file. Each line is a JSON list: round, client, start version, and hash of the update."""
+    """Arrival order from a file.
+
+    Each line is a JSON list: round, client, start model version, and the update's hash.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -194,9 +199,9 @@ class RecordedOrder(Order):
 
 
 class NetworkOrder(Order):
-    """Order on a network: the answers arrive in real time.
+    """Arrival order on a network: client updates arrive in real time.
 
-    A round without a new model does not restore the earlier state, because answers arrive only once.
+    A round without a new model does not restore the order's earlier state, because each update arrives only once.
     """
 
     def __init__(self) -> None:
@@ -205,7 +210,7 @@ class NetworkOrder(Order):
         self._is_running = False
 
     def arrivals(self, round: int, schedule: Schedule, population: Population) -> Sequence[Arrival]:
-        """Returns no arrivals, because a round's clients are unknown at the start."""
+        """Returns an empty sequence, because no client is known before its update arrives."""
         return ()
 
     def versions(self, round: int) -> Collection[int]:
@@ -214,7 +219,10 @@ class NetworkOrder(Order):
     def start(
         self, schedule: Schedule, clients: Sequence[Client], busy: Collection[Client], version: int
     ) -> list[Client]:
-        """Starts visits with model ``version`` in all free places. Returns the clients, none of them in ``busy``."""
+        """Starts visits of clients outside ``busy``, as many as may train at a time, and returns these clients.
+
+        All visits start from model ``version``.
+        """
         free = schedule.cohort_size(len(clients)) - len(self.flying)
         drawn = _draw(clients, {*busy, *self.flying}, free, schedule.seed, self._started)
         self.flying |= dict.fromkeys(drawn, version)
@@ -232,14 +240,13 @@ class NetworkOrder(Order):
 
 
 def read_lines(path: str) -> Iterator[list[Any]]:
-    """Yields the complete lines of an order file."""
+    """Yields the lines in an arrival order file. An incomplete last line, without a line break, is skipped."""
     for line in Path(path).read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)
 
 
 def _draw(clients: Sequence[Client], busy: Collection[Client], count: int, seed: int, number: int) -> list[Client]:
-    """Draws up to ``count`` clients outside ``busy``. ``number`` is the first new visit's index."""
     if count >= len(clients) - len(busy):
         return [client for client in clients if client not in busy]
     positions = set[int]()

@@ -19,7 +19,7 @@ from lightning_fed.messages import plain_keys
 
 
 class AsynchronousRounds(FederatedCallback):
-    """Refuses settings unsuitable for asynchronous rounds, and writes or checks the file with the arrival order.
+    """Refuses settings without support in asynchronous rounds. Writes the arrival order to a file, or checks a replay.
 
     Args:
         rule: The federation's asynchronous rule.
@@ -32,7 +32,6 @@ class AsynchronousRounds(FederatedCallback):
         self.rule = rule
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses unsuitable settings. If the fit resumes, removes later rounds from the order file."""
         federation, rule = find_federation(trainer), self.rule
         name = type(rule).__name__
         if not federation.has_server:
@@ -64,7 +63,6 @@ class AsynchronousRounds(FederatedCallback):
             write_text_atomically(path, _text(lines))
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Writes the round's arrivals to the order file, or in a replay compares the arrivals with the file."""
         rule, round = self.rule, find_federation(trainer).server.report.round
         lines = [
             [round, *plain_keys([client]), arrival.version, rule.digests.get(client, "")]
@@ -74,7 +72,7 @@ class AsynchronousRounds(FederatedCallback):
             with Path(rule.record).open("a") as file:
                 file.write(_text(lines))
                 file.flush()
-                os.fsync(file.fileno())  # before the checkpoint of the round, which does not contain the lines
+                os.fsync(file.fileno())  # before the checkpoint, because the checkpoint excludes the lines
         if isinstance(rule.order, RecordedOrder):
             for line, recorded in zip(lines, rule.order.of_round(round), strict=True):
                 if line != recorded:

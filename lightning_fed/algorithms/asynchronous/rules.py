@@ -38,20 +38,21 @@ Staleness: TypeAlias = float | Sequence[float]
 class AsynchronousRule(AveragingAggregator):
     r"""Base class of asynchronous rules: a round ends after ``buffer`` updates, trained from different model versions.
 
-    ``clients_per_round`` clients train at a time, by default all. When an update arrives, another client starts from
-    the newest model. A client whose update is in the buffer waits for the next model. A visit with start version
-    :math:`s` and arrival in round :math:`v` has staleness :math:`\tau = v - s`. Training is a pure function of start
-    model and seed. Each visit is therefore computed in the round of its arrival, from the stored start model, and with
-    this round's learning rate. BatchNorm measurements take no simulated time. A round without a new model also
-    increases the version.
+    At any time ``clients_per_round`` clients train, by default all clients. When an update arrives, another client
+    starts from the newest model. A client whose update is in the buffer waits for the next model. A visit with start
+    version :math:`s` and arrival in round :math:`v` has staleness :math:`\tau = v - s`. Training is a pure function of
+    start model and seed. Each visit is therefore computed in the round of its arrival, from the stored start model, and
+    with this round's learning rate. Measurements of BatchNorm statistics take no simulated time. Every round increases
+    the model's version by one, even if the round fails.
 
     Args:
         buffer: Number of arrivals per round.
         staleness: Exponent :math:`a` of the weight :math:`s(\tau) = (1 + \tau)^{-a}`, 0 for constant weights; or a pair
             :math:`(a, b)` for the weight 1 up to :math:`\tau = b` and :math:`1 / (a (\tau - b) + 1)` above ("hinge").
         durations: Simulated durations of the visits.
-        record: New file for the arrival order. A line contains round, client, start version and update hash.
-        replay: File with a recorded order, used instead of the virtual clock.
+        record: Path of a new file for the arrival order. A line contains round, client, start model's version and
+            update's hash.
+        replay: Path of a file written with ``record``. Updates arrive in this order instead of the simulated order.
     """
 
     has_versions = True
@@ -79,10 +80,13 @@ class AsynchronousRule(AveragingAggregator):
 
     @abstractmethod
     def reference(self, start: State) -> State:
-        """Returns the model to subtract from the trained model of a client that started from ``start``."""
+        """Model to subtract from a client's trained model, if the client started from the model ``start``."""
 
     def factor(self, staleness: int) -> float:
-        """Weight, at least 0, for a client update with the given staleness."""
+        """Factor for a client's change of the model, at least 0.
+
+        ``staleness``: number of rounds since the start model.
+        """
         if isinstance(self.staleness, float):
             return float((1 + staleness) ** -self.staleness)
         slope, limit = self.staleness
@@ -129,7 +133,6 @@ class AsynchronousRule(AveragingAggregator):
         return state
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a round: mean and largest staleness, new model version, and simulated time."""
         staleness = [self._info.round - arrival.version for arrival in self.arrived.values()]
         return {
             "fed/staleness/mean": sum(staleness) / max(1, len(staleness)),
@@ -160,7 +163,6 @@ class AsynchronousRule(AveragingAggregator):
         self._versions = {version: model for version, model in versions.items() if version in needed}
 
     def _move(self, state: State, start: State, factor: float) -> State:
-        """Moves the current model by ``factor`` times the client's change, in float64; statistics stay valid."""
         moved = dict(state)
         trained = trained_entries(self._info, state)
         reference = {**self._state, **{name: self.reference(start)[name] for name in trained}}
@@ -180,12 +182,12 @@ class FedBuff(AsynchronousRule):
     .. math:: x_{v+1} = x_v + \frac{1}{K} \sum_{j=1}^{K} s(\tau_j) (y_j - x_{v - \tau_j}), \qquad
         s(\tau) = (1 + \tau)^{-1/2}
 
-    Untrained entries, such as running statistics, move towards the client's values, as in :class:`FedAsync`. If the
-    buffer size equals the number of clients, a round equals a synchronous round bit for bit. For a server step size
+    Entries without training, such as running statistics, move towards the client's values, as in :class:`FedAsync`. If
+    the buffer size equals the number of clients, a round equals a synchronous round bit for bit. For a server step size
     other than 1 use ``Method("fedbuff", steps=[ServerOptimizer("SGD", lr=0.5)])``. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: on the server 1 model per version in flight.
+    - Keeps: on the server 1 model for each version from which an unfinished visit started.
     - Costs: no additional computation.
     - For: clients with different speeds.
 
@@ -233,7 +235,7 @@ class FedAsync(AsynchronousRule):
     term is :class:`~lightning_fed.callbacks.ProximalTerm`. See :class:`AsynchronousRule`.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: on the server 1 model per version in flight.
+    - Keeps: on the server 1 model for each version from which an unfinished visit started.
     - Costs: no additional computation.
     - For: comparisons with the paper. FedBuff is better if many clients train at a time.
 
