@@ -35,7 +35,7 @@ _MOST_EPOCHS = 100
 
 
 class AdaptiveAggregation(FederatedCallback):
-    r"""FedALA on the client: a visit starts from a mixture of the client's last model and the global model.
+    r"""Starts each client's visit from a learned mixture of the client's last model and the global model (FedALA).
 
     .. math:: \hat\theta_i = \theta_i + W_i \odot (\theta - \theta_i)
 
@@ -60,7 +60,7 @@ class AdaptiveAggregation(FederatedCallback):
 
     Raises:
         MisconfigurationException: Raised by ``fit`` if the module uses manual optimization or has fewer than
-            ``num_layers`` layers, or if clients receive only some rows of an entry.
+            ``num_layers`` layers. Raised also if clients receive only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -145,8 +145,6 @@ class AdaptiveAggregation(FederatedCallback):
 
 
 class _Mixture(NamedTuple):
-    """Mixture of a parameter in the client's last model and in the global model, with elementwise weights."""
-
     name: str
     parameter: nn.Parameter
     last: Tensor
@@ -159,7 +157,7 @@ class _Mixture(NamedTuple):
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns the trainable parameters in a model's last layers by entry name. ``state`` contains the shared entries.
+    """Returns the trainable parameters of a model's last ``num_layers`` layers, among the entries in ``state``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -190,11 +188,12 @@ class FedALA(Method):
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.
-    - Costs: 1 pass over a share of a client's data per visit, with gradients; up to 100 in the client's second visit.
+    - Costs: 1 pass over a share of a client's data per visit, with gradients; up to 100 passes in the client's second
+      visit.
     - For: clients with different label distributions; requires automatic optimization.
 
     Args:
-        num_layers: Number of mixed layers, counted from the end.
+        num_layers: Number of mixed layers: the last layers of the model.
         share: Share of the client's batches used to train the weights, in (0, 1].
         eta: Learning rate for the mixing weights.
         aggregator: The base method, by name or as an object.

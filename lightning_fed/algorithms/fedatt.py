@@ -27,10 +27,10 @@ class FedAtt(AveragingAggregator):
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
-    A layer is an entry (a weight or a bias). Dataset sizes have no effect. The distance is the Euclidean norm of the
-    flattened difference; the authors' program uses the spectral norm for matrices. Integer entries and BatchNorm's
-    running statistics are averaged as in :class:`FedAvg`, because extrapolation beyond the clients' values could
-    produce negative variances. Reference: Ji et al., IJCNN 2019.
+    A layer :math:`l` is one state dict entry (a weight or a bias). Dataset sizes have no effect. The distance is the
+    Euclidean norm of the flattened difference; the authors' program uses the spectral norm for matrices. Integer
+    entries and BatchNorm's running statistics are averaged as in :class:`FedAvg`, because extrapolation beyond the
+    clients' values could produce negative variances. Reference: Ji et al., IJCNN 2019.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -38,9 +38,8 @@ class FedAtt(AveragingAggregator):
     - For: federations in which clients with larger changes should have more influence.
 
     Args:
-        step_size: Step size :math:`\epsilon`, positive. The result with 1 is the weighted mean; larger values
-            extrapolate beyond the mean. If all client models are equal, the new global model equals these models only
-            with 1.
+        step_size: Step size :math:`\epsilon`, positive. With 1 the new global model is the weighted mean of the client
+            models. Larger values move the global model beyond this mean.
         noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise does not guarantee privacy.
         seed: Seed for the noise, combined with the round.
 
@@ -108,9 +107,10 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    """Running mean of states. Each entry's weights are a softmax over the states' scores. Means can be merged.
+    """Running mean over states. Each state has a score for each entry, and the weights are a softmax of the scores.
 
-    The float64 sums are scaled by the largest score so far, and rescaled when a larger score is added.
+    The float64 sums are scaled by the largest score so far, and rescaled if a larger score is added. Two means can be
+    merged.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
-        """Adds a state's floating-point entries to the mean; ``scores`` maps entry names to scores, shape ``()``."""
+        """Adds a state's floating-point entries to the mean. ``scores`` maps entry names to tensors of shape ``()``."""
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)
             peak = to_float64(scores[name]).to(values.device)
@@ -135,7 +135,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
-        """Returns the mean state in float64, or complex128 for complex entries."""
+        """Returns the mean of each entry in float64, or in complex128 if the entry is complex."""
         return {name: value / self._weights[name] for name, value in self._sums.items()}
 
     def _join(self, name: str, values: Tensor, weight: Tensor, peak: Tensor) -> None:

@@ -38,7 +38,7 @@ class FedDyn(ChannelRule):
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
     - Costs: no additional computation.
-    - For: heterogeneous clients that participate often, because :math:`g_i` is as old as the client's last visit.
+    - For: clients with different data that participate often, because :math:`g_i` is only updated in a client's visits.
 
     Args:
         alpha: Strength :math:`\alpha`, positive; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.
@@ -63,7 +63,7 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        r"""Computes the corrections :math:`g_i + \alpha x` by entry, constant during the visit."""
+        r"""Computes :math:`g_i + \alpha x` for each entry: the terms that are constant during the visit."""
         corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:
@@ -88,7 +88,7 @@ class FedDyn(ChannelRule):
         return 1.0
 
     def finish(self, state: State, part: Part) -> State:
-        r"""Updates :math:`h`, and returns the client models' mean minus :math:`h / \alpha`."""
+        r"""Updates :math:`h`. Returns the new global model: the mean of the client models, minus :math:`h / \alpha`."""
         h = dict(self.tensors["h"])
         for name in trained_entries(self._info, state):
             mean = at_least_float32(state[name])

@@ -30,30 +30,31 @@ class SpreadOut(FederatedCallback):
 
     .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
 
-    :math:`\tilde W` is the rule's result. This callback is the server side of FedAwS, for clients with only positive
-    labels, whose losses do not separate a client's classes from other classes. All rules are supported; server momentum
-    ignores this step. Reference: Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
+    Here :math:`\tilde W` is the last layer's weight after averaging. This callback is the server side of FedAwS. The
+    clients only have positive labels, so local losses do not separate a client's classes from other classes. All
+    averaging rules are supported. Server momentum ignores this step. Reference: Yu et al., ICML 2020, Algorithm 1,
+    equations 7 and 8.
 
-    The authors use unit vectors. This implementation keeps each class vector's length. Otherwise the step would
-    lengthen the vectors, and training would rotate long vectors more slowly.
+    The authors use unit vectors. This implementation keeps each class vector's length. Without this correction the step
+    would lengthen the vectors, and training rotates long vectors more slowly.
 
-    ``"top_k"`` separates the round's classes from the nearest classes
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The round's classes are the rows received by at least
-    one client, or all classes if clients receive the whole layer. ``"margin"`` separates all pairs
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`).
+    The variant ``"top_k"`` separates each class of the round from the nearest classes
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The classes of a round are the classes whose rows at
+    least one client received, or all classes if clients receive the whole layer. The variant ``"margin"`` separates all
+    pairs of classes (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`).
 
     Args:
         variant: ``"top_k"`` or ``"margin"``.
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
-        strength: :math:`\lambda`; the authors report that 10 to 100 work well. Tune this value: the angle per step is
-            proportional to ``strength * lr * k``, divided by the squared length. For 964 new vectors (64 dimensions,
-            length 0.57, ``lr=0.03``, ``k=10``), strength 10 rotated vectors by 67 degrees per round and undid the
-            training; 0.1 was best.
+        strength: Strength :math:`\lambda`. The authors report 10 to 100 as good values. Tune this value: the angle of
+            rotation per step is proportional to ``strength * lr * k``, divided by the squared vector length. With 964
+            untrained class vectors (64 dimensions, length 0.57, ``lr=0.03``, ``k=10``), strength 10 rotated the vectors
+            by 67 degrees per round and undid the training; 0.1 was best.
         margin: Cosine distance :math:`\nu` below which ``"margin"`` separates two class vectors.
         lr: Learning rate :math:`\eta`; if ``None``, the layer's learning rate in this round's local training.
         comparison: Number of classes to draw per round for the nearest-class search with ``"top_k"``; if ``None``, all.
         normalize: Whether to preserve the lengths of class vectors.
-        entry: Name of the weight with one row per class; ``"auto"`` finds the classifier in a trial training step.
+        entry: Name of the weight with one row per class; ``"auto"`` finds the classifier with a trial training step.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.

@@ -25,21 +25,22 @@ class FedAwS(Method):
     each client has one class and another loss; the softmax over positive classes follows the FedSS paper.
 
     - Sends: the model both ways, with class vectors only for the client's classes.
-    - Keeps: the momentum on the server, one float64 value per model parameter.
+    - Keeps: on the server the momentum, one float64 number per model parameter.
     - Costs: a server step over all pairs of class vectors.
     - For: very many classes, such as people or places, with few classes per client.
 
     Args:
         strength: Weight of the regulariser, see :class:`~lightning_fed.callbacks.SpreadOut`.
         variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes closer than ``margin``.
-        k: Number of nearest classes to separate each class from, for ``"top_k"``.
-        margin: Cosine distance below which ``"margin"`` separates two classes.
+        k: With ``"top_k"``: number of nearest classes from which each class is separated.
+        margin: With ``"margin"``: two classes with a smaller cosine distance are separated.
         server_momentum: Server momentum. The authors use 0, and the FedSS paper uses 0.9 for all compared methods.
         server_lr: Learning rate of the server's averaging step.
-        lazy_rows: Whether rows that no client trains in a round stay unchanged, also with momentum.
+        lazy_rows: Whether rows without training in a round stay unchanged, also with momentum.
         row_weighting: Divisor for a row's summed change, see :class:`FedAvg`.
         lr: Learning rate of the spread-out step; if ``None``, the last layer's rate in local training.
-        comparison: Number of classes to draw per round for the nearest-class search; if ``None``, all.
+        comparison: Number of randomly drawn classes among which the nearest classes are searched; if ``None``, all
+            classes.
         normalize: Whether to preserve the lengths of class vectors.
         head: Name of the :class:`~lightning_fed.modules.SampledSoftmaxHead`; ``"auto"`` for a model with one such
             layer.

@@ -19,7 +19,7 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    Memory grows linearly with the weight's size, and time quadratically with the number of classes. A zero vector has
+    Memory use is proportional to the weight's size, and run time to the squared number of classes. A zero vector has
     distance 1 to all others. Reference: Yu et al., ICML 2020, equation 7.
 
     Args:

@@ -8,7 +8,7 @@ from lightning_fed.rule import AveragingAggregator
 
 
 class FedDANE(AveragingAggregator):
-    r"""Average of the client models, weighted by the numbers of examples. Clients train with corrected gradients.
+    r"""Average over client models that are trained with corrected gradients, weighted by numbers of examples.
 
     Each round draws two samples of clients. The clients in the first sample send full gradients at :math:`w_t`; their
     weighted mean is :math:`g_t`. The second sample is the round's cohort, and minimises
@@ -18,7 +18,7 @@ class FedDANE(AveragingAggregator):
     The method adds a callback for each term: :class:`~lightning_fed.callbacks.GradientCorrection` and
     :class:`~lightning_fed.callbacks.ProximalTerm`. Reference: Li et al., Asilomar 2019, "FedDANE".
 
-    - Sends: 3 models down and 2 up (clients in the gradient sample: 1 down and 1 up).
+    - Sends: per cohort client 3 models down and 2 up, and per client in the gradient sample 1 model down and 1 up.
     - Keeps: nothing.
     - Costs: 2 passes over a client's data per round, with gradients, if all clients are in both samples.
     - For: comparisons with the paper, and convex problems.

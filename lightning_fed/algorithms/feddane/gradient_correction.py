@@ -51,9 +51,10 @@ class GradientCorrection(GradientTerm):
     module ends the fit.
 
     ``training_step`` computes these gradients in evaluation mode, so dropout adds no noise. BatchNorm uses batch
-    statistics as in training, but running statistics do not change. Batches are loaded in the main process. Loaders
-    with persistent workers are refused, because such loaders allow only one pass at a time. The correction applies to
-    shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the correction.
+    statistics as in training, but running statistics do not change. Batches are loaded in the main process. Data
+    loaders with persistent workers are refused, because such loaders allow only one pass at a time. The correction
+    applies to shared parameters, see :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the
+    correction.
 
     Raises:
         MisconfigurationException: In ``fit``, if the module uses manual optimization.
@@ -183,10 +184,10 @@ def full_gradient(
     batches: Iterable[Any],
     is_reloaded: bool = False,
 ) -> State:
-    """Computes the gradients of the mean loss over all batches by entry name; batches are weighted by examples.
+    """Computes the gradients of the loss over all batches by parameter name; batches are weighted by example counts.
 
-    The gradient of an unused parameter is zero. The result is empty if no batch had a loss. With
-    ``is_reloaded``, the module's parameters and buffers may change, because other values are loaded afterwards.
+    The gradient of an unused parameter is zero. The result is empty if no batch has a loss. Set ``is_reloaded`` if the
+    caller loads the module's parameters and buffers afterwards; the function then does not restore their values.
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]
@@ -211,8 +212,6 @@ def full_gradient(
 
 
 class _NoAnswerError(Exception):
-    """Raised if a client has no full gradient; ``step_error`` is the training step's exception, if any."""
-
     def __init__(self, reason: str, step_error: Exception | None = None) -> None:
         super().__init__(reason)
         self.step_error = step_error

@@ -48,27 +48,27 @@ class FeatureFusion(FederatedCallback):
     ``setup`` adds the submodule ``feature_fusion`` with the operator :math:`F` to the module, initialised with the
     federation's seed; see :func:`~lightning_fed.modules.fuse`. At the start of a visit, the client copies the received
     extractor to :math:`E_g`, frozen and never sent. The client trains :math:`E_l`, :math:`F` and :math:`C`, which any
-    aggregator can average. Messages also contain the parameters of :math:`F`: 1 number per level with ``"single"``,
+    averaging rule can average. Messages also contain the parameters of :math:`F`: 1 number per level with ``"single"``,
     :math:`C` with ``"multi"``, and :math:`2C^2 + C` with ``"conv"``. ``personal=["feature_fusion.*"]`` keeps :math:`F`
     on the clients. After the fit :func:`~lightning_fed.modules.unwrap` removes the fusion. Reference: Yao et al., ICIP
     2019, Algorithm 1.
 
     Args:
-        at: Name of the layer that outputs the features, or ``"auto"``, see
+        at: Name of the layer with the features as output, or ``"auto"``, see
             :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
-        levels: Positions or keys of the features to fuse, each with a separate operator; ``"all"`` for all except the
-            input data.
+        levels: If the layer returns several tensors: positions or keys of the tensors to fuse, each with a separate
+            operator; ``"all"`` for all tensors except the input data.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network to find the channels.
         network: Name of the module called with the data; ``"auto"`` searches for the module.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
-        eval_reference: Source of :math:`E_g` when the global model is evaluated: the previous global model
+        eval_reference: Source of :math:`E_g` in evaluations of the global model: the previous global model
             (``"previous"``, as in the authors' program), or the evaluated model (``"current"``, for deployment). With
             ``"current"`` the fusion weights of "multi" and "single" have no effect.
-        cache_global_features: Whether to cache the outputs of :math:`E_g` for a client's examples, if a visit has
-            several epochs. The cache needs memory for the features of one client's examples. Augmented examples change
-            in each epoch and are computed again. The cache is disabled if the second epoch finds no cached example.
+        cache_global_features: Whether to cache :math:`E_g(x)` for a client's examples, if a visit has several epochs.
+            The cache needs memory for the features of one client's examples. Augmented examples change in each epoch
+            and are computed again. The cache is disabled if the second epoch finds no cached example.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether to add a bias to "conv".
         channel_axis: Position of the channel axis; ``None`` infers the position.
@@ -84,9 +84,9 @@ class FeatureFusion(FederatedCallback):
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
 
     Note:
-        Logs for each level of the global model's operator: with "multi" and "single" ``fedfusion/<level>/lambda`` (the
-        mean weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); with "conv"
-        ``fedfusion/<level>/global_share``, the share of the squared weights that belongs to global features. If
+        Logged values for each fused tensor (level): with "multi" and "single" ``fedfusion/<level>/lambda`` (the mean
+        weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); with "conv"
+        ``fedfusion/<level>/global_share``, the share of the squared weights that apply to global features. If
         ``eval_reference`` is "previous", the checkpoint state contains the previous global model's extractor
         (``reference``).
     """
@@ -132,7 +132,7 @@ class FeatureFusion(FederatedCallback):
 
     @property
     def fusion(self) -> FusionLayer:
-        """Submodule ``feature_fusion`` of the trained module; available after ``setup``."""
+        """The fusion layer, which ``setup`` adds to the module as submodule ``feature_fusion``."""
         if self._fusion is None:
             raise RuntimeError("Expected a module with fusion, but `setup` has not run yet.")
         return self._fusion
@@ -201,7 +201,6 @@ class FeatureFusion(FederatedCallback):
             self._use_global_reference()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuses to resume from a checkpoint without fusion, because the saved optimizer states lack the operator."""
         names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
         has_fusion = any(name in checkpoint["state_dict"] for name in names)
         self._is_untrained = self._is_untrained and not has_fusion
@@ -270,7 +269,6 @@ class FeatureFusion(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Checks that features were fused during the visit, and disables a feature cache without hits."""
         if self.operator != "none" and not self.fusion.has_run:
             raise MisconfigurationException(
                 f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to"
@@ -292,7 +290,6 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the fusion weights ("multi", "single"). Copies the previous global model to the frozen extractor."""
         for name, weight in self._weights.items():
             if name in state:
                 state[name] = smooth_weight(state[name], weight, self.ema)
@@ -412,7 +409,6 @@ def _name_of(layer: nn.Module, module: nn.Module) -> str:
 
 
 def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
-    """Adds the ``parameters`` that no optimizer contains to the first optimizer."""
     trained = optimized_parameters(trainer)
     missing = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if not missing:

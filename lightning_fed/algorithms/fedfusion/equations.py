@@ -136,7 +136,7 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
 
 
 def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
-    """Returns the channel axis, counted from the front; by default the second axis, or the last of three axes."""
+    """Returns the channel axis as a non-negative index. If ``None``, the second axis, or for three axes the last."""
     if channel_axis is None:
         channel_axis = -1 if features.ndim == 3 else 1
     if features.ndim < 2 or channel_axis not in (*range(1, features.ndim), *range(1 - features.ndim, 0)):

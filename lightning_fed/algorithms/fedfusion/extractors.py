@@ -33,7 +33,7 @@ class Extractor(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Name of the layer with the features, as in the model's ``named_modules``."""
+        """Name of the layer with the features as input or output, as in the model's ``named_modules``."""
         return ".".join(filter(None, (self.network, self.layer.path)))
 
     def __str__(self) -> str:
@@ -46,23 +46,24 @@ def find_extractor(
     network: str = "auto",
     classifier: str | None = None,
 ) -> Extractor:
-    """Finds the layer with the features as output or input: the last layer of a model's feature extractor.
+    """Finds the end of a model's feature extractor: the layer with the features as output or input.
 
-    ``"auto"`` tries, in this order:
+    With ``"auto"`` the first existing layer in this list is used:
 
     1. the ``encoder`` in a model with a ``decoder`` or ``segmentation_head`` (``segmentation_models_pytorch``), or the
        ``backbone`` in a model with a ``classifier`` (torchvision's segmentation models);
     2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if this module is
        the first of several modules with parameters (VGG, DenseNet, MobileNet, the papers' networks);
-    3. the input to the last global pooling before the classifier, or else to the last ``nn.Flatten`` (ResNet);
+    3. the input to the last global pooling before the classifier, or without such a pooling the input to the last
+       ``nn.Flatten`` (ResNet);
     4. the classifier's input (vision transformers).
 
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
         at: Name of the layer with the features as output, a ``FeatureLayer`` for an input or output, or ``"auto"``.
-        network: Name of the module called with the data, which contains the layer; ``""`` for ``module``. ``"auto"``
-            uses the layer if the layer was found by name or is a direct child of a LightningModule, else the outermost
-            module that is not a LightningModule.
+        network: Name of the module called with the data, which contains the layer; ``""`` for ``module``. With
+            ``"auto"`` the network is the layer, if ``at`` names the layer or the layer is a direct child of a
+            LightningModule. In all other cases the network is the outermost module except LightningModules.
         classifier: Name of the layer that returns the logits; ``None`` for
             :func:`~lightning_fed.modules.find_classifier`.
 
@@ -96,7 +97,7 @@ def find_extractor(
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in a layer's output with valid module names, such as "0" and "1_0" for ``[a, (b,)]``."""
+    """Yields all floating-point tensors in a layer's output with names: "0" and "1_0" for the output ``[a, (b,)]``."""
     if isinstance(features, Tensor):
         if features.is_floating_point():
             yield name or "0", features
@@ -107,7 +108,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Returns a layer's output after replacing the tensors in ``new``, named as in :func:`named_features`."""
+    """Returns a copy of a layer's output with the tensors in ``new``, by their names in :func:`named_features`."""
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
     if isinstance(features, MutableMapping):
@@ -122,7 +123,7 @@ def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -
 
 
 def example_inputs(network: nn.Module) -> Iterator[Tensor]:
-    """Builds example inputs for a network, with a shape guessed from the first layer with parameters."""
+    """Yields guessed inputs for a network, suitable for the first layer with parameters."""
     for layer in network.modules():
         weight = next(layer.parameters(recurse=False), None)
         if weight is None:
@@ -146,8 +147,8 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Calls :func:`find_extractor` with the classifier found in a trial training step.
 
-    A module without a classifier must have a layer with a name such as ``encoder``. In error messages,
-    ``option`` is the name of the argument ``at``.
+    A module without a classifier must have a layer with a name such as ``encoder``. Error messages name the user's
+    ``option`` with the value ``at``.
     """
     if at != "auto":
         return find_extractor(module, at, network)
