@@ -11,7 +11,7 @@ _MOST_LISTED = 16  # maximum number of names listed in an error
 
 
 def check_option(name: str, value: object, allowed: Any) -> None:
-    """Refuses ``value`` for the argument ``name``, unless contained in ``allowed``, a sequence or a ``Literal``."""
+    """Raises ``ValueError`` if ``allowed`` (a sequence or a ``Literal``) does not contain the argument's value."""
     known = get_args(allowed) or allowed
     if value not in known:
         near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)  # `nu` is close to `mu`
@@ -21,7 +21,7 @@ def check_option(name: str, value: object, allowed: Any) -> None:
 
 
 def check_count(name: str, value: object, lowest: int = 1) -> int:
-    """Checks and converts an integer of at least ``lowest``. NumPy integers are accepted; a bool is not."""
+    """Checks and converts an integer of at least ``lowest``. NumPy integers are accepted, but not a bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"Expected `{name}` to be a whole number, but got {value!r}.")
     if value < lowest:
@@ -30,7 +30,7 @@ def check_count(name: str, value: object, lowest: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """Checks and converts a real number. NumPy numbers are accepted; a bool is not."""
+    """Checks and converts a real number. NumPy numbers are accepted, but not a bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"Expected `{name}` to be a number, but got {value!r}.")
     return float(value)

@@ -32,7 +32,7 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes a folder's file names to disk (``fsync``), on systems with this call."""
+    """Writes a folder's directory entries to disk with ``fsync``, if the system supports ``fsync`` on folders."""
     with suppress(OSError):  # Windows and some network file systems
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -101,7 +101,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses sliced entries (clients receive only some rows), because the update step compares whole entries."""
+    """Refuses models with sliced entries (clients receive only some rows), because ``step`` needs whole entries."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}, because the step "

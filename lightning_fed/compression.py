@@ -68,22 +68,22 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def code_like(self, value: Tensor) -> Tensor:
-        """Returns an empty tensor with the shape and dtype of the encoded form of ``value``."""
+        """Returns an empty tensor with the shape and dtype of the encoded entry, for an entry ``value``."""
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encodes one entry's float64 update. Returns the code, and extra values such as a scale or positions."""
+        """Encodes one entry's update (``step``). Returns the code, and extra values such as a scale or positions."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes an update to float64 in the shape of ``like``; malformed extra values raise :class:`BadUpdate`."""
+        """Decodes one entry's update to float64 in the shape of ``like``. Malformed values raise :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
         return state | {name: self.code_like(state[name]) for name in self.names(state)}
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Encodes the client's update plus the stored compression error, and stores the new compression error."""
+        """Encodes the update plus the client's stored compression error. Then stores the new compression error."""
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _STREAM)
         generator = torch.Generator().manual_seed(seed)
         for name in self.names(sent.state):
@@ -272,7 +272,7 @@ class Downlink(UpdateStep):
         return [HeldModels(self)]
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round. Entries changed outside the rule since the last round are sent without compression."""
+        """Starts a round. Entries that changed after the last aggregation are sent without compression."""
         super().start(info, state)
         self.step.start(info, state)
         changed = [name for name, old_digest in self._digests.items() if digest({name: state[name]}) != old_digest]
@@ -359,7 +359,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Callback for :class:`Downlink`: records each client's model version after an accepted update."""
+    """Callback for :class:`Downlink`. Records the model version on each client after an accepted update."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -373,7 +373,7 @@ class HeldModels(FederatedCallback):
 
 
 def read_scale(extra: Tensor) -> Tensor:
-    """Returns the scale in an update's extra value. An invalid scale raises :class:`BadUpdate`."""
+    """Returns the scale among an update's extra values. An invalid scale raises :class:`BadUpdate`."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
         raise BadUpdate("its compressed update has an invalid scale")
     return extra

@@ -28,7 +28,7 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 def round_number(round: int) -> int:
     """One-based round number for log lines, tables, titles and file names.
 
-    In messages, checkpoints, arguments and the logged ``epoch``, round numbers start at 0, like Lightning's epochs.
+    Messages, checkpoints, arguments and the logged ``epoch`` count rounds from 0, like Lightning's epochs.
     """
     return round + 1
 

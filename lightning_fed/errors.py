@@ -28,7 +28,7 @@ class BadUpdate(ValueError):
 class BadUpdates(ValueError):
     """Raised for updates found invalid after all visits of a round. Maps each excluded client to a reason.
 
-    A dictionary key that is not a client, such as the key for a secure sum, stands for all clients of the round.
+    A key that is not a client's name, such as the key for a secure sum, refers to all clients in the round.
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:

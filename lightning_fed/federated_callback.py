@@ -136,8 +136,9 @@ class FederatedCallback(TrainerCallback):
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
         """Shares values between processes that train different clients, before :meth:`on_server_aggregate`.
 
-        A generator yields a value (tensors, numbers and plain containers), and receives the values of all processes in
-        rank order. Required if :meth:`on_server_aggregate` uses data collected in :meth:`on_server_receive`.
+        Implement the hook as a generator: ``yield value`` sends a value (tensors, numbers and plain containers), and
+        returns the values of all processes in rank order. Required if :meth:`on_server_aggregate` uses data collected
+        in :meth:`on_server_receive`.
 
         Example:
             >>> class Sizes(FederatedCallback):
@@ -156,9 +157,9 @@ class FederatedCallback(TrainerCallback):
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Server side, after the round. The module contains the global model. ``is_new`` is true for a new model.
+        """Server side, after the round. The module contains the global model.
 
-        Also called after an interrupted round.
+        ``is_new`` is true if the round computed a new model. The hook is also called after an interrupted round.
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
@@ -166,7 +167,7 @@ class FederatedCallback(TrainerCallback):
 
 
 class AskableCallback(FederatedCallback, ABC):
-    """A callback that answers questions from :meth:`Federation.ask <lightning_fed.Federation.ask>` outside visits."""
+    """A callback whose clients answer questions from :meth:`Federation.ask <lightning_fed.Federation.ask>`."""
 
     @abstractmethod
     def on_client_question(
@@ -179,7 +180,7 @@ class AskableCallback(FederatedCallback, ABC):
 
 
 def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
-    """Returns the Trainer's federated callbacks, in order."""
+    """Returns the Trainer's :class:`FederatedCallback` objects, in order."""
     return find_callbacks(trainer, FederatedCallback)
 
 

@@ -37,7 +37,7 @@ def load_feature(module: str) -> ModuleType:
 
 
 def find_feature(module: str) -> ModuleType | None:
-    """Imports the module of a feature that a fit can omit; without the module, logs a warning and returns ``None``."""
+    """Imports the module of a feature that a fit can omit. If the import fails, logs a warning and returns ``None``."""
     try:
         return load_feature(module)
     except ModuleNotFoundError as error:
@@ -49,7 +49,7 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
     """Creates ``__getattr__``, ``__dir__`` and ``__all__`` for a package, to load each name on first access.
 
     ``package`` and ``door`` are ``__name__`` and ``__file__`` of the package. ``__init__.pyi`` lists the names. A name
-    imported there without ``as`` is only for features in this package, and not public.
+    imported there without ``as`` is not public.
     """
     sources: dict[str, tuple[str, bool]] = {}  # maps a name to its module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:
@@ -71,9 +71,9 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
 
 
 def unite_names() -> None:
-    """Makes both package names of Lightning refer to the package imported first, by default ``lightning.pytorch``.
+    """Makes the names ``lightning.pytorch`` and ``pytorch_lightning`` refer to one package, the package imported first.
 
-    The packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
+    Both packages contain the same code, but each Trainer rejects modules, datamodules and callbacks from the other
     package. The function does nothing if both packages are already imported, or have different versions.
     """
     if installed_version("lightning") != installed_version("pytorch-lightning"):
@@ -88,7 +88,7 @@ def unite_names() -> None:
 
 
 def refuse_foreign(*objects: Any) -> None:
-    """Raises ``TypeError`` for an object from the other package of Lightning."""
+    """Raises ``TypeError`` for an object from the other package of Lightning (``pytorch_lightning`` or reversed)."""
     for value in objects:
         for base in type(value).__mro__:
             if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():
@@ -100,7 +100,7 @@ def refuse_foreign(*objects: Any) -> None:
 
 @cache
 def warn_of_two() -> None:
-    """Warns once if both packages of Lightning are imported: a Trainer rejects callbacks from the other package."""
+    """Warns once if ``lightning.pytorch`` and ``pytorch_lightning`` are both imported, because objects do not mix."""
     if "pytorch_lightning" in sys.modules and not _is_one():
         _log.warning(
             "Both `lightning` and `pytorch_lightning` are imported: two packages with the same code. `Federation` needs"
@@ -130,7 +130,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook. Importing one Lightning package returns the module of the other, already imported package."""
+    """Import hook. An import of one Lightning package returns the module of the other, already imported package."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

@@ -56,7 +56,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """Selects tensors from a dictionary, without tensors equal to an earlier tensor in the dictionary.
+    """Returns the dictionary without tensors that equal an earlier tensor in the dictionary.
 
     Example:
         >>> import torch
@@ -91,8 +91,9 @@ class Request:
 
     Args:
         client: The client's name or number.
-        rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so that the order reveals nothing
-            about the client. Equal rows for several entries, such as a layer's weight and bias, are sent once.
+        rows: Indices of requested rows by entry name: int64, shape (rows,), strictly increasing. A fixed order reveals
+            nothing about the client. Equal indices for several entries, such as a layer's weight and bias, are sent
+            once.
         extras: Additional tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
     """
 
@@ -110,7 +111,7 @@ class Broadcast:
         state: Entries for the client's initial model.
         extras: Further tensors from the federated method (control variates, ...).
         rows: Row indices of sliced entries in ``state``, copied from the client's :class:`Request`.
-        unsent: Names of entries in ``state`` already on the client, and not sent. Set by the server.
+        unsent: Names of entries in ``state`` already on the client. These entries are not sent. Set by the server.
     """
 
     round: int
@@ -134,7 +135,7 @@ class ClientUpdate:
             client cannot write to other rows.
         unsent: Names of untrained entries in ``state`` that equal the broadcast and are not sent. These tensors belong
             to the broadcast: replace a tensor instead of writing into the tensor's memory.
-        members: On the server, for a sum created by an update step: the clients in the sum.
+        members: The clients in the sum, if the update is a sum created by an update step on the server.
     """
 
     client: Client
@@ -158,13 +159,13 @@ def sent_entries(message: Broadcast | ClientUpdate) -> State:
 
 
 def message_bytes(message: Request | Broadcast | ClientUpdate) -> int:
-    """Size of the sent tensors in bytes. In a request, equal row indices are counted once."""
+    """Size of a message's sent tensors in bytes. Equal row indices in a request are counted once."""
     entries = distinct(message.rows) if isinstance(message, Request) else sent_entries(message)
     return tensor_bytes(entries) + tensor_bytes(message.extras)
 
 
 def find_bad_count(num_samples: object) -> str | None:
-    """Describes the error in a number of examples; returns ``None`` if the number is valid."""
+    """Describes why ``num_samples`` is invalid; returns ``None`` for a valid number."""
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
     if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
         return None

@@ -27,13 +27,14 @@ class Method:
 
     Args:
         aggregator: The server-side rule, or a method to extend, by name or as an object.
-        callbacks: Callbacks added to the Trainer before the rule's callbacks, except classes already present.
-        steps: Update steps, innermost first. The update steps of the federation are further outside.
+        callbacks: Callbacks added to the Trainer before the rule's callbacks, unless the Trainer has a callback with
+            the same class.
+        steps: Update steps, innermost first. The federation's update steps follow these steps.
         settings: Arguments of :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
             ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
     Attributes:
-        name: Class name: the federated method's, or for a plain :class:`Method` the rule's.
+        name: The class name; for a plain :class:`Method`, the class name of the rule.
 
     Example:
         >>> from lightning_fed import Federation
@@ -167,7 +168,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """Maps the options of a federated method or callback to default values (``inspect.Parameter.empty`` if missing)."""
+    """Maps each option in a method or callback to the default value. Without default: ``inspect.Parameter.empty``."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {option.name: option.default for option in parameters if option.kind is not option.POSITIONAL_ONLY}
@@ -201,7 +202,7 @@ def _with_options(callback: Callback, options: Mapping[str, Any]) -> Callback:
 
 
 def method_key(name: str) -> str:
-    """Converts a method's name for comparisons: lower case, without underscores."""
+    """Converts a method's name to a form for comparisons: lower case, without underscores."""
     return name.lower().replace("_", "")
 
 

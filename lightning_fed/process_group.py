@@ -1,6 +1,6 @@
-"""The processes for a round's clients, communication, and the interface of strategies for several processes.
+"""Processes for a round's clients, communication, and the interface of strategies for several processes.
 
-Tensors are sent as raw memory; all other objects (numbers, names, containers) are pickled.
+Tensors are sent as raw memory. All other objects (numbers, names, containers) are pickled.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ALIGNED = 16
 
 
 class ProcessGroup:
-    """The processes for a federation's clients. This base class represents a single process.
+    """The processes that train a federation's clients. This base class represents a single process.
 
     Attributes:
         rank: Index of this process, from 0.
         size: Number of processes.
-        is_independent: Whether communication is currently disabled, because processes train different clients.
+        is_independent: Whether communication is disabled, because the processes train different clients.
     """
 
     rank = 0
@@ -76,7 +76,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 class RoundSynchronisation(ABC):
-    """Synchronises processes with shares of a round's clients.
+    """Synchronises processes with different clients of a round.
 
     Attributes:
         visit_costs: Durations of earlier visits (:class:`~lightning_fed.data.round_plan.VisitCosts`), to balance work.
@@ -88,7 +88,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def start_round(self) -> None:
-        """Called before the first batch of a round. Afterwards the processes run independently until :meth:`join`."""
+        """Called before the first batch of a round. The processes then run independently until :meth:`join`."""
 
     @abstractmethod
     def join(self, state: State, optimizers: Any, cohort: Any, is_cut: bool = False) -> None:
@@ -99,7 +99,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def check_state(self, local: Any) -> None:
-        """Refuses a global model with differences between processes above rounding errors."""
+        """Raises an error if the global models in the processes differ by more than rounding errors."""
 
     @abstractmethod
     def end_round(self) -> None:
@@ -111,7 +111,7 @@ class RoundSynchronisation(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Re-enables the synchronisation of the module's metrics between processes, disabled during the round."""
+        """Re-enables the synchronisation of the module's metrics between processes, disabled during a round."""
 
 
 class ClientSharing(ABC):
@@ -120,7 +120,7 @@ class ClientSharing(ABC):
     @property
     @abstractmethod
     def process_group(self) -> ProcessGroup:
-        """The processes for training the clients. Before the Trainer launches processes, only this process."""
+        """The processes for training the clients. Until the Trainer launches processes, only this process."""
 
     @abstractmethod
     def callbacks(self) -> Sequence[L.Callback]:
@@ -132,13 +132,13 @@ class ClientSharing(ABC):
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """Returns the processes for the federation's clients."""
+    """Returns the processes for training the federation's clients."""
     strategy = trainer.strategy
     return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 
 
 def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:
-    """Returns the Trainer's strategy if several processes share the clients, else ``None``."""
+    """Returns the Trainer's strategy if several processes train different clients, or ``None``."""
     strategy = trainer.strategy
     return strategy if isinstance(strategy, ClientSharing) and strategy.process_group.size > 1 else None
 
@@ -212,7 +212,7 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits a picklable object into distinct tensors and a pickled rest. Indices replace ``known`` tensors.
+    """Splits a picklable object into distinct tensors and a pickled rest. Tensors in ``known`` are not listed.
 
     Example:
         >>> w = torch.ones(2)
@@ -240,7 +240,7 @@ def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ())
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each tensor as an index into ``known``, or else as an index into the list ``tensors``."""
+    """Pickles each tensor as an index: into ``known`` if the tensor is known, or into the list ``tensors``."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -50,7 +50,8 @@ def remembered_subclasses() -> Iterator[None]:
     """Caches the subclasses of each class until more modules are imported, so that recipes are parsed faster.
 
     If a string is given instead of a module, such as a network name, jsonargparse searches over a thousand subclasses
-    of ``nn.Module``. The patched jsonargparse function is private. If this function is missing, parsing is slower.
+    of ``nn.Module``. The context patches a private function of jsonargparse. If the function is missing, parsing is
+    slower.
     """
     search = getattr(_typehints, "get_all_subclass_paths", None)
     if search is None:
@@ -110,7 +111,7 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the command line. A checkpoint's hyper-parameters with a class name replace the recipe's."""
+        """Parses the command line. A model class in a checkpoint's hyper-parameters replaces the recipe's model."""
         super().parse_arguments(parser, args)
         options = self.config.get(self.config.get("subcommand", ""), {})
         path = options.get("ckpt_path")

@@ -22,12 +22,12 @@ class RoundInfo:
 
     Args:
         round: Index of the round, from 0.
-        clients: All clients known in this process.
+        clients: Names for all clients known in this process.
         trainable: Names of the trained entries; ``None`` if unknown.
         untrained: Names of parameters without gradient and of constant buffers, which visits rarely change.
         sliced: Names of entries of which clients receive only some rows.
         seed: The federation's seed. An update step derives random numbers from seed, round and client.
-        refused: Maps clients with an invalid update in this round to the reason.
+        refused: Reasons by client, for clients with an invalid update in this round.
     """
 
     round: int
@@ -59,7 +59,7 @@ class RuleCapabilities:
         resizes: Shapes of entries differ between clients or rounds. Such a rule implements :meth:`expected`.
         has_clusters: The rule has several global models. Such a rule implements :meth:`model_of`.
         has_versions: Clients of one round start from different versions of the global model.
-        always: Additional clients in every cohort, never as stragglers or dropouts.
+        always: Clients in every round, in addition to the drawn clients, and never as stragglers or dropouts.
     """
 
     accepts_rows = resizes = has_clusters = has_versions = False
@@ -81,7 +81,7 @@ class RuleCapabilities:
         return schedule.cohort(round, population.clients, always=self.always)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns a state with the names, shapes and dtypes expected in an update, and any values."""
+        """Returns tensors with names, shapes and dtypes as in a valid update to ``broadcast``, and any values."""
         return broadcast.state
 
     def model_of(self, client: Client) -> State | None:
@@ -198,7 +198,7 @@ class AveragingAggregator(Aggregator):
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a running mean, except unsent (unchanged) entries."""
+        """Adds an update to a running mean. Unsent (unchanged) entries are skipped."""
         moved = {
             name: value
             for name, value in update.state.items()

@@ -37,7 +37,7 @@ class ClientStore(ABC):
         """Returns a client's latest tensors, which the caller must not change, or ``None`` if nothing is stored."""
 
     def clients(self) -> Collection[Client]:
-        """The clients with stored tensors. At the end of a fit, these clients measure BatchNorm statistics again."""
+        """Returns the clients with stored tensors."""
         return ()
 
     @abstractmethod
@@ -46,7 +46,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def commit(self, round: int, clients: Collection[Client]) -> None:
-        """Ends ``round``: keeps new tensors of ``clients`` (with valid updates), and deletes all other new tensors."""
+        """Ends ``round``: keeps the round's tensors of ``clients``, and deletes the round's other tensors."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
@@ -54,21 +54,21 @@ class ClientStore(ABC):
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the state from :meth:`checkpoint`. ``restore(0, {})`` empties the store."""
+        """Restores the state from :meth:`checkpoint`. ``restore(0, {})`` removes all clients from the store."""
 
     def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
-        """Prepares the store in each process, before the first round and after a restore."""
+        """Prepares the store in each process, before the first round and again after :meth:`restore`."""
 
     def share(self, round: int) -> Any:
         """Returns the tensors stored by this process in ``round``, for :meth:`join` in other processes."""
         raise NotImplementedError(f"{type(self).__name__} supports client state only in one process.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Adds the tensors stored by another process: ``share`` is the return value of :meth:`share`."""
+        """Adds tensors stored by another process. ``share`` is the return value of :meth:`share` in this process."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
-    """Creates a store from a store, a folder path, or ``None`` (a store in memory)."""
+    """Returns a given store, a :class:`FolderStore` for a path, or a store in memory for ``None``."""
     if store is None:
         return MemoryStore()
     return store if isinstance(store, ClientStore) else FolderStore(store)
@@ -259,11 +259,11 @@ class FolderStore(ClientStore):
         self._prunable.clear()
 
     def newest(self, client: Client) -> int:
-        """Round of the tensors returned by :meth:`get`; -1 without stored tensors."""
+        """Round of a client's latest stored tensors; -1 for a client without stored tensors."""
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes a client's files from rounds before ``round``, except the newest of these files."""
+        """Deletes a client's files older than the newest file from before ``round``."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 

@@ -110,7 +110,7 @@ class LocalModel:
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
         """Copies the shared entries, except sliced entries, because visits never write into sliced entries.
 
-        ``known`` contains tensors to return instead of copies, for entries with equal values.
+        If an entry has the same values in ``known``, the tensor in ``known`` is returned instead of a copy.
         """
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
@@ -134,7 +134,7 @@ class LocalModel:
                 setattr(layer, name, value)
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Selects the entries in ``names`` with other values than in :attr:`server_entries`. NaN equals NaN."""
+        """Selects the entries in ``names`` with values different from :attr:`server_entries`. NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [
@@ -152,8 +152,9 @@ class LocalModel:
     ) -> None:
         """Loads a client's model: shared entries from ``state``, personal entries from the store (or ``stored``).
 
-        For an evaluation, the entries in ``own_model`` replace shared and personal entries. If ``own_model`` is
-        ``None`` (training or measurement), sliced entries are copied, because the module uses these tensors.
+        For an evaluation, the entries in ``own_model`` (the client's own model) replace shared and personal entries. If
+        ``own_model`` is ``None`` (training or measurement), sliced entries are copied, because the module uses these
+        tensors.
         """
         stored = self.recall(client) if stored is None else stored
         personal = {name: value for name, value in stored.items() if not name.startswith(_PREFIXES)}
@@ -169,7 +170,7 @@ class LocalModel:
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def recall(self, client: Client) -> State:
-        """Reads a client's stored state (personal entries, optimizer state, callback tensors); empty before a visit."""
+        """Reads a client's personal entries, optimizer state and callback tensors; empty before the first visit."""
         return self.store.get(client) or {}
 
     def store_client(
@@ -179,7 +180,7 @@ class LocalModel:
         optimizer_state: Mapping[str, Tensor],
         memory: Mapping[str, Tensor],
     ) -> None:
-        """Stores a client's personal entries, optimizer state and callback tensors (``memory``), if any."""
+        """Stores a client's personal entries, optimizer state and callback tensors (``memory``) for the next visit."""
         self._find_entries(self.personal)
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
@@ -187,7 +188,7 @@ class LocalModel:
             self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry with a new shape or dtype, or implausible values, after a visit.
+        """Describes the first personal entry that changed shape or dtype, or became implausible, in a visit.
 
         Entries with implausible values before the visit are accepted.
         """
@@ -294,12 +295,12 @@ class LocalModel:
 
 
 def memory_of(stored: State) -> State:
-    """Selects the tensors of callbacks and update steps from a client's stored state (:meth:`LocalModel.recall`)."""
+    """Selects the tensors of callbacks and update steps from the tensors stored for a client."""
     return without_prefix(stored, _MEMORY)
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's stored callback tensors whose names start with ``prefix``, as a change made in ``round``."""
+    """Deletes a client's stored callback tensors with the name prefix ``prefix``, as a change in ``round``."""
     client_state = store.get(client) or {}
     remaining = {name: value for name, value in client_state.items() if not name.startswith(f"{_MEMORY}{prefix}")}
     store.put(client, round, remaining)

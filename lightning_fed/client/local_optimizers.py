@@ -1,4 +1,4 @@
-"""Resets optimizers, schedulers and loss scale at a visit's start, or restores the last visit's state."""
+"""Resets optimizers, schedulers and loss scale for every client visit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LocalOptimizers:
 
     Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
     after the client's last visit), the round's hyper-parameters (learning rates set by epoch schedulers), per-batch
-    schedulers and loss scale. After the round, the schedulers continue from the visit with the median step count, and
-    the loss scale from the median scale. A minority of clients cannot move the median outside the range of all other
-    clients. With one client the result equals plain training.
+    schedulers and loss scale. After the round, the schedulers resume from the state after the visit with the median
+    number of steps, and the loss scale from the median over the visits. A minority of clients cannot move the median
+    outside the range of all other clients. With one client the result equals plain training.
 
     Args:
         optimizers: The optimizers.
@@ -58,7 +58,10 @@ class LocalOptimizers:
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Returns each per-step scheduler's steps in a visit with this ``final_state``, or ``None`` if unknown."""
+        """Returns the number of steps of each per-step scheduler in a visit, or ``None`` if unknown.
+
+        ``final_state`` are the schedulers' states after the visit.
+        """
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -72,7 +75,9 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets optimizers, schedulers and loss scale to the round's start. Restores stored buffers (``packed``).
+        """Resets optimizers, schedulers and loss scale to the round's start.
+
+        Then loads optimizer buffers from ``packed``.
 
         ``rows`` lists pairs of a sliced parameter and the indices of the client's rows.
         """
@@ -88,7 +93,7 @@ class LocalOptimizers:
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
-        """Stores the schedulers' state for visit index ``position``. Returns packed buffers in ``"keep"`` mode."""
+        """Stores scheduler states for the visit with index ``position``. Returns packed buffers in ``"keep"`` mode."""
         if self.has_lasting_state:
             self.finals[position] = self.capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
@@ -96,7 +101,7 @@ class LocalOptimizers:
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the optimizers' buffers after a round, but retains learning rates set by epoch schedulers.
 
-        ``counting`` contains the indices of visits with a valid update. Schedulers continue from the visit with the
+        ``counting`` contains the indices of the visits with a valid update. Schedulers continue from the visit with the
         (lower) median number of steps.
         """
         if self.mode == "continue" and counting:

@@ -1,4 +1,4 @@
-"""Splits a batch into tensors, at any depth, and the structure of containers."""
+"""Splits a batch into a list of tensors and a description of the nested containers, and rebuilds the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
 
 
 def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """Replaces all tensors of ``batch`` by new ``tensors``, in the order of :func:`batch_tensors`.
+    """Returns a copy of ``batch`` with other tensors, in the order of :func:`batch_tensors`.
 
     Example:
         >>> import torch
@@ -39,7 +39,7 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def batch_structure(batch: Any, tensors: list[Tensor]) -> Any:
-    """Returns a batch's structure (equal for stackable batches), and appends the tensors to ``tensors``."""
+    """Describes a batch's nested containers (equal for stackable batches). Appends the tensors to ``tensors``."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device

@@ -83,7 +83,7 @@ class DatasetClients(Population):
         return count_batches(self.num_samples(client), self.batch_size, drop_last)
 
     def batches_of_pass(self, planned: PlannedVisit, number: int, isolated: bool) -> Iterator[np.ndarray]:
-        """Yields, for each batch in pass ``number`` of a visit, the indices into the client's examples."""
+        """Yields the indices of each batch's examples, for pass ``number`` of the visit ``planned``."""
         if (self.overfit_batches and not isolated) or not self.shuffle:
             order = np.arange(planned.num_samples)
         else:
@@ -107,7 +107,7 @@ class DatasetClients(Population):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits. If ``isolated``, loads data in this process, without ``drop_last``."""
+        """Yields the batches of all visits. If ``isolated``, loads data in this process and ignores ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader is equivalent to this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
@@ -163,7 +163,7 @@ class BatchedDataset(Dataset[Any]):
 
 
 class ClientSource(Dataset[Any]):
-    """Data set of all clients, indexed by a :class:`BatchRequest`. Caches the two most recent clients' data sets."""
+    """Data set with the examples of all clients, indexed by a :class:`BatchRequest`. Caches two clients' data sets."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ def _read_samples(dataset: Dataset[Any], indices: np.ndarray) -> list[Any]:
 
 
 class BatchRequest(NamedTuple):
-    """Request for a batch: indices into the client's examples (or an error), and a seed for random augmentation."""
+    """Request for a batch: client, indices of examples (or an error), and a seed for random augmentation."""
 
     client: Client
     positions: np.ndarray | Exception
@@ -275,8 +275,6 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 
 @dataclass
 class _Sampler:
-    """Batch sampler for the dataloader: the requests from the current stream."""
-
     requests: Iterable[BatchRequest] = ()
 
     def __iter__(self) -> Iterator[BatchRequest]:

@@ -39,8 +39,8 @@ class EvaluationData(L.LightningDataModule):
         val: Validation data: dataloaders as in ``Trainer.fit``, a data set, or a mapping from client to a data set, a
             dataloader or a list of dataloaders.
         test: Test data, in the same formats.
-        known_clients: Function that returns the client names. A mapping in which no key is a client contains named
-            dataloaders.
+        known_clients: Function that returns the client names. A mapping without any client name as key is treated as
+            named dataloaders, as in Lightning.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule for a training dataloader, which a partition splits into clients, and for validation data.
+    """Datamodule with a training dataloader, which a partition splits into clients, and with validation data.
 
     Args:
         train: The training dataloader.
@@ -259,8 +259,8 @@ def datamodule_of_handed(
 ) -> EvaluationData:
     """Builds the datamodule for data passed directly to ``Trainer.fit``.
 
-    ``train`` is a mapping by client, or a ``DataLoader`` or map-style data set, which ``partition`` splits. If the
-    partition has only one client, the same data as for a plain Trainer are accepted.
+    ``train`` is a mapping by client, or a ``DataLoader`` or map-style data set, which ``partition`` splits. For a
+    partition with only one client, ``train`` may be any data accepted by a plain Trainer.
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
@@ -277,9 +277,9 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Iterates over one dataloader after another. `client` is the last batch's client, or ``None`` without clients.
+    """Iterates over the clients' dataloaders, one after another. `client` is the client of the last batch.
 
-    After an exception the client's remaining batches are skipped.
+    After an exception the remaining batches of the client are skipped.
 
     Example:
         >>> loader = ChainedLoaders([[1, 2], [3]])
@@ -309,7 +309,7 @@ class ChainedLoaders:
 
 
 def evaluated_client(trainer: L.Trainer) -> Client | None:
-    """Returns the client of the current validation or test batch; ``None`` without clients."""
+    """Returns the client of the current validation or test batch, or ``None`` if the data are common to all clients."""
     if trainer.testing:
         loaders = trainer.test_dataloaders
     else:
@@ -347,7 +347,7 @@ def _is_several(data: Any) -> bool:
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
-    """Converts client data to a mapping by client; the items of a sequence become the clients 0, 1, ..."""
+    """Converts client data to a mapping by client. Items of a sequence become clients 0, 1, ..."""
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):

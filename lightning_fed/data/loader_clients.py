@@ -41,7 +41,8 @@ class LoaderClients(Population):
     Args:
         loaders: Maps clients to loaders. A client may have several loaders (a ``CombinedLoader``, mapping or sequence),
             and a batch then contains one batch per dataloader. The mapping may build dataloaders on access.
-        is_plain: Whether the only client trains as in a plain fit; the dataloader then needs no length and no data set.
+        is_plain: Whether the federation has a single client with the data of a plain fit; the dataloader then needs
+            neither a length nor a data set.
         class_numbers: Maps class names to class numbers. A client with contradictory numbers is refused.
     """
 
@@ -102,7 +103,7 @@ class LoaderClients(Population):
             _end_workers(loader)
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Length of the client's dataloader, limited by ``overfit_batches`` except in an isolated pass."""
+        """Length of the client's dataloader, limited by ``overfit_batches`` in training."""
         length = sized_len(self._loader(client))
         return length if isolated else self.batches_to_overfit(length)
 
@@ -223,7 +224,7 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Iterable over a ``CombinedLoader``, which yields only the batches. Refuses mode ``sequential``."""
+    """Iterable over the batches in a ``CombinedLoader``. Refuses mode ``"sequential"``."""
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
@@ -239,7 +240,10 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Index of the dataloader that ends the pass: for mode ``"min_size"`` the shortest, otherwise the longest."""
+        """Index of the dataloader whose length is the length of the pass.
+
+        In mode ``"min_size"`` this is the shortest dataloader, in the other modes the longest.
+        """
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
@@ -249,7 +253,7 @@ class _Streams:
 
 
 def inside(container: Any) -> Iterable[Any]:
-    """Returns the elements in a mapping, list or tuple; empty for other objects."""
+    """Returns the elements in a mapping, list or tuple, or an empty list for other objects."""
     if isinstance(container, Mapping):
         return container.values()
     return container if isinstance(container, list | tuple) else ()
@@ -286,7 +290,7 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context with seeded random generators of a dataloader; the earlier states are restored afterwards.
+    """Context that seeds the random generators for a dataloader, and finally restores the earlier states.
 
     Raises:
         ValueError: If the dataloader has persistent workers, because the workers' random state belongs to training.
@@ -321,14 +325,14 @@ def set_epoch(samplers: list[Any], epoch: int) -> None:
 
 
 def own_generators(owners: list[Any]) -> list[torch.Generator]:
-    """Returns the random generators in the attribute ``generator`` of dataloaders and samplers (``owners``)."""
+    """Returns the random generators in the attribute ``generator`` of dataloaders and samplers."""
     generators = [getattr(owner, "generator", None) for owner in owners]
     return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the generators of dataloaders and samplers (``owners``), and finally restores the states."""
+    """Context that seeds the random generators of dataloaders and samplers, and finally restores the earlier states."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

@@ -68,7 +68,10 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """A visit's batch, or an error with traceback text. ``is_last`` marks the last batch of a loader without length."""
+    """Batch of a visit, or an error with the traceback as text.
+
+    ``is_last`` marks the last batch from a loader without length.
+    """
 
     position: int
     batch: Any = None
@@ -78,7 +81,7 @@ class VisitBatch:
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
-        """Creates an item for an error, without traceback, because a traceback would keep a loader's workers alive."""
+        """Creates an item for an error. Removes the traceback, because a traceback keeps worker processes alive."""
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
@@ -90,7 +93,7 @@ class Population(ABC):
         clients: The client names in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
-        has_raised: Whether a traceback for an error of a client was already logged.
+        has_raised: Whether the traceback of a client's exception was already logged.
         sampling: Draws the examples of every training batch, such as ``privacy.poisson.PoissonSampling``; if ``None``,
             a visit passes over all examples.
         local_steps: Number of batches in a visit, also if dataloaders have no length; if ``None``, whole passes.
@@ -138,10 +141,10 @@ class Population(ABC):
     ) -> Iterator[VisitBatch]:
         """Yields the batches of all visits in order: ``num_batches`` items per visit, or fewer if an item is an error.
 
-        After an error or a set ``fault``, the caller ignores further items of the visit.
+        After an error, or if the visit's ``fault`` is set, the caller ignores further items of the visit.
 
         ``isolated`` leaves other running iterators unaffected, and ignores ``drop_last``. ``groups`` are ranges of
-        visit indices. The visits in a group yield one batch in turn. By default one visit follows another.
+        visit indices: the visits in a group yield their batches in turn. By default one visit follows another.
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
@@ -165,7 +168,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Number of batches in a pass: ``per_epoch`` (``None`` if unknown), limited by ``overfit_batches``."""
+        """Limits the number of batches in a pass (``per_epoch``) to the Trainer's option ``overfit_batches``."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):
@@ -173,18 +176,18 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def log_raised(self, origin: str, client: Client, trace: str) -> None:
-        """Logs the traceback of a client's exception, only once. ``origin``: ``"data"`` or ``"step"``."""
+        """Logs the traceback of a fit's first client exception. ``origin`` is ``"data"`` or ``"step"``."""
         if not self.has_raised:
             self.has_raised = True
             text = "The %s of client %r raised an exception (logged only for the first client):\n%s"
             _log.warning(text, origin, client, trace)
 
     def is_counted(self, client: Client) -> bool:
-        """True if ``client`` is the only client and its data have no known length, so training counts the examples."""
+        """True if ``client`` is the only client and the data have no length, so the first pass counts examples."""
         return False
 
     def gives_all(self, client: Client) -> bool:
-        """True if one isolated pass contains all examples of the client."""
+        """True if a pass in :meth:`one_pass` with ``isolated`` contains all examples of the client."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -192,7 +195,7 @@ class Population(ABC):
 
 
 def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """Yields one item of every iterator in turn, until all iterators have ended."""
+    """Yields one item from each iterator in turn, until all iterators are exhausted."""
     active = list(streams)
     while active:
         for stream in list(active):
@@ -219,7 +222,7 @@ def seed_everything(seed: int) -> None:
 
 
 def torch_generator_states() -> tuple[torch.Tensor, Any]:
-    """Returns the states of PyTorch's global generators, for CPU and accelerator (``None`` unless in use)."""
+    """Returns the states of PyTorch's global generators, for the CPU and the accelerator (if initialized)."""
     module = _device_module()
     accelerator = None if module is None else getattr(module, "get_rng_state_all", module.get_rng_state)()
     return torch.default_generator.get_state(), accelerator
@@ -303,7 +306,7 @@ def in_one_thread() -> Iterator[None]:
 
 
 class LazyClients(Mapping[Client, Any]):
-    """A mapping that builds client data on every access, for huge populations.
+    """A mapping that builds a client's data on every access, for populations of any size.
 
     Args:
         clients: The client names; a ``range`` of any length needs no memory.

@@ -40,9 +40,9 @@ class RoundLoader:
         group: The visits of the last batch: one visit, or simultaneous visits in a subclass. Empty before the first
             visit and after the last one.
         interrupting: Function that returns a context: code inside is interrupted after the visit's time limit.
-        batches_left: Remaining batches in the group, or after the last visit in the padding.
-        num_skipped: Number of batches trained before a resume. These are fetched but not returned; then ``on_skipped``
-            is called.
+        batches_left: Remaining batches in the group; after the last visit, the remaining padding.
+        num_skipped: Number of batches trained before the checkpoint of a resumed fit. The loader reads and skips these
+            batches, then calls ``on_skipped``.
         padding: The number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
@@ -108,15 +108,17 @@ class RoundLoader:
             yield None
 
     def seed(self, group: Sequence[PlannedVisit]) -> None:
-        """Seeds the random generators for a visit, before the first fetch, because the data set may augment."""
+        """Seeds the random generators for a visit before the first fetch, because a data set may augment examples."""
         seed_everything(group[0].visit.seed)
 
     def open_stream(self) -> Iterator[VisitBatch]:
-        """Opens the stream of batches, from the visit after an interrupted visit."""
         return self.population.stream(self.visits[self._first_of_stream :])
 
     def fetch(self, stream: Iterator[VisitBatch], positions: range, batches_left: int) -> tuple[Any, int]:
-        """Returns the next batch, and the number of remaining batches: 0 at the end of a dataloader without length."""
+        """Returns the next batch for the visits ``positions``, and the number of batches left in these visits.
+
+        The number is 0 if a dataloader without length has ended.
+        """
         planned = self.visits[positions[0]]
         is_given_up = planned.fault is not None or planned.is_over
         batch = None if is_given_up else self._fetch(stream, positions[0])
@@ -132,7 +134,7 @@ class RoundLoader:
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the user's training dataloader, for a module's ``setup`` (such as the data set)."""
+        """Returns an attribute of the user's training dataloader, such as ``dataset``, for a module's ``setup``."""
         if name not in _OF_LOADER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:
@@ -149,7 +151,7 @@ class RoundLoader:
 
     @property
     def epoch_position(self) -> tuple[int, bool] | None:
-        """Batch index in the client's local epoch, and ``True`` for the last batch in the epoch or visit."""
+        """Index of the last batch in the client's local epoch, and whether this batch ends the epoch or visit."""
         if not self.group:
             return None
         planned = self.group[0]

@@ -27,7 +27,7 @@ _MOST = 100_000  # remembered clients
 
 @dataclass
 class PlannedRound:
-    """The visits of a round in this process, and the clients without usable data (``failed``, with reasons)."""
+    """The visits of a round in this process. ``failed`` maps clients without usable data to reasons."""
 
     round: int | None
     visits: list[PlannedVisit] = field(default_factory=list)
@@ -40,7 +40,7 @@ class PlannedRound:
     num_clients: int = 0  # in this process
 
     def record_failure(self, population: Population, client: Client, item: VisitBatch) -> str:
-        """Returns the reason for a client's failure, from the error in ``item``. Logs the first such error in a fit."""
+        """Returns the reason for a client's failure: the error in ``item``. Logs the traceback of the first error."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
@@ -52,7 +52,7 @@ class PlannedRound:
         return f"its data raised {reason}"
 
     def log_common_error(self) -> None:
-        """Logs an error if the data of every client in this process have raised an exception."""
+        """Logs an error if the data of all clients in this process have raised an exception."""
         if self.reasons and len(self.reasons) == self.num_clients:
             reason, count = Counter(self.reasons).most_common(1)[0]
             assert self.round is not None
@@ -74,7 +74,7 @@ def plan_round(
     visit_costs: VisitCosts | None,
     limit_visit: Callable[[], AbstractContextManager[None]],
 ) -> PlannedRound:
-    """Plans the visits of a cohort in this process; see :class:`~lightning_fed.data.round_loader.RoundLoader`."""
+    """Plans the visits in this process: the number of batches for each, and the clients without usable data."""
     plan = PlannedRound(cohort.visits[0].round if cohort.visits else None)
     rank, size = process_group.rank, process_group.size
     planned_visits = [_plan_visit(plan, population, limit, limit_visit, visit) for visit in cohort.visits[rank::size]]
@@ -180,7 +180,7 @@ def _take_share(
 
 
 class VisitCosts:
-    """Seconds per batch in each client's last visit, to estimate durations of later visits.
+    """Seconds per batch in each client's latest visit, to estimate the duration of later visits.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
@@ -191,7 +191,6 @@ class VisitCosts:
         >>> costs.note({"a": 0.5, "b": 1.5})
         >>> costs.expected(visits)
         [1.0, 3.0, 6.0]
-
     """
 
     def __init__(self) -> None:

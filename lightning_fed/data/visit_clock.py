@@ -20,7 +20,7 @@ _AGAIN = 1.0  # seconds until the alarm repeats, for code that swallows the exce
 
 
 class VisitClock:
-    """Timer to raise :class:`~lightning_fed.errors.VisitTimeout` in a client's visit after the time limit.
+    """Timer: raises :class:`~lightning_fed.errors.VisitTimeout` when a client's visit exceeds the time limit.
 
     The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
     process, but not a loop in C. Only code inside the context :meth:`interrupting` is interrupted. An earlier alarm,
@@ -61,7 +61,7 @@ class VisitClock:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context: the clock interrupts running code after the time limit."""
+        """Context: the code inside is interrupted after the time limit."""
         if self.is_up:
             raise self.timeout()
         self._is_interrupting = True

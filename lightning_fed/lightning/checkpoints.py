@@ -63,7 +63,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Writes a checkpoint atomically. After a failure a note on the exception names the unchanged earlier file."""
+        """Writes a checkpoint atomically. If the write fails, the exception's note names the unchanged earlier file."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

@@ -109,7 +109,7 @@ def datamodule_of(trainer: L.Trainer) -> Any:
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
     """Returns the training and validation data passed to ``fit``, each ``None`` if missing.
 
-    The fit loop and the validation loop store dataloaders, or an object with dataloader hooks, in a data source.
+    The fit loop and the validation loop store the data in the attribute ``_data_source``.
     """
     sources = (getattr(loop, "_data_source", None) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop))
     data = [getattr(source, "instance", None) for source in sources]
@@ -175,7 +175,7 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 
 
 def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
-    """Sets the time of the last validation to ``seconds``, unless ``None``. Returns the previous time.
+    """Sets the time of the last validation, unless ``seconds`` is ``None``. Returns the previous time.
 
     If ``val_check_interval`` is a duration, Lightning resets this time whenever a dataloader is requested.
     """
@@ -247,7 +247,7 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Marks the current batch as the epoch's last batch, by changing the length in the data fetcher."""
+    """Marks the current batch as the epoch's last batch, by changing the length in Lightning's data fetcher."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1
@@ -264,7 +264,7 @@ def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Resets a checkpoint to the start of an epoch, with the ``global_step`` and :func:`fit_progress` of this start.
+    """Resets a checkpoint to the start of an epoch. ``global_step`` and ``progress`` are the values at this start.
 
     Lightning resumes at the batch index in ``epoch_loop.batch_progress``. If the number of ready batches is 0,
     Lightning assumes a checkpoint at the end of an epoch. ``window`` is the number of batches per optimizer step.
@@ -393,7 +393,7 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 
 
 def loss_scale(trainer: L.Trainer) -> float:
-    """Returns the loss factor for the backward pass; 1 without a ``scaler``."""
+    """Returns the factor of the loss in the backward pass: the loss scale, or 1 for a plugin without ``scaler``."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -426,12 +426,12 @@ def lightning_attributes() -> frozenset[str]:
 
 
 def implements(owner: Any, hook: str, base: type) -> bool:
-    """True if a module or callback overrides a hook from Lightning's class ``base``, by class or by attribute."""
+    """True if the class or an attribute of a module or callback overrides a hook from Lightning's class ``base``."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 
 def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
-    """Returns callbacks with a ``log`` attribute, which Lightning sets to the module's ``log`` before ``setup``."""
+    """Returns callbacks with an attribute ``log``, which Lightning sets to the module's ``log`` before ``setup``."""
     return [callback for callback in callbacks_of(trainer) if "log" in vars(callback)]
 
 
@@ -441,7 +441,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def is_vmap_tensor(tensor: Tensor) -> bool:
-    """True if a tensor is a batched tensor of ``torch.func.vmap``, also after the ``vmap``."""
+    """True if a tensor is (or was) a batched tensor inside ``torch.func.vmap``."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001
 
 

@@ -64,7 +64,10 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by path (``named_parameters()``), each tensor once. Paths may differ from entry names."""
+    """Returns parameters and buffers by attribute path. A tensor with several paths appears once.
+
+    The path is the name in ``named_parameters()``, and may differ from the name in ``state_dict()``.
+    """
     paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
     return {path: tensor for tensor, path in reversed(paths.items())}
 
@@ -149,7 +152,7 @@ def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Maps each parameter to the entry name, see :func:`entry_names`."""
+    """Maps each parameter to the name of the parameter's entry in ``state_dict()``."""
     names = entry_names(module)
     return {parameter: names[parameter] for parameter in module.parameters() if parameter in names}
 
@@ -170,7 +173,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Raises an error if a trained tensor (also in ``optimizers``) does not share memory with an entry of the state.
+    """Raises an error if a trained tensor, such as a tensor in ``optimizers``, is not in ``module.state_dict()``.
 
     Refuses lazy layers, running statistics without an entry in a layer that trains, and entries that overlap in memory.
     """
@@ -253,7 +256,7 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Names of entries unchanged by training: parameters without gradients, buffers in evaluation mode.
+    """Names of entries unchanged by training: parameters without gradients, and buffers in layers in evaluation mode.
 
     Only the module's code may write to these entries.
     """
@@ -292,7 +295,7 @@ def copy_state(state: Mapping[str, Tensor]) -> State:
 
 
 def copy_adjacent(state: Mapping[str, Tensor]) -> State:
-    """Copies all tensors into one common storage. Do not pickle the result, because each tensor saves the storage."""
+    """Copies all tensors into one storage. Do not pickle the copies: each pickled tensor contains the whole storage."""
     return dict(zip(state, copies(list(state.values())), strict=True))
 
 
@@ -367,7 +370,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
-    """Euclidean distance between two states over named entries with equal shapes; ``None`` without such entries."""
+    """Euclidean distance between two states over the named entries with equal shapes; ``None`` without such entries."""
     common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
     steps = differences([new[name] for name in common], [old[name] for name in common])
     return float(norm(steps)) if common else None
@@ -471,7 +474,7 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """Maps the prefix of entry names to each BatchNorm layer (of any kind) with running statistics."""
+    """Returns BatchNorm layers with running statistics, by the prefix of the layer's entry names, such as ``"1."``."""
     layers = {
         # All kinds have the same attributes, but no public base class.
         path: cast("nn.BatchNorm2d", layer)
@@ -483,7 +486,7 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
-    """Makes BatchNorm layers normalise with constant running statistics, also in training."""
+    """Sets all BatchNorm layers to evaluation mode: running statistics stay constant, also in training."""
     for layer in batch_norm_layers(module).values():
         layer.eval()
 
@@ -497,7 +500,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def find_measurement(module: nn.Module) -> ModuleType | None:
-    """Imports ``batch_norm.measurement``, the code for BatchNorm's running statistics, if a module has such layers."""
+    """Imports ``batch_norm.measurement`` if a BatchNorm layer has running statistics, or returns ``None``."""
     return load_feature("lightning_fed.batch_norm.measurement") if batch_norm_layers(module) else None
 
 

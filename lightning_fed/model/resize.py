@@ -12,7 +12,7 @@ from lightning_fed.model.entries import entry_tensors
 
 
 class AttributeChange(NamedTuple):
-    """Change of a layer's width attribute, such as ``out_features``, with the previous value."""
+    """Change of a layer's size attribute, such as ``out_features``, with the previous value."""
 
     layer: nn.Module
     name: str

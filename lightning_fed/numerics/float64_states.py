@@ -30,7 +30,7 @@ class Float64States(Metric):
 
 
 class Float64Mean(Float64States):
-    """Base class for the mean over all values and processes. Subclasses implement ``update``."""
+    """Base class for the mean over all values from all processes. Subclasses implement ``update``."""
 
     is_differentiable = False
     full_state_update = False

@@ -17,7 +17,7 @@ RowWeighting: TypeAlias = Literal["global", "per_row"]
 
 
 class RowSums:
-    r"""Running weighted sums of table rows, with memory only for the added rows.
+    r"""Running weighted sums of table rows, with memory only for rows that clients have sent.
 
     With weights :math:`a_k`, rows :math:`S_k` of client *k* and the initial table :math:`w`, the mean is
 
@@ -51,13 +51,12 @@ class RowSums:
 
     @torch.no_grad()
     def add(self, rows: Tensor, values: Tensor, weight: float) -> None:
-        """Adds rows from one client: distinct indices, int64, shape ``(rows,)``, and values, shape ``(rows, *)``."""
+        """Adds a client's rows: distinct indices, int64, shape ``(rows,)``, and values, shape ``(rows, *)``."""
         sums = to_float64(values.detach(), copy=True).mul_(weight)
         self.add_sums(rows, sums, sums.new_full((len(rows),), weight))
         self.total += weight
 
     def add_sums(self, rows: Tensor, sums: Tensor, weights: Tensor) -> None:
-        """Adds sums at the indices ``rows``: weighted values, shape ``(rows, *)``, and weights, shape ``(rows,)``."""
         self._parts.append((rows.to(sums.device), sums, weights))
         self.num_rows += len(rows)
         if self.num_rows > 2 * self._num_merged:  # bounds the memory by the number of distinct rows
@@ -72,7 +71,7 @@ class RowSums:
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
         """Returns a copy of the table ``base``, shape ``(n, *)``, with the weighted means in the added rows.
 
-        ``total`` is the sum of all weights for ``"global"``, by default the sum of the added weights.
+        For ``"global"``, ``total`` replaces the sum of the added weights as divisor.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()
@@ -101,7 +100,7 @@ class RowSums:
 
 
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
-    """Describes the error in ``rows``, the indices of requested rows in ``table``; ``None`` if all are valid."""
+    """Describes why row indices (``rows``) are invalid for a table; ``None`` if all indices are valid."""
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
     if table.ndim == 0 or not table.is_floating_point():

@@ -40,12 +40,12 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies a function to each leaf of a nested container. Returns a container with the same structure."""
+    """Applies a function to each leaf of a nested container, and returns a container with the results."""
     return _pytree.tree_map(function, tree)
 
 
 def move_tensors(tree: Any, device: torch.device | None) -> Any:
-    """Moves tensors in a nested container to ``device`` (if ``None``, to no other device). Other leaves are unchanged.
+    """Moves the tensors in a nested container to ``device``. If ``device`` is ``None``, no tensor is moved.
 
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))
@@ -55,7 +55,7 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 
 
 def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moves each tensor to the same device as the tensor with this name in ``state``, if any."""
+    """Moves each tensor to the device where ``state`` has the tensor with the same name, if any."""
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}
 
 
@@ -63,7 +63,7 @@ def copy_tree(value: Any, copied: dict[int, Any] | None = None) -> Any:
     """Copies a scheduler's or optimizer's state. Later steps do not change the copy.
 
     Optimizers, modules, functions and objects with a custom constructor are only referenced. Unlike ``copy.deepcopy``,
-    the function runs no code of other classes: for a scheduler that forwards attributes, ``deepcopy`` may not end.
+    the function runs no code of other classes: ``deepcopy`` may not terminate for a scheduler with ``__getattr__``.
     """
     copied = {} if copied is None else copied
     result: Any
@@ -103,7 +103,7 @@ def _is_plain_object(value: Any) -> bool:
 
 @torch.no_grad()
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors. Contiguous tensors with equal dtype and device become neighbours in memory, in order."""
+    """Copies tensors. Copies of contiguous tensors with equal dtype and device are adjacent in memory, in order."""
     groups, counts = dict[Any, list[int]](), Counter[Any]()
     for position, value in enumerate(tensors):
         kind = (value.dtype, value.device) if value.is_contiguous() else position
@@ -121,7 +121,10 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Applies an elementwise ``function(flat, index)``: each run of neighbours in memory is one tensor ``flat``."""
+    """Applies ``function(flat, index)``. Tensors adjacent in memory are passed as one tensor ``flat``.
+
+    ``index`` is the list index of the first tensor in ``flat``.
+    """
     results = list(tensors)
     for run in find_runs(tensors):
         members = [tensors[at] for at in run]
@@ -131,7 +134,7 @@ def map_runs(function: Callable[[Tensor, int], Tensor], tensors: Sequence[Tensor
 
 
 def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Groups indices into runs: in every list, a run's tensors have one dtype, and are neighbours in memory."""
+    """Groups indices into runs. In each list, the tensors of a run have one dtype and are adjacent in memory."""
     runs: list[list[int]] = []
     open_runs: dict[Any, tuple[list[int] | None, list[int]]] = {}  # runs and ends of storages, by next addresses
     for position, group in enumerate(zip(*lists, strict=True)):
@@ -151,7 +154,7 @@ def find_runs(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def join(*lists: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Views each run (:func:`find_runs`) as one flat tensor per list. A tensor without neighbours is unchanged."""
+    """Views tensors that are adjacent in memory, in each list, as one flat tensor. Other tensors are unchanged."""
     return [tuple(_view_flat([values[at] for at in run]) for values in lists) for run in find_runs(*lists)]
 
 
@@ -188,7 +191,7 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
 def differences(new: Sequence[Tensor], old: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yields the differences ``new - old`` of tensor pairs, on the CPU in chunks of each tensor.
 
-    Chunks do not depend on the memory layout (:func:`find_runs`), so norms are equal in one process and over a network.
+    Chunks do not depend on the memory layout (:func:`find_runs`), so a sum over chunks is equal on all machines.
     """
     for pair in zip(new, old, strict=True):
         for values in zip(*map(cache_chunks, pair), strict=True):

@@ -38,7 +38,7 @@ class Visit:
         seed: Seed for all random draws in the visit (data order, dropout, ...).
         epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
-        portion: A straggler's fraction, in (0, 1), of a single epoch; ``None`` if all epochs are complete.
+        portion: Fraction of the epoch, in (0, 1), for a straggler with ``epochs`` 1; otherwise ``None``.
         is_straggler: Whether the client does only part of its local work.
     """
 
@@ -64,7 +64,7 @@ def count_visit_batches(visit: Visit, batches_per_epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's clients: planned visits, and clients that were drawn but never report (``dropped``)."""
+    """Clients in a round: planned visits, and clients that were drawn but never report (``dropped``)."""
 
     visits: tuple[Visit, ...]
     dropped: tuple[Client, ...] = ()
@@ -173,7 +173,7 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        """Number of clients that are not stragglers, in a cohort with ``size`` clients."""
+        """Returns the number of clients that are not stragglers in a cohort with ``size`` clients."""
         return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(
@@ -213,11 +213,11 @@ class Schedule:
         return [client for client in chosen if not self._drops_out(round, client)]
 
     def start_seed(self, round: int) -> int:
-        """Seed for the server's draws at a round's start."""
+        """Returns the seed for the server's random draws at the start of a round."""
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
-        """Seed for draws after a round's visits, in aggregation and validation."""
+        """Returns the seed for random draws after a round's visits, in aggregation and validation."""
         return derive_seed(self.seed, round, _END)
 
     def visit_of(self, round: int, client: Client) -> Visit:

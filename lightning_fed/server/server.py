@@ -64,7 +64,7 @@ class RoundReport:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
-        """Joins several processes' reports of one round, with clients ordered by cohort index (``positions``)."""
+        """Joins the reports of several processes on one round. ``positions`` maps clients to indices in the cohort."""
         report = cls(parts[0].round)
         for name in ("received", "counted", "failed", "refused", "metrics", "norms"):
             joint = {client: value for part in parts for client, value in getattr(part, name).items()}
@@ -79,8 +79,8 @@ class HeldEntries:
     """Untrained entries that each client already has, to avoid sending an entry twice.
 
     All clients start with the initial model. If the server changes an untrained entry, or an entry becomes untrained,
-    the next broadcast to each client contains the entry. ``values`` are the untrained entries in the current or last
-    round.
+    the next broadcast to each client contains the entry. ``values`` contains the untrained entries in the current or
+    last round.
 
     Checkpoints contain ``since``, the round of each entry's last change by name, and ``clients`` with ``rounds``, each
     client's last round with a valid update.
@@ -106,7 +106,7 @@ class HeldEntries:
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Completes :attr:`values` after loading a checkpoint, with missing entries from the model (``entries``)."""
+        """Adds missing entries to :attr:`values` after loading a checkpoint, with the values in ``entries``."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
@@ -122,18 +122,21 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of entries in ``state`` already on the client. ``has_present``: the client has this round's model."""
+        """Names of entries in ``state`` that the client already has.
+
+        ``has_present`` is true if the client has received this round's model before.
+        """
         last = self._rounds.get(client, _ALWAYS)
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
 
     def record_clients(self, round: int, clients: Iterable[Client]) -> None:
-        """Remembers that ``clients`` have the model of ``round``. Does nothing while entries have initial values."""
+        """Records that ``clients`` have the model of ``round``. Does nothing while entries have initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
     def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Returns the state for checkpoints, without entries that differ from ``entries`` (a resumed fit's model)."""
+        """Returns the state for checkpoints, without entries whose values equal the saved model (``entries``)."""
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}
         changed = now.keys() - identical_entries(self.values, now)
@@ -158,7 +161,7 @@ class ServerInterface(ABC):
         min_clients: Minimum number of valid updates for a new global model.
 
     Attributes:
-        report: Report for the current or last round.
+        report: Report on the current or last round.
         state_before: The chain's state before the round.
         errors: Exceptions from updates in this process, without tracebacks.
         held: Untrained entries that each client already has.
@@ -201,7 +204,7 @@ class ServerInterface(ABC):
         """Aggregates the round. Returns the new shared entries, or ``None`` without a valid aggregate."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in the rule and the steps. Called again before updates of several processes are merged."""
+        """Starts the round in the rule and the steps. Called again before merging updates of other processes."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
         """Marks clients without a received update as failed."""
@@ -286,7 +289,7 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts the bytes of a broadcast, without the entries already on the client."""
+        """Counts the bytes of a broadcast, except entries already on the client."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         if client in self._expected:
@@ -294,7 +297,7 @@ class Server(ServerInterface):
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts the bytes of a received update, and sets the update's rows to the rows in the broadcast."""
+        """Counts the bytes of a received update. Replaces the update's row indices by the broadcast's row indices."""
         self.report.up_bytes += message_bytes(update)
         expected = self._expected.get(update.client)
         update.rows = {} if expected is None else expected.rows
@@ -330,7 +333,7 @@ class Server(ServerInterface):
     def finish_round(self) -> State | None:
         """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate.
 
-        If the rule computes no new model in this round, returns the state passed to :meth:`start_round`.
+        If the rule returns ``None``, returns the state passed to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()

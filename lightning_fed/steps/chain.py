@@ -81,7 +81,7 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Maps each update step's name to a text with the step's options, innermost step first."""
+        """Returns a text with the options of each update step, by step name, innermost step first."""
         return {name: describe_options(step) for name, step in self._named_steps().items()}
 
     def callbacks(self) -> list[Any]:
@@ -90,7 +90,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """Client information visible to the server after all steps; see :attr:`StepCapabilities.reveals`."""
+        """Client information visible to the server after all steps: ``"update"``, ``"sum"`` or ``"model"``."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -107,20 +107,20 @@ class Chain:
         self.rule.start(info, state)
 
     def form(self, broadcast: Broadcast) -> State:
-        """Returns tensors with the names, shapes and dtypes of a client's update to a broadcast, after all steps."""
+        """Returns tensors with the names, shapes and dtypes of a client's encoded update to ``broadcast``."""
         form = self.rule.expected(broadcast) if self.rule.resizes else broadcast.state
         for step in self.steps:
             form = step.form(form)
         return form
 
     def counted(self, num_samples: int) -> int:
-        """Returns the weight of a client with ``num_samples`` examples, after all steps."""
+        """Returns the aggregation weight of a client with ``num_samples`` examples, after all update steps."""
         return counted_samples(self.steps, num_samples)
 
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Applies all update steps to a trained update. ``memory``: the steps' client state, changed in place."""
+        """Applies all update steps to a trained update. The steps change ``memory``, the stored client state."""
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
             step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
@@ -145,14 +145,14 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Passes an update inwards, to the rule or the first collecting step (:meth:`StepCapabilities.hold`).
+        """Decodes an update, and passes the result to a collecting step or the rule.
 
         Calls ``inspect`` with the decoded update. Raises ``BadUpdate`` for an invalid update.
         """
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Merges the :attr:`part` of another process (``other``). Refuses a part from another rule or step."""
+        """Adds the updates from another process. ``other`` is the value of :attr:`part` in that process."""
         kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
             raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
@@ -160,7 +160,7 @@ class Chain:
 
     @property
     def part(self) -> Any:
-        """Updates collected in this process, in the outermost collecting step or in the rule."""
+        """This process's updates: an object from the outermost collecting step, or else the rule."""
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
@@ -244,7 +244,7 @@ class Chain:
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Weight of a client with ``num_samples`` examples, after all weight steps."""
+    """Returns the aggregation weight of a client with ``num_samples`` examples, after all weight steps."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples

@@ -63,7 +63,7 @@ class StepCapabilities:
         return ()
 
     def form(self, state: State) -> State:
-        """Returns tensors with an encoded update's names, shapes and dtypes; ``state`` is the original update."""
+        """Returns tensors with an encoded update's names, shapes and dtypes. ``state`` is the unencoded update."""
         return state
 
     def hold(self) -> Held | None:
@@ -91,7 +91,7 @@ class UpdateStep(StepCapabilities):
         self.info, self.state = info, state
 
     def on_send(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, from inner to outer step, after all callbacks: adds extra tensors to a client's broadcast.
+        """Server side, after all callbacks, innermost step first: adds extra tensors to a client's broadcast.
 
         To omit entries already on the client, the step may add names to ``broadcast.unsent``.
         """
@@ -118,14 +118,14 @@ class UpdateStep(StepCapabilities):
         return update
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule, from inner to outer step: returns a changed model.
+        """Server side, after the rule, innermost step first: returns a changed model.
 
         ``start`` is the global model before the round. The method may change ``new``, the rule's result, in place.
         """
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Metrics of the last aggregated round, by full name. ``norms`` are the received updates' norms by client."""
+        """Metrics of the last aggregated round, by logged name. ``norms`` maps clients to norms of their updates."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

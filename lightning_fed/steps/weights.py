@@ -10,7 +10,7 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class of steps that change a client's number of examples, the weight in an average."""
+    """Base class for changing a client's number of examples, the client's weight in an average."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
@@ -29,7 +29,7 @@ class UniformWeights(WeightStep):
 
 
 class MaxSamples(WeightStep):
-    """Limits each client's number of examples, both as weight and for selecting the client with most examples.
+    """Limits each client's number of examples, the client's weight in the aggregation.
 
     Args:
         most: Maximum number of examples, a positive integer.
