@@ -45,7 +45,7 @@ def run(args: Sequence[str]) -> None:
 def read_plan(
     parser: argparse.ArgumentParser, options: argparse.Namespace, fit_args: Sequence[str], **more: Any
 ) -> Plan:
-    """Builds the plan of a comparison from parsed options. Invalid options end the program with an error message."""
+    """Builds a comparison's plan from parsed options. Invalid options end the program with an error message."""
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan
@@ -60,7 +60,7 @@ def read_plan(
 
 
 def add_options(parser: argparse.ArgumentParser, out: str) -> None:
-    """Adds the command-line options of a comparison to a parser; ``out`` is the default folder for results."""
+    """Adds the command-line options of a comparison to a parser. ``out`` is the default folder for results."""
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument(
         "--methods",

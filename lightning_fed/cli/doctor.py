@@ -30,7 +30,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """Requirement for a package, and the installed version, or ``None`` if the package is missing."""
+    """A required package: the requirement, and the installed version, or ``None`` if the package is missing."""
 
     requirement: Requirement
     installed: str | None
@@ -86,7 +86,7 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> Iterator[str]:
-    """Yields report lines on the packages in ``requirements`` (lightning-fed's own requirements)."""
+    """Yields report lines on the installed versions of ``requirements``, the package's list of required packages."""
     yield f"{PACKAGE} {__version__}"
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield from ("", "Always needed", *(f"  {state}" for state in states_of(_needed(requirements))), "", "Devices")
@@ -119,7 +119,7 @@ def states_of(requirements: Sequence[Requirement]) -> list[PackageState]:
 
 
 def devices() -> list[str]:
-    """Returns descriptions of all devices for Lightning's ``accelerator``, or the error from ``import torch``."""
+    """Describes all devices for Lightning's ``accelerator``, or the error from ``import torch``."""
     try:
         import torch
     except (ImportError, OSError) as error:

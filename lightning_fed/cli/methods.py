@@ -40,7 +40,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def read_methods() -> dict[str, str]:
-    """Maps the names of all registered methods, sorted, to the docstrings."""
+    """Maps the names of all registered methods to the docstrings of their classes, sorted by name."""
     # Parses the sources, because importing the methods takes seconds.
     trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]
     statements = [statement for tree in trees for statement in tree.body]
@@ -98,7 +98,7 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""Maps "Sends", "Keeps", "Costs" and "For" to the texts of these items in a method's docstring."""
+    r"""Returns the items "Sends", "Keeps", "Costs" and "For" in a method's docstring, by these names."""
     points = re.findall(r"^- (Sends|Keeps|Costs|For): (.*(?:\n  .*)*)", text, re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in points}
 

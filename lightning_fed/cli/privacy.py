@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
-    """Formats a recipe's privacy budget as Markdown tables; ``has_audit`` adds an audit of the noised sum."""
+    """Formats a recipe's privacy budget as Markdown tables. ``has_audit`` adds an empirical audit of the noised sum."""
     from lightning_fed.privacy.accounting import calibrate
     from lightning_fed.privacy.audit import audit_mean
 
@@ -106,7 +106,7 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
 
 
 def draw_epsilon(recipe: Recipe, path: Path) -> None:
-    """Draws epsilon over the rounds, for the planned noise, for half, and for twice the planned noise."""
+    """Draws the privacy loss epsilon over the rounds: for the planned noise, half the noise, and twice the noise."""
     from lightning_fed.callbacks.pictures import has_matplotlib
 
     if not has_matplotlib():

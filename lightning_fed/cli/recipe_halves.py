@@ -99,7 +99,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes an app with a copy of the recipe. ``templates`` maps paths to texts. Refuses an existing app."""
+    """Writes an app folder with the recipe. ``templates`` maps paths to texts. An existing app is an error."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():

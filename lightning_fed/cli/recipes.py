@@ -45,7 +45,7 @@ def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def split_model_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits a command line into arguments for the command and ``MODEL_OPTIONS`` with values.
+    """Splits a command line into arguments for the command, and ``MODEL_OPTIONS`` with their values.
 
     Example:
         >>> split_model_options(["a.ckpt", "--model.width", "5", "--data=Shapes", "--num_batches", "2"])
@@ -63,7 +63,7 @@ def split_model_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[st
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """Returns a hint if an argument is a missing file with the name of a packaged recipe; otherwise ``None``."""
+    """Returns a hint if an argument is a missing file with the name of a packaged recipe, or ``None``."""
     # Guides use paths of recipes in the repository, but an installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])
@@ -76,7 +76,7 @@ def absent_recipe(args: Sequence[str]) -> str | None:
 
 
 def recipe_folder() -> Path:
-    """Folder of the packaged recipes: inside the package if installed, next to the package in a clone."""
+    """Folder of the packaged recipes: inside an installed package, or next to the package in a clone."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"

@@ -33,7 +33,7 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Refuses a recipe without numbers of rounds and local epochs, both needed for centralised training."""
+    """Refuses a recipe without ``max_rounds`` or ``local_epochs``, because centralised training needs both numbers."""
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
         raise MisconfigurationException(
@@ -79,7 +79,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
 
 
 class _Rounds:
-    """Dataloader with one epoch per round. An epoch has consecutive batches from passes over the wrapped dataloader."""
+    """Dataloader with one epoch per round. Each epoch continues the passes over the wrapped dataloader."""
 
     # Random numbers depend only on the round and the pass, so a resumed run draws the same numbers.
 
@@ -127,7 +127,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(RevertingCallback):
-    """Replaces the training dataloader in a fit by :class:`_Rounds`, and freezes the recipe's frozen entries."""
+    """Callback that replaces the training dataloader by :class:`_Rounds`, and freezes entries frozen in the recipe."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -158,7 +158,7 @@ class _PooledRounds(RevertingCallback):
 
 
 class _ClientMeans(Callback):
-    """Evaluates the central model on each client's data, and logs means over clients like ``ClientEvaluation``."""
+    """Callback that evaluates the central model on each client's data, and logs means like ``ClientEvaluation``."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:

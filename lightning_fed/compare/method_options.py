@@ -58,8 +58,8 @@ class MethodChoice:
     def federation(self, recipe: Federation) -> Federation:
         """Returns the recipe's federation with this method, or for ``"central"`` the unchanged federation.
 
-        With ``"local"``, all trained entries stay on the clients, as in plain fits on local data. A method with an
-        option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value by default.
+        With ``"local"``, all trained entries stay on the clients, as in separate fits. If the method has an option
+        ``seed`` or ``local_epochs`` (FedRep), the default is the recipe's value.
         """
         if self.name == CENTRAL:
             return recipe

@@ -46,8 +46,8 @@ class Plan:
             the metric's name.
         test: Whether to evaluate the finished models on the test data.
         overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` is replaced by the run's seed.
-        minutes: Time limit for the comparison, by default none. A round begins only if a round with the longest
-            duration so far would end in time.
+        minutes: Time limit for the comparison, by default none. A round only starts if the longest round so far would
+            end in time.
         sites: Data with a score for every case (``"validation"`` or ``"test"``); if ``None``, no case has a score.
         patient: Key of patient names in a batch, see :class:`~lightning_fed.study.SiteScores`.
 
@@ -113,10 +113,10 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains all unfinished runs, one after another.
 
-    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way: each client's own statistics if a method cannot
-    report statistics (secure sums, central privacy, FedSS), otherwise the first run's decision. Every run uses a folder
-    in ``<out>/runs``. An interrupted run continues after the last complete round. ``progress`` writes a line per run,
-    by default to the standard output.
+    All runs with ``batch_norm="auto"`` treat BatchNorm in the same way. If a method cannot report statistics (secure
+    sums, central privacy, FedSS), each client has separate statistics. If all methods can, the first run decides. Every
+    run uses a folder in ``<out>/runs``. An interrupted run continues after the last complete round. ``progress`` writes
+    a line per run, by default to the standard output.
 
     Returns:
         The results of all finished runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every
@@ -210,7 +210,7 @@ def _run(
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
-    """Returns a plan's runs, metric, mode (max or min) and BatchNorm decision. Refuses invalid plans."""
+    """Checks a plan. Returns the runs, the metric, the mode (max or min) and the BatchNorm decision for all runs."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer

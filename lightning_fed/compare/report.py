@@ -33,7 +33,7 @@ class Cell:
     Args:
         score: Mean metric over the last rounds.
         loss: Training loss in the last round, if logged as ``train_loss``.
-        rounds_to_target: First round (from 1) at or above the target; requires a centralised run with the same seed.
+        rounds_to_target: First round (from 1) in which the score reaches the target, a fraction of the central score.
         megabytes: Megabytes sent in both directions, over all rounds.
         seconds: Wall-clock seconds for training and aggregation, over all rounds.
         cpu_seconds: CPU seconds for training and aggregation, over all rounds; excludes GPU work.
@@ -231,7 +231,7 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
 
 
 def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
-    """Formats, as sentences, the difference in score between each method and the first method."""
+    """Formats sentences on the difference in score between each method and the first method."""
     methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
     if len(methods) < 2:
         return []

@@ -64,7 +64,7 @@ class Run:
 
 
 class RoundCurve(Callback):
-    """Stores every round's values and training time, and calls ``on_round`` with both. Stops at the deadline."""
+    """Callback that records each round's values and duration, calls ``on_round``, and stops at the deadline."""
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None], deadline: float = math.inf) -> None:
         # `seconds` and `cpu_seconds` cover training and aggregation.
@@ -118,10 +118,10 @@ def train(
     deadline: float = math.inf,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any] | None:
-    """Trains a run, and returns the results as JSON-compatible values; ``None`` after the ``deadline``.
+    """Trains a run, and returns the results as JSON-compatible values; ``None`` if the deadline ended the run.
 
     An interrupted run resumes after the last round, from ``last.ckpt`` in ``folder``. ``on_round`` receives the round's
-    number (from 1), the number of rounds, and the values. ``decision`` is the decision of an earlier run for
+    number (from 1), the number of rounds, and the values. ``decision`` is the choice of an earlier run for
     ``batch_norm="auto"``.
     """
     trainer = _make_trainer(cli, run)

@@ -61,7 +61,7 @@ _NO_DATA = (
 def find_loader_owner(
     trainer: L.Trainer, module: L.LightningModule, reason: str = _NO_DATA
 ) -> L.LightningDataModule | L.LightningModule:
-    """Returns the datamodule or module with the hook ``train_dataloader``; without such a hook, raises ``reason``."""
+    """Returns the datamodule or module with the hook ``train_dataloader``. Without the hook, raises ``reason``."""
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
@@ -69,7 +69,7 @@ def find_loader_owner(
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds the callbacks ``needed`` directly after ``callback``, except classes already in the Trainer."""
+    """Adds the callbacks ``needed`` directly after ``callback``. Classes already in the Trainer are skipped."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):
@@ -79,7 +79,7 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
     """Moves ``callback`` to the front of the Trainer's callbacks, so that its hooks run first.
 
-    Safe while Lightning iterates over the callbacks. Refuses a second callback of class ``kind``.
+    May be called while Lightning iterates over the callbacks. A second callback of class ``kind`` is an error.
     """
     callbacks = callbacks_of(trainer)
     if sum(isinstance(present, kind) for present in callbacks) > 1:
@@ -89,7 +89,7 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
-    """Refuses several processes without a strategy to divide clients, except DDP for one client (``is_alone``)."""
+    """Refuses several processes without strategy ``client_parallel``, or DDP for a single client (``is_alone``)."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy if is_alone else ClientSharing):
         raise MisconfigurationException(
             "`Federation` trains the clients of a round one after another in one process, but the Trainer has "
@@ -100,10 +100,10 @@ def check_processes(trainer: L.Trainer, is_alone: bool) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses Trainer settings unsuitable for the visits' numbers of batches.
+    """Refuses Trainer settings in conflict with the number of batches in a visit.
 
-    For example, the number of batches in a visit must be a multiple of ``accumulate_grad_batches``. A federation with
-    one client trains as in a plain fit, and allows nearly any setting.
+    For example, the number of batches in a visit must be a multiple of ``accumulate_grad_batches``. With a single
+    client, training equals a plain fit, and only some settings are checked.
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
@@ -159,7 +159,7 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:
-    """Refuses Trainer settings and callbacks that do not work in a federated fit (or a plain fit, if ``is_plain``)."""
+    """Refuses Trainer settings and callbacks unsupported in a federated fit (or in a plain fit, if ``is_plain``)."""
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise MisconfigurationException(
             "`training_step(self, dataloader_iter)` fetches batches itself, but a client's visit must begin before "
@@ -222,7 +222,7 @@ KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
-    """Describes the obstacle to fused visits; ``None`` if fused visits are possible."""
+    """Describes the first Trainer setting or hook that prevents ``visits="fused"``, or returns ``None``."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {
@@ -282,7 +282,7 @@ def check_model(state: Mapping[str, Tensor]) -> None:
 
 
 def check_option(name: str, then: str, now: str) -> None:
-    """Refuses a resumed fit if option ``name`` changed from ``then`` in the checkpoint (``""``: unknown) to ``now``."""
+    """Raises an error if option ``name`` changed between the checkpoint (``then``, ``""`` if unknown) and now."""
     if then and then != now:
         raise ValueError(
             f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or "
@@ -291,7 +291,7 @@ def check_option(name: str, then: str, now: str) -> None:
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if ``batch_norm`` changed from ``then`` in the checkpoint (``""``: unknown) to ``now`` in an evaluation."""
+    """Warns if an evaluation uses another option ``batch_norm`` (``now``) than the checkpoint (``then``)."""
     if then and then != now:
         _log.warning(
             "The checkpoint's scores were measured with batch_norm=%s, but this evaluation uses %s: set "
@@ -303,7 +303,7 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Refuses to resume if update steps or privacy callbacks (order, options) differ from the checkpoint.
+    """Refuses to resume if update steps or privacy callbacks differ from the checkpoint in order or options.
 
     ``then`` (the checkpoint) and ``now`` (the fit) map an update step's name to a text with the options. ``then`` is
     ``None`` if the checkpoint lacks this mapping.
@@ -331,5 +331,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """Returns the number of clients, as text, from a ``description`` by :func:`describe_clients`."""
+    """Returns the number of clients, as text, from the result of :func:`describe_clients`."""
     return str(description).partition(" ")[0]

@@ -37,9 +37,9 @@ def decide_policies(
     """Determines the policy of each entry in the module's state, and logs the personal entries.
 
     With ``batch_norm="personal"``, BatchNorm layers are personal. With :class:`~lightning_fed.LocalStatistics`, running
-    statistics measured in visits are personal; statistics measured after the aggregation are shared if clients report
-    them to the server, else frozen. With ``"frozen"``, running statistics are frozen. Clients receive only some rows of
-    ``sliced`` entries.
+    statistics measured in visits are personal. Running statistics measured after the aggregation are shared if clients
+    report statistics to the server, and frozen if not. With ``"frozen"``, running statistics are frozen. Clients
+    receive only some rows of ``sliced`` entries.
 
     Raises:
         ValueError: If a selector matches nothing, ``batch_norm`` requires BatchNorm layers and the model has none, an
@@ -89,7 +89,7 @@ def decide_policies(
 
 
 def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozenset[str]:
-    """Returns the names of shared buffers with NaN or infinite values, such as masks and thresholds not yet set.
+    """Returns the names of shared buffers with NaN or infinite values, such as a threshold before its first use.
 
     Running statistics are excluded, because NaN or infinite statistics are errors.
 
@@ -110,7 +110,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """Freezes the buffers ``unset`` (from :func:`unset_buffers`), logs the names, and returns all entries' policies."""
+    """Returns the policies of all entries, with the buffers ``unset`` changed to frozen. Logs the names."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -123,7 +123,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns about buffers (found by :func:`unset_buffers`) that a visit has set, because the values are never sent."""
+    """Warns about frozen buffers that were NaN or infinite until a visit wrote values, because these are not sent."""
     _log.warning(
         "The clients' visits write into %d buffers that are not sent, because the buffers held NaN or infinite "
         "values at the start (%s). The written values are lost: the global model keeps its initial values, or values "
@@ -135,7 +135,7 @@ def warn_of_filled(names: Collection[str]) -> None:
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Warns about buffers with ``persistent=False`` that a visit has changed, because the changes are lost."""
+    """Warns about buffers with ``persistent=False`` that a visit has changed, because the change is not kept."""
     _log.warning(
         "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at "
         "the start of the fit, and the changes are lost: to average the buffers, register them with "
@@ -156,7 +156,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Refuses a rule or options without support for sliced entries (clients receive only some rows)."""
+    """Refuses a rule or option that does not support sliced entries (clients receive only some rows)."""
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return
@@ -187,7 +187,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Disables ``requires_grad`` for frozen parameters. Returns these parameters, to enable ``requires_grad`` again."""
+    """Disables ``requires_grad`` of frozen parameters. Returns the changed parameters, to undo the change."""
     frozen = [
         parameter
         for parameter, name in parameter_entries(module).items()

@@ -13,16 +13,16 @@ from lightning_fed.server.server import RoundReport
 
 @dataclass
 class FailedRounds:
-    """Consecutive rounds without a new model due to failed clients. Too many such rounds end the fit.
+    """Counts consecutive rounds without a new model because of failed clients. Too many such rounds end the fit.
 
     A round with too few clients because of dropouts is not counted. A round in which the method computes no new model
     (FedMA) is a success.
 
     Args:
-        in_a_row: Number of counted rounds since the last success.
+        in_a_row: Number of failed rounds since the last new model.
         has_trained: Whether any round has succeeded.
-        message: Description of the counted rounds for an error; empty without a limit.
-        cause: First exception of a client in the last counted round.
+        message: Error message about the failed rounds; empty if the number is not limited.
+        cause: First exception from a client in the last failed round.
     """
 
     in_a_row: int = 0
@@ -43,7 +43,8 @@ class FailedRounds:
 
         Raises:
             Exception: If all clients of the round (at least two, or the federation's only client) fail with exceptions
-                of one type. Raises the first exception, or ``RuntimeError`` in a process without such an exception.
+                of one type. The first exception is raised, or a ``RuntimeError`` if the exception occurred in another
+                process.
             RuntimeError: If ``limit`` consecutive rounds have failed.
         """
         num_reports = len(report.received) + len(report.failed)

@@ -54,16 +54,16 @@ class RemoteSide(ABC):
     population: Population
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the object for messages to the server: ``server`` itself, or a connection to another machine."""
+        """Returns the server for the round: ``server``, or on a client's machine a connection to the server."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the round's clients for this process. ``drawn()`` draws the whole cohort of clients."""
+        """Returns the round's clients for this process. The function ``drawn`` draws the clients on all machines."""
         return drawn()
 
     @abstractmethod
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Selects the visits in this process from the cohort."""
+        """Returns the visits in ``cohort`` whose clients' data are in this process."""
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
@@ -71,14 +71,15 @@ class RemoteSide(ABC):
 
     @abstractmethod
     def exchange(self, round: Any) -> None:
-        """Exchanges messages with the other machines after the last visit in this process; ``round`` is a ``Round``."""
+        """Exchanges messages with the other machines, after the last visit in this process."""
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Measures BatchNorm inputs on remote clients: (client, report) pairs. ``send`` prepares a visit's broadcast.
+        """Asks remote clients to measure BatchNorm inputs. Yields pairs of client and report.
 
-        Clients that cannot measure are excluded. On a client's machine the result is empty.
+        ``send`` prepares the broadcast to a client. Clients that cannot measure are excluded from the round. On a
+        client's machine the result is empty.
         """
         return []
 
@@ -91,8 +92,8 @@ class RemoteSide(ABC):
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
         """Sends a question to remote clients outside a round. Yields each answer, or the reason for a missing answer.
 
-        ``send`` prepares a visit's broadcast. ``question`` consists of primitives and plain containers. On a client's
-        machine nothing is yielded.
+        ``send`` prepares the broadcast to a client. ``question`` consists of primitives and plain containers. On a
+        client's machine the generator is empty.
         """
         return iter(())
 
@@ -103,12 +104,13 @@ class BatchNormState:
 
     Args:
         option: The user's option ``batch_norm``.
-        treatment: The option. If only one treatment is possible, this treatment replaces ``"auto"``.
+        treatment: The option in use: equals ``option``, except if only one choice is possible for ``"auto"``.
         decision: Decision of ``"auto"``: ``"own"`` or ``"pooled"`` statistics; empty before the decision.
         is_alone: Whether the federation has a single client.
-        initial_statistics: Statistics for clients' first visits, if clients measure statistics in visits for pooling.
+        initial_statistics: Running statistics at the start of a client's first visit, if clients measure statistics in
+            visits.
         num_measured: Number of rounds with reported statistics.
-        reports: Newest report by client, from rounds with too few reports for the decision.
+        reports: Latest reported statistics by client, until there are enough reports for the decision.
         model_round: Index of the last round with a new global model; -1 before such a round.
         norm_layers: Names of the layers in training mode; ``None`` before the first round.
         served_client: The client whose statistics are in the module, outside visits, or ``None``.
@@ -127,7 +129,7 @@ class BatchNormState:
 
     @property
     def own(self) -> LocalStatistics | None:
-        """Options for clients' separate statistics (set, or decided by ``"auto"``); otherwise ``None``."""
+        """Options for separate statistics of each client, or ``None`` if clients share statistics."""
         if isinstance(self.treatment, LocalStatistics):
             return self.treatment
         return LocalStatistics() if self.decision == "own" else None
@@ -138,17 +140,17 @@ class BatchNormState:
 
     @property
     def is_measured(self) -> bool:
-        """True if each client measures separate statistics with the global model, after the aggregation."""
+        """True if each client measures separate statistics after the aggregation, with the new global model."""
         return self.own is not None and self.own.measured == "aggregation"
 
     @property
     def unseen(self) -> str:
-        """Option ``LocalStatistics.unseen``, for data without a client; empty for shared statistics."""
+        """Option ``unseen`` of ``LocalStatistics``, for data without a client; empty if clients share statistics."""
         return "" if self.own is None else self.own.unseen
 
     @property
     def measure_round(self) -> int | None:
-        """Round of the global model with which clients measure statistics; ``None`` if clients do not measure."""
+        """Index of the last round with a new global model, if clients measure statistics; otherwise ``None``."""
         return self.model_round if self.is_measured and self.model_round >= 0 else None
 
     @property
@@ -161,7 +163,7 @@ class BatchNormState:
         return self.treatment == "recalibrate" or is_open
 
     def store_initial(self, module: nn.Module, policies: Mapping[str, Policy]) -> None:
-        """Copies the module's statistics for clients' first visits, before the first pooling."""
+        """Copies the module's running statistics, as initial values for clients' first visits."""
         own = self.treatment
         is_needed = isinstance(own, LocalStatistics) and own.unseen == "pooled" and own.measured == "visit"
         if is_needed and not self.initial_statistics:
@@ -196,10 +198,11 @@ class FederatedFit:
         is_plain: Whether the fit equals a fit without a federation (one client, an average, kept optimizer state);
             ``None`` before :meth:`RoundLoop.prepare <lightning_fed.rounds.loop.RoundLoop.prepare>`, or from the
             checkpoint.
-        generators: Generator states after a plain fit's last visit, for checkpoints; ``None`` before the first visit.
+        generators: Random generators' states after the last visit of a plain fit, for checkpoints; ``None`` before the
+            first visit.
         cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
-        number: Number of earlier fits with this Trainer. Each fit starts with new optimizers.
+        number: Number of earlier fits with this Trainer.
         clock: Time limit for visits; ``None`` without a limit.
         limit_visit: Function that returns a context with this time limit.
         failed_rounds: Rounds without a new model due to failed clients.
@@ -207,7 +210,8 @@ class FederatedFit:
         warned: Subjects of the warnings so far, from :meth:`record_warning`.
         changes: Changes to warning filters, generators and the user's objects, reverted by :meth:`close`.
         batch_norm: Treatment of BatchNorm's running statistics.
-        fastest: Choice of ``visits="fastest"``: clients at once (0 before the choice), and the measured gain.
+        fastest: Choice for ``visits="fastest"``: number of simultaneous clients (0 before the choice), and the measured
+            speed-up.
         averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a plain fit.
     """
 
@@ -265,7 +269,7 @@ class FederatedFit:
 
     @property
     def is_batch_norm_fixed(self) -> bool:
-        """True if BatchNorm normalises with running statistics during training in the current round (FixBN)."""
+        """True if BatchNorm uses fixed running statistics in this round's training (``FixedStatistics``)."""
         option, epoch = self.options.batch_norm, self.trainer.current_epoch
         return option == "frozen" or (isinstance(option, FixedStatistics) and epoch >= option.after)
 
@@ -282,7 +286,7 @@ class FederatedFit:
     def set_population(self, population: Population) -> None:
         """Sets the clients, before the first round and after each data reload.
 
-        Refuses fewer than ``min_clients`` clients, and new clients in a plain fit.
+        Fewer than ``min_clients`` clients, or new clients in a plain fit, are an error.
         """
         if self._population is not None and self.is_plain and len(population.clients) > 1:
             raise MisconfigurationException(
@@ -306,7 +310,7 @@ class FederatedFit:
             )
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Determines the policies of entries without a policy. Returns ``True`` if the module had such entries."""
+        """Determines the policies of the module's entries. Returns ``True`` if new entries were found."""
         if self.policies.keys() >= live_entries(module).keys():
             return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
@@ -321,7 +325,7 @@ class FederatedFit:
         return True
 
     def needs_own_statistics(self, module: L.LightningModule, sliced: Collection[str]) -> bool:
-        """True if ``"auto"`` must use separate BatchNorm statistics, hidden from the server."""
+        """True if ``batch_norm="auto"`` allows only separate statistics, because clients cannot report statistics."""
         has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
         return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
@@ -335,7 +339,7 @@ class FederatedFit:
         return nullcontext() if self.averages is None else self.averages.in_place()
 
     def record_warning(self, subject: str) -> bool:
-        """Remembers a warning about ``subject``. Returns ``True`` only for the first such warning in the fit."""
+        """Returns ``True`` at the first call with ``subject``, so that the caller warns only once per fit."""
         is_first = subject not in self.warned
         self.warned.add(subject)
         return is_first
@@ -345,7 +349,7 @@ class FederatedFit:
         self.changes.enter_context(ignored_warning(message, module))
 
     def close(self) -> None:
-        """Reverts :attr:`changes`, and stops the visit clock and the dataloaders' worker processes, after the fit."""
+        """Ends the fit: reverts :attr:`changes`, stops the visit clock, and ends the dataloaders' worker processes."""
         if self.clock is not None:
             self.clock.stop()
         self.changes.close()
@@ -375,7 +379,7 @@ class FederatedFit:
         self.unset = None if state["unset"] is None else frozenset(state["unset"])
 
     def continue_from(self, fit: FederatedFit) -> None:
-        """Copies the state of ``fit``, the Trainer's previous fit."""
+        """Copies state from ``fit``, the Trainer's previous fit, such as the policies and the number of rounds."""
         self.load_state_dict(fit.state_dict())
         self.round_log, self.failed_rounds = fit.round_log, fit.failed_rounds
         self.number += 1
@@ -386,14 +390,14 @@ class FederatedFit:
         return cohort
 
     def served(self, cohort: Cohort) -> Cohort:
-        """Returns a cohort's visits with training: all, or with ``partial_work="drop"`` all except stragglers."""
+        """Returns the visits that are trained: all, or all except stragglers if ``partial_work="drop"``."""
         if self.options.availability.partial_work == "keep":
             return cohort
         return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
 
 
 def describe_start(fit: FederatedFit, method: str, at_once: int) -> str:
-    """Describes a fit at the start in one line: clients, shared entries, and kind of visits."""
+    """Formats a line for the start of a fit: method, clients, shared entries and simultaneous visits (``at_once``)."""
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
@@ -439,7 +443,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 
 
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
-    """Maps monitored names to the BatchNorm statistics used: ``own``, ``batch``, ``data``, ``pooled`` or ``model``."""
+    """Maps each monitored name to the BatchNorm statistics of its evaluation, such as ``own`` or ``pooled``."""
     of_global = fit.batch_norm.unseen or ("pooled" if fit.batch_norm.is_reported else "model")
     return {
         name: "own" if fit.batch_norm.has_own and name.startswith(("fed/", "client/")) else of_global

@@ -21,14 +21,15 @@ class LocalStatistics:
     After the aggregation each client in the round passes its data once through the new global model, and stores mean
     and variance for each BatchNorm layer. A client with statistics from an older model measures again before
     evaluation. A checkpoint contains the statistics of all clients, 8 bytes per channel and client: 384 MB for 10,000
-    clients with a ResNet-18. For so many clients set ``store`` to a folder.
+    clients with a ResNet-18. For so many clients set ``store`` to a folder path.
 
     Args:
         unseen: Statistics for data that belong to no client: from each ``"batch"``, from all ``"data"`` in a
             loader, measured in a pass without labels before the evaluation (AdaBN, Li et al. 2016), or ``"pooled"``
             over the round's clients, at the cost of ``batch_norm="recalibrate"``.
-        measured: Time of measurement: after the ``"aggregation"``, with the new weights, or during the ``"visit"``,
-            while the weights change (SiloBN). Statistics from a visit do not match any shared weights.
+        measured: Time of the measurement: ``"aggregation"`` (after the aggregation, with the new weights) or
+            ``"visit"`` (during the training, while the weights change, as in SiloBN). Statistics from a visit do not
+            match any shared weights.
 
     Example:
         >>> from lightning_fed import Federation
@@ -63,15 +64,18 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """Base class of ``visits=`` objects for ``clients`` simultaneous clients: :class:`~lightning_fed.Vectorized`."""
+    """Base class of the option ``visits`` for simultaneous clients, such as :class:`~lightning_fed.Vectorized`.
+
+    ``clients`` is the number of clients that train at the same time.
+    """
 
     clients: int
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Plans simultaneous visits before the first round. If not possible, logs the reason and returns ``None``.
+        """Plans simultaneous visits before the first round. If clients cannot train at once, logs the reason.
 
-        The result is a :class:`~lightning_fed.rounds.loop.VisitPlan`. ``fit.module`` contains the global model.
+        Returns a :class:`~lightning_fed.rounds.loop.VisitPlan`, or ``None`` if clients cannot train at once.
         """
 
 
@@ -82,8 +86,8 @@ class Faults:
     Args:
         min_clients: Minimum number of valid updates per round; with fewer updates the global model does not change.
         max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
-            ends with an error. A round in which all clients raise the same error ends the fit at once. A fit without
-            any successful round ends with an error. If ``None``, the fit continues after any failure.
+            ends with an error. A round in which all clients raise the same error ends the fit at once. A fit in which
+            no round succeeds ends with an error. If ``None``, the fit continues after any failure.
         visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; by default no
             limit. Requires Unix, and a fit in the main thread.
 
@@ -117,7 +121,7 @@ class FitOptions:
     """Checked options for a fit from :func:`build_options`, documented in :class:`~lightning_fed.callbacks.Federation`.
 
     Args:
-        visits_at_once: The option ``visits``, if clients train at the same time; otherwise ``None``.
+        visits_at_once: The option ``visits``, if clients train at the same time; ``None`` if not.
         visits_one_by_one: Loop for visits one by one: ``"fused"`` (the package's), ``"lightning"`` or ``"auto"``.
         has_personal_entries: Whether an option makes entries personal.
     """

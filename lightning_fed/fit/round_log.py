@@ -38,9 +38,10 @@ class RoundLog:
     ``fed/update_norm``, ``fed/global_update_norm``, ``fed/drift``, ``fed/batch_norm_shift``, ``comm/up_bytes``,
     ``comm/down_bytes``, ``comm/total_up_bytes`` and ``comm/total_down_bytes``.
 
-    The mean over the clients' ``metrics`` is logged as ``clients/<name>``, so no client can change other values.
-    Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, and names with
-    up to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log.
+    The mean over the clients' ``metrics`` is logged as ``clients/<name>``, so that a client cannot change other logged
+    values. Logged are at most 64 names per client and round, and 256 names per fit (more frequent names first). Values
+    must be finite, and names have up to 100 letters, digits and ``._-/``. Other numbers are skipped, and the log
+    reports the count.
 
     Callbacks can monitor the latest value of every name. The aggregator's names and ``client/<id>/...`` may change
     between rounds; names from earlier rounds are removed.
@@ -131,9 +132,9 @@ class RoundLog:
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
     ) -> None:
-        """Logs ``values`` by name, for a round.
+        """Logs ``values`` by name for a round. ``passing`` maps a source, such as ``"aggregator"``, to value names.
 
-        ``passing`` maps a source, such as ``"aggregator"``, to the source's current names; earlier names are removed.
+        Names that the source logged in an earlier round, but not in this round, are removed.
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
@@ -191,7 +192,7 @@ def describe_end(
     files: Mapping[str, str] | None = None,
     recalibrates: bool = False,
 ) -> str:
-    """Formats a fit's results as a table: ``totals`` (:attr:`RoundLog.totals`), duration, and last logged values.
+    """Formats a fit's results as a table: sums over rounds (``totals``), duration, and last logged values.
 
     If ``recalibrates``, clients receive each new model twice, to measure BatchNorm's statistics.
 
@@ -223,7 +224,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Maps titles to paths of a fit's logs and checkpoints. The best checkpoint's title contains score and round."""
+    """Maps titles to the paths of a fit's logs and checkpoints. The best checkpoint's title states score and round."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:

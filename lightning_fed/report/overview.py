@@ -13,7 +13,7 @@ from lightning_fed.report.terminal import read_cells, split_tables
 def write_overview(folder: Path, title: str, text: str) -> Path:
     r"""Writes ``overview.html`` with a summary, the folder's pictures, and links to ``runs/<run>/report.html``.
 
-    ``text`` is the summary with Markdown tables. Returns the page's path. The file contains the pictures.
+    ``text`` is the summary with Markdown tables. Returns the page's path. Pictures are embedded in the file.
 
     Example:
         >>> import tempfile

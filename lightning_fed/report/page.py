@@ -33,7 +33,7 @@ _CLASS_IOU = re.compile(r".*iou/(?P<name>.+)")
 
 @dataclass
 class ClientRow:
-    """Table row for a client: numbers of visits and failures, and by logged name the first and last (round, value)."""
+    """Table row for a client: visits, failures, and for each logged name the first and the last (round, value)."""
 
     name: str
     visits: int = 0
@@ -109,7 +109,7 @@ def render_page(results: FitResults) -> str:
 
 
 def render_template(name: str, **values: Any) -> str:
-    """Fills in a template in the package's folder, with the shared style. All values are escaped."""
+    """Fills in a template file from the package, with the common style sheet. All values are escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     folder = Path(__file__).parent
     style = (folder / "style.css").read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def render_template(name: str, **values: Any) -> str:
 
 
 def embed_picture(content: bytes) -> str:
-    """Returns the address of a PNG file for a page without other files."""
+    """Returns a PNG file's content as a ``data:`` address, so that the page needs no other file."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
@@ -127,7 +127,7 @@ def format_number(value: float | None) -> str:
 
 
 def line_chart(title: str, series: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
-    """Computes a chart's geometry from values by round: ticks, and for each series a path and labelled points."""
+    """Computes the geometry of a line chart: axis ticks, and a path with labelled points for each series."""
     rounds = sorted({round_number(round) for values in series.values() for round in values})
     numbers = [value for values in series.values() for value in values.values()]
     ticks = _ticks(min(numbers), max(numbers))
@@ -169,7 +169,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _curves(results: FitResults, global_names: Sequence[str]) -> dict[str, dict[str, dict[int, float]]]:
-    """Groups the logged values into charts: one for all losses, and for each score one with mean and worst tenth."""
+    """Groups logged values into charts: all losses in one chart, and one chart per score (mean, worst tenth)."""
     charts: dict[str, dict[str, dict[int, float]]] = {}
     for name in global_names:
         is_loss = "loss" in name
@@ -194,7 +194,7 @@ def _round_cells(round: int, values: Mapping[str, float], names: Sequence[str]) 
 
 
 def _client_cells(results: FitResults) -> list[dict[str, Any]]:
-    """Builds the rows in the table of clients, worst score first. Clients without a score are last."""
+    """Builds the cells of the client table, worst score first. Clients without a score are last."""
     is_higher = results.higher_is_better.get(results.score, True)
     rows: list[dict[str, Any]] = []
     for client in results.clients:
@@ -209,7 +209,7 @@ def _client_cells(results: FitResults) -> list[dict[str, Any]]:
 
 
 def _iou_cells(results: FitResults) -> dict[str, Any]:
-    """Builds the table of IoU by client and class, with a colour for each cell on a scale from 0 to 1."""
+    """Builds the cells of the IoU table (client by class). The colour of a cell shows the IoU from 0 to 1."""
     iou = dict(results.iou)
     if not iou:  # logged by the module with `per_class`
         for client in results.clients:

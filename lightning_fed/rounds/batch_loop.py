@@ -38,8 +38,8 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 class BatchLoop:
     """Trains a round's remaining batches inside the hook ``on_train_batch_end``, faster than Lightning's loop.
 
-    Order and arguments of all implemented hooks, counters, logged values and log steps equal Lightning's loop.
-    Lightning's code executes manual optimization, gradient accumulation, loss scaling and a module's
+    The order and arguments of all implemented hooks, the counters, the logged values and the log steps are equal to
+    Lightning's loop. Lightning's code executes manual optimization, gradient accumulation, loss scaling and a module's
     ``optimizer_step``.
     """
 
@@ -50,13 +50,13 @@ class BatchLoop:
 
     @property
     def is_over(self) -> bool:
-        """True if Lightning's loop must run after this batch, to validate or to end the fit."""
+        """True if Lightning's own loop must handle the end of this batch, to validate or to end the fit."""
         trainer, loop = self._trainer, self._loop
         is_last = loop._num_ready_batches_reached() if loop.max_steps == -1 else loop._is_training_done  # noqa: SLF001
         return is_last or trainer.should_stop or trainer.received_sigterm
 
     def prepare(self) -> None:
-        """Collects the hooks implemented by module and callbacks, before the second batch of a round."""
+        """Before the second batch of a round, lists the hooks that module and callbacks implement."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if implements(callback, hook, L.Callback)]
@@ -89,7 +89,7 @@ class BatchLoop:
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in hooks
 
     def end_batch(self) -> None:
-        """Updates the batch counts, and writes the logged values, after all other hooks of the batch."""
+        """After all other hooks of a batch, updates Lightning's batch counts, and writes logged values."""
         results = self._loop._results  # noqa: SLF001
         # Not in `on_batch_end`, because `trainer.callback_metrics` computes the same values on request.
         results.batch = None  # frees memory before the next batch
@@ -102,7 +102,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Trains on the next batch, with all hooks. Returns the training step's outputs, batch and batch index."""
+        """Trains on the next batch and calls all hooks. Returns the step's outputs, the batch and the batch index."""
         trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
         fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
         assert fetcher is not None
@@ -235,8 +235,8 @@ class BatchLoop:
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:
     """Speeds up repeated calls of the module's ``log`` in training batches, until the returned object restores ``log``.
 
-    In every call, Lightning copies the options and moves the running value to a device. If options and device equal
-    the previous call, the faster ``log`` only updates the running value. Logged values are equal bit for bit.
+    In every call of ``log``, Lightning copies the options and moves a running value to a device. If options and device
+    are unchanged, the replaced ``log`` only updates the running value. Logged values are equal bit for bit.
     """
     results, known = trainer.fit_loop.epoch_loop._results, dict[str, Any]()  # noqa: SLF001
 

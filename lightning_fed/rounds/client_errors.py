@@ -34,7 +34,7 @@ _ODD_BATCH = (
 
 
 def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
-    """Returns a note for an exception (:meth:`BaseException.add_note`): the interrupted visit, and a remedy."""
+    """Formats a note for an exception (:meth:`BaseException.add_note`): client, round and batch, and a remedy."""
     note = f"Raised in round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (

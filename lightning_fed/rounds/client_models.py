@@ -39,7 +39,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
-        """Joins the answers collected in several processes, in the order of ``clients``."""
+        """Joins the answers that several processes have collected. Sorts the answers in the order of ``clients``."""
         updates = {client: update for part in parts for client, update in part.updates.items()}
         failed = {client: reason for part in parts for client, reason in part.failed.items()}
         return cls(
@@ -52,7 +52,7 @@ class Answers:
 
 @contextmanager
 def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
-    """Implements :meth:`Federation.own_models`, a context that yields a function to load a client's model."""
+    """Context for :meth:`Federation.own_models`: yields a function that loads a client's model."""
     local = fit.local_model(module)
     state = local.global_state()
 
@@ -70,7 +70,7 @@ def own_models(fit: FederatedFit, module: L.LightningModule) -> Iterator[Callabl
 def client_state(
     fit: FederatedFit, module: L.LightningModule | None, client: Client, is_in_round: bool
 ) -> dict[str, Any]:
-    """Implements :meth:`Federation.client_state`, a client's model state. ``module`` must contain the global model."""
+    """Returns a client's model state for :meth:`Federation.client_state`. ``module`` must contain the global model."""
     # Validation without a fit does not load the clients.
     if module is not None and not fit.is_population_known and fit.policies:
         is_known = not fit.local_model(module).personal or fit.store.get(client) is not None
@@ -99,7 +99,7 @@ def ask(
     question: Mapping[str, Any],
     own: bool,
 ) -> Answers:
-    """Implements :meth:`Federation.ask`: sends a question to clients outside a round, and collects the answers."""
+    """Sends a question to clients outside a round, and collects the answers, for :meth:`Federation.ask`."""
     trainer, clients = fit.trainer, list(clients)
     round = trainer.current_epoch
     with torch.inference_mode(False):  # tensors made in that mode cannot be trained
@@ -155,8 +155,8 @@ def ask(
 def measure_own_statistics(fit: FederatedFit, clients: Iterable[Client]) -> None:
     """Measures and stores the separate BatchNorm statistics of the clients whose data are in this process.
 
-    Clients with statistics for the current weights are skipped. The module must contain the global model, and finally
-    contains the global model again.
+    Clients with statistics for the current weights are skipped. The module must contain the global model. After the
+    measurement the module contains the global model again.
     """
     module, ranks = fit.module, process_group_of(fit.trainer)
     if fit.is_remote:

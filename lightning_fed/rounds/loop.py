@@ -78,7 +78,7 @@ class VisitPlan(NamedTuple):
 
 
 class RoundLoop:
-    """Runs the rounds inside a Trainer's fit: provides the dataloader for each round, and ends each round.
+    """Runs the rounds inside a Trainer's fit: creates each round's dataloader, and ends each round.
 
     Attributes:
         open_round: The current round; ``None`` between rounds.
@@ -107,7 +107,8 @@ class RoundLoop:
     def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
         """Replaces methods of the user's objects until :meth:`detach`. ``partition`` splits a plain datamodule's data.
 
-        Refuses invalid Trainer settings, inaccessible data, and a ``partition`` of data already split into clients.
+        Raises an error for invalid Trainer settings, missing data, or a ``partition`` although the data are already
+        split.
         """
         fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         revert = fit.changes.callback
@@ -287,7 +288,7 @@ class RoundLoop:
         self.fit.averages, self.is_attached = None, False
 
     def find_population(self) -> Population:
-        """Returns all clients with data. If the clients are unknown, first requests the training data."""
+        """Returns all clients. If the clients are unknown, first requests the training data from the datamodule."""
         if not self.fit.is_population_known and self.is_attached:
             self._look_at_data()
         return self.fit.population
@@ -313,7 +314,7 @@ class RoundLoop:
             fit.set_population(split(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
-        """Restores the Trainer's reload and validation intervals, after Lightning requested the round's dataloader."""
+        """Restores two Trainer settings, for data reloads and validation, after Lightning requested the dataloader."""
         trainer = self.fit.trainer
         exchange_reload_interval(trainer, self._reload_interval)
         exchange_validation_time(trainer, self._validation_time)
@@ -322,7 +323,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def _delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a checkpoint callback's ``on_train_batch_end`` in a round's last batch until the round is closed."""
+        """Delays a checkpoint callback's ``on_train_batch_end`` after a round's last batch, until the aggregation."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -337,7 +338,7 @@ class RoundLoop:
     # A round
 
     def _plan_round(self) -> RoundLoader:
-        """Replaces ``train_dataloader``: returns the next round's dataloader. The first batch opens the round."""
+        """Replaces ``train_dataloader``: returns the next round's dataloader. The round starts with the first batch."""
         if self.is_ready:
             self.start_fit()
             if self._find_new_entries():
@@ -372,7 +373,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round when Lightning requests the dataloader's first batch. Ignores iteration by other code."""
+        """Starts the round when Lightning requests the first batch from ``loader``, but not for other readers."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if self.fit.trainer.num_training_batches < interval and self.fit.record_warning("log_every_n_steps"):
@@ -447,14 +448,14 @@ class RoundLoop:
                 measure_own_statistics(self.fit, clients)
 
     def end_epoch(self) -> None:
-        """Abandons an open round, and makes Lightning request the next round's dataloader before the next epoch."""
+        """Abandons an unfinished round. Makes Lightning request a new dataloader before the next epoch."""
         self.cut_short()
         exchange_reload_interval(self.fit.trainer, 1)
         self._correct, self._is_cut = complete_epoch, False
         self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
 
     def start_validation(self) -> None:
-        """Abandons an interrupted round, because a Trainer validates directly after a stop request."""
+        """Abandons an unfinished round, because a Trainer validates directly after a stop request."""
         if self.open_round is None:
             self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
         if ends_after_batch(self.fit.trainer):
@@ -463,7 +464,8 @@ class RoundLoop:
     def correct_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Corrects Lightning's progress in a checkpoint, except in a plain fit.
 
-        An incomplete round restarts from the first batch. A round without the validation continues with the validation.
+        An incomplete round restarts from the first batch. A complete round without validation continues with the
+        validation.
         """
         if self._correct is not None and not self.fit.is_plain:
             self._correct(checkpoint)

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class Round:
-    """One open round, from the start on the server until the aggregation.
+    """One round, from the start on the server until the aggregation.
 
     Attributes:
         fit: The fit; ``fit.module`` contains the global model at the start of the round.
@@ -157,7 +157,7 @@ class Round:
         self.join_processes()
 
     def join_processes(self, is_cut: bool = False) -> None:
-        """Merges the results of all processes. If ``is_cut``, the round ended in this process before its last visit."""
+        """Merges the results of all processes. ``is_cut``: this process ended the round before the last visit."""
         if self.fit.synchronisation is not None:
             self.fit.synchronisation.join(self.state, self.optimizers, self.cohort, is_cut)
 
@@ -225,7 +225,7 @@ class Round:
             self.fit.store.commit(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
-        """Pools BatchNorm statistics for the new global model. Returns a description of a fault, or ``None``."""
+        """Pools clients' BatchNorm statistics for the new global model. Returns an error text, or ``None``."""
         measurement = find_measurement(self._module)
         if measurement is None:
             return None
@@ -269,7 +269,7 @@ class Round:
         self._commit(())
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """In a checkpoint saved during a visit, replaces the client's model by the round's initial global model."""
+        """Replaces the client's model in a checkpoint, saved during a visit, by the round's initial global model."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

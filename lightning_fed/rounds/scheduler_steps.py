@@ -15,7 +15,7 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts the steps of a per-step scheduler in ``rounds`` rounds. ``window``: batches per scheduler step."""
+    """Counts the steps of a per-step scheduler in ``rounds`` rounds, with ``window`` batches per scheduler step."""
     sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
@@ -32,7 +32,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns if a per-step scheduler was created with a wrong ``trainer.estimated_stepping_batches``."""
+    """Warns if a module created a per-step scheduler from a wrong ``trainer.estimated_stepping_batches``."""
     trainer = fit.trainer
     is_manual = not fit.module.automatic_optimization
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):

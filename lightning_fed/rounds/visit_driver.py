@@ -75,7 +75,7 @@ class VisitDriver:
             exchange_max_steps(self.fit.trainer, self._max_steps)
 
     def find_cut(self) -> bool:
-        """Returns ``True`` if the fit ends with this batch, before the round's last batch. Postpones ``max_steps``."""
+        """Returns ``True`` if the fit ends after this batch, before the round's last batch."""
         loader, trainer = self._loader, self.fit.trainer
         if not (self._has_one_client or loader.is_over) and -1 != trainer.max_steps <= trainer.global_step:
             exchange_max_steps(trainer, trainer.global_step + 1)  # the fit ends with the round
@@ -87,7 +87,7 @@ class VisitDriver:
             self.start(self._loader.group)
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts a visit, or several simultaneous visits (``group``), before the first batch."""
+        """Starts a visit, or several simultaneous visits, before the first batch. ``group`` lists the visits."""
         self.group = group
         self.current = self.open_visit(group[0])
         self.current.advance()
@@ -96,7 +96,7 @@ class VisitDriver:
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``training_step(*args, **kwargs)``, the module's training step, on a client's batch.
 
-        An error excludes the client. The method then returns ``None``, so that Lightning skips the batch.
+        After an error the client is excluded, and the method returns ``None``, so that Lightning skips the batch.
         """
         visit = self.current
         assert visit is not None
@@ -188,7 +188,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch, and trains the round's remaining batches in fused visits. Lightning calls this hook last."""
+        """Ends a batch, as Lightning's last hook for the batch. Fused visits train all further batches here."""
         self._end_batch(outputs, batch, batch_idx)
         batch_loop = self._batch_loop
         if batch_loop is None or batch_loop.is_over:
@@ -228,7 +228,7 @@ class VisitDriver:
         self.end(self._loader.group)
 
     def cut(self, planned: PlannedVisit) -> None:
-        """Ends the round early because the fit ends. Aggregates the updates received so far."""
+        """Ends the round before the last batch, because the fit ends. Aggregates the updates received so far."""
         loader = self._loader
         if loader.batches_left and not planned.is_over:
             self._end_early(planned, planned.num_batches - loader.batches_left)
@@ -243,7 +243,7 @@ class VisitDriver:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Sets ``trainer.is_last_batch`` for the client's local epoch, not the round. Yields the local batch index."""
+        """Sets ``trainer.is_last_batch`` for the end of the client's local epoch. Yields the index in the epoch."""
         position = self._loader.epoch_position
         if position is None:
             yield batch_idx

@@ -139,7 +139,7 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, has_loss: bool | None = None) -> None:
-        """Runs the visit up to the next batch, including messages to the server. A fault excludes the client.
+        """Runs the visit until the next training step, including messages to the server. A fault excludes the client.
 
         ``has_loss`` is ``True`` if the last training step returned a loss; ``None`` before the first batch.
         """
@@ -158,7 +158,7 @@ class ClientVisit:
         self._flow.close()
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Returns the batch after the callbacks' ``on_client_batch``, for the training step."""
+        """Calls the callbacks' ``on_client_batch``. Returns the batch for the training step."""
         for callback in self._callbacks:
             batch = callback.on_client_batch(self._trainer, self._module, self.planned.visit.client, batch)
         return batch
@@ -215,7 +215,7 @@ class ClientVisit:
 
 
 def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
-    """Runs a visit (``flow``) to the next training step. Returns ``None`` at the visit's end.
+    """Runs a visit (``flow``) until the next training step. Returns ``None`` at the visit's end.
 
     ``reply`` is the reply to the last :class:`Step`; ``None`` before the first step.
     """
@@ -230,12 +230,12 @@ def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None
 
 
 def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
-    """Returns the callbacks whose server hooks run in this process; on a client's machine, no callbacks."""
+    """Returns the callbacks with server hooks to run in this process; none on a client's machine."""
     return federated_callbacks(fit.trainer) if fit.has_server else []
 
 
 def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
-    """Server side of a visit before the training: returns the broadcast for a request, and counts the bytes."""
+    """Server side of a visit before training: returns the broadcast for a client's request, and counts the bytes."""
     server, trainer = fit.server, fit.trainer
     broadcast = server.prepare(request.client, request)
     for callback in server_callbacks(fit):
@@ -245,7 +245,7 @@ def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
 
 
 def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
-    """Server side of a visit after the training: aggregates a valid update. Returns ``False`` for an invalid update."""
+    """Server side of a visit after training: aggregates an update. Returns ``False`` for an invalid update."""
     server, trainer = fit.server, fit.trainer
     if not server.count(update):
         return False

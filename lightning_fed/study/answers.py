@@ -35,7 +35,7 @@ Answer: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def answer_site(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], min_support: int = 10) -> tuple[Kind, Answer]:
-    """Computes a site's answer to a study: the kind of score, and sums over cases by pair of models and by seed.
+    """Computes a site's answer to a study: kind of score, and sums over cases for each pair of models and seed.
 
     Args:
         runs: Scores by model and seed, in the form of :attr:`SiteScores.scores`. The cases must be equal.

@@ -51,8 +51,8 @@ class Study:
 class SiteGain:
     """Gain of ``method`` over ``baseline`` at a site, positive if better. An empty ``site`` stands for all sites.
 
-    ``count`` is the number of cases (or sites), ``adjusted`` the p-value with Holm's correction, and ``detectable`` the
-    gain that would be significant with 80 % power.
+    ``count`` is the number of cases (for all sites: of sites), ``adjusted`` the p-value with Holm's correction, and
+    ``detectable`` the smallest true gain with 80 % power.
     """
 
     site: str
@@ -82,7 +82,7 @@ class SiteGain:
 def gather_study(
     results: Sequence[Mapping[str, Any]], models: Sequence[str], min_support: int, megabytes: Mapping[str, float]
 ) -> Study:
-    """Creates a study from :func:`~lightning_fed.compare.run_comparison`'s results. ``megabytes``: traffic by model."""
+    """Creates a study from the results of a comparison. ``megabytes`` maps models to the sent megabytes."""
     check_count("min_support", min_support, lowest=2)
     runs: dict[str, dict[str, dict[int, Any]]] = {}
     for site in results[0]["sites"]["scores"]:
@@ -99,7 +99,7 @@ def gather_study(
 
 
 def keep_primary(path: Path, method: str) -> None:
-    """Stores the primary method's name in a file before training. Refuses another name in later calls."""
+    """Stores the primary method's name in a file before training. A later call with another name is an error."""
     known = json.loads(path.read_text()) if path.exists() else method
     if known != method:
         raise MisconfigurationException(
@@ -132,7 +132,7 @@ def compare_sites(study: Study, method: str, baseline: str) -> list[SiteGain]:
 
 
 def pool_sites(rows: Sequence[SiteGain]) -> SiteGain:
-    """Mean gain over all sites with a known variance, by a random-effects model. For a single site, the site's gain."""
+    """Mean gain over sites with known variance, in a random-effects model. For one site, returns the site's gain."""
     used = [row for row in rows if row.gain is not None and row.gain.variance > 0]
     gains = [row.gain for row in used if row.gain is not None]
     if not gains:
@@ -204,7 +204,7 @@ def describe(study: Study) -> str:
 
 
 def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
-    """Draws a forest plot: one gain with interval per site, and the mean gain at the bottom."""
+    """Draws a forest plot: a row with gain and confidence interval per site, and the mean gain in the last row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
     from matplotlib.figure import Figure
 

@@ -104,7 +104,7 @@ class SiteScores(AskableCallback):
         write_text_atomically(path, json.dumps(self.state()))
 
     def load(self, path: Path) -> bool:
-        """Loads scores from a file. Returns false if the file is missing, or was saved with other arguments."""
+        """Loads scores from a file. Returns ``False`` if the file is missing or was saved with other arguments."""
         saved = json.loads(path.read_text()) if path.exists() else {}
         if saved | {"scores": self.scores} != self.state():
             return False
@@ -115,7 +115,7 @@ class SiteScores(AskableCallback):
         check_sites(trainer, federation_of(trainer))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks before training that sites have evaluation data, unless a user's ``setup`` loads test data later."""
+        """Raises an error before training if sites have no evaluation data, unless ``setup`` loads test data later."""
         datamodule = datamodule_of(trainer)
         loads_later = isinstance(datamodule, EvaluationData) and is_overridden("setup", datamodule)
         if self.stage == "validation" or isinstance(datamodule, PartitionedData) or not loads_later:
@@ -160,7 +160,7 @@ class SiteScores(AskableCallback):
 
 
 def check_sites(trainer: L.Trainer, federation: Federation | None) -> None:
-    """Refuses clients on other machines, hidden client models, several processes, and ``EarlyStopping``."""
+    """Refuses settings without scores by site: remote clients, hidden models, several processes, ``EarlyStopping``."""
     check_rounds(trainer)
     if federation is not None and federation.is_remote:
         raise MisconfigurationException(
@@ -196,7 +196,7 @@ def score_site(
 ) -> dict[str, Any]:
     """Scores a site's cases one by one with the loaded module, in the form of :attr:`SiteScores.scores`.
 
-    ``limit`` is the number (int) or share (float) of the batches.
+    ``limit`` is the number (int) or fraction (float) of batches to use.
     """
     loaders = split_loaders(data)
     if len(loaders) > 1:
@@ -264,9 +264,9 @@ def _find_areas(metrics: Mapping[str, Metric], whole: EvaluationReport, key: str
 def bootstrap(
     module: L.LightningModule, client: Client, key: str, groups: Sequence[Sequence[MetricStates]]
 ) -> list[float]:
-    """Computes a metric (named ``key``) for bootstrap replicates of a site's cases, drawn equally for all models.
+    """Computes the metric ``key`` for bootstrap samples of a site's cases. All models use the same samples.
 
-    ``groups`` has a list of metric states for each independent case or patient.
+    ``groups`` contains a list of metric states for each independent case or patient.
     """
     with isolated_pass(module):
         metrics = named_metrics(module)
@@ -280,7 +280,7 @@ def bootstrap(
 
 
 def single_cases(batches: Iterable[Any]) -> Iterator[Any]:
-    """Splits batches into batches with one case each. Refuses tensors with a length other than the batch size.
+    """Splits batches into batches with one case. Refuses tensors whose length differs from the batch size.
 
     Example:
         >>> [case["x"].tolist() for case in single_cases([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])]

@@ -92,7 +92,7 @@ class SiteStudy(AskableCallback):
     # The server
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stores the model's name before training, so results cannot influence the primary comparison."""
+        """Stores the model's name before training, so that results cannot influence the primary comparison."""
         federation = find_federation(trainer)
         if not federation.has_server:
             return  # at a site a visit may have several processes, and a question has one
@@ -151,7 +151,7 @@ class SiteStudy(AskableCallback):
         clients: Sequence[Client],
         question: Mapping[str, Any],
     ) -> dict[str, list[float]]:
-        """Asks for secure sums over the sites: first for the variance between sites, then for the mean gain."""
+        """Requests secure sums over sites: first for the variance between sites, then for the mean gain."""
         methods, width = question["models"][:-1], 6 + len(question["seeds"])
         tau_squared = [0.0] * len(methods)
         for is_last in (False, True):
@@ -279,7 +279,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_sums(update: ClientUpdate, models: Sequence[str], seeds: Sequence[int]) -> tuple[Kind, Answer]:
-    """Reads a site's sums. Raises ``BadUpdate`` for wrong names or lengths. A site with few cases sends no sums."""
+    """Returns the sums in a site's answer, if any. Wrong names or lengths raise ``BadUpdate``."""
     answer: Answer = {f"{one}|{two}": {} for one, two in combinations(models, 2)}
     parts = ["all", *map(str, seeds)]
     if not update.extras:

@@ -1,4 +1,4 @@
-"""Statistics for two models on equal cases, from sums over cases, in float64. Arrays may have leading axes."""
+"""Statistics for two models on equal cases, computed in float64 from sums over cases. Arrays may have leading axes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Estimate:
         return np.asarray(2 * np.where(np.isinf(self.degrees), ndtr(ratio), stdtr(self._finite_degrees(), ratio)))
 
     def detectable(self, level: float = 0.95, power: float = 0.8) -> Floats:
-        """Smallest true difference for which a fraction ``power`` of equal studies would be significant."""
+        """Smallest true difference that is significant with probability ``power``."""
         limit = self._quantile((1 + level) / 2)
         # The ratio to the standard error has a noncentral t distribution.
         center = nctdtrinc(self._finite_degrees(), 1 - power, limit)
@@ -74,7 +74,7 @@ class RandomEffects(Estimate):
 
 
 def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Floats:
-    """Six sums over two models' scores ``(..., n)`` minus ``shift``: n, two sums, two sums of squares, sum of products.
+    """Sums over two models' scores ``(..., n)`` minus ``shift``: n, two sums, two sums of squares, sum of products.
 
     Example:
         >>> paired_sums([0.5, 1.0], [0.5, 0.5]).tolist()
@@ -86,7 +86,7 @@ def paired_sums(first: ArrayLike, second: ArrayLike, shift: float = SHIFT) -> Fl
 
 
 def difference_of_sums(sums: ArrayLike) -> Estimate:
-    """Mean difference between two models with the variance in a paired t-test, from :func:`paired_sums`.
+    """Mean difference between two models, from :func:`paired_sums`, with the variance as in a paired t-test.
 
     Example:
         >>> float(difference_of_sums(paired_sums([0.5, 1.0], [0.5, 0.5])).variance)
@@ -103,7 +103,7 @@ def difference_of_sums(sums: ArrayLike) -> Estimate:
 
 
 def mean_by_group(scores: ArrayLike, groups: Sequence[Hashable]) -> Floats:
-    """Mean score by group, such as a patient's cases, from scores ``(..., n)``. ``groups``: group name per case."""
+    """Mean score by group, such as a patient's cases. ``groups`` names the group for each score in ``(..., n)``."""
     values = np.asarray(scores, np.float64)
     places: dict[Hashable, list[int]] = {}
     for place, group in enumerate(groups):
@@ -158,13 +158,16 @@ def difference_of_areas(sums: ArrayLike) -> Estimate:
 
 
 def draw_cases(seed: int, replicate: int, client: Client, count: int) -> NDArray[np.int64]:
-    """Draws ``count`` case indices with replacement: equal for all models, independent between sites."""
+    """Draws ``count`` case indices with replacement. The draws depend only on seed, replicate and client."""
     generator = np.random.default_rng(np.random.SeedSequence([seed, replicate, client_key(client)]))
     return generator.integers(count, size=count)
 
 
 def difference_of_replicates(sums: ArrayLike) -> Estimate:
-    """Difference between two models' metrics. ``sums`` contains both values, then :func:`paired_sums` of replicates."""
+    """Difference between two models' metrics. The variance is estimated from bootstrap replicates.
+
+    ``sums`` contains both metrics, then :func:`paired_sums` over the replicates.
+    """
     values = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = difference_of_sums(np.moveaxis(values[2:], 0, -1))
     return Estimate(values[0] - values[1], spread.variance * values[2], np.full_like(values[0], np.inf))
@@ -197,9 +200,9 @@ def random_effects(values: ArrayLike, variances: ArrayLike) -> RandomEffects:
 
 
 def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike = 0.0) -> Floats:
-    """Terms ``(..., 4)`` whose sums over sites give :func:`random_effects`: w, w times difference, w times square, w^2.
+    """Terms ``(..., 4)`` for the sums in :func:`random_effects`: w, w times d, w times d^2, and w^2.
 
-    The weight w is the inverse of a site's variance plus ``tau_squared``.
+    d is a site's difference. The weight w is the inverse of the site's variance plus ``tau_squared``.
 
     Example:
         >>> effect_sums(0.5, 0.25).tolist()
@@ -211,14 +214,14 @@ def effect_sums(values: ArrayLike, variances: ArrayLike, tau_squared: ArrayLike 
 
 
 def tau_squared_of_sums(sums: ArrayLike, sites: int) -> Floats:
-    """Variance between sites (DerSimonian and Laird), from :func:`effect_sums` with ``tau_squared`` 0."""
+    """Variance between sites (DerSimonian and Laird), from sums of :func:`effect_sums` with ``tau_squared=0``."""
     weights, total, squares, of_weights = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     q = squares - total * total / weights
     return np.asarray(np.maximum((q - (sites - 1)) / (weights - of_weights / weights), 0.0))
 
 
 def effect_of_sums(sums: ArrayLike, sites: int) -> Estimate:
-    """Mean difference over sites as in :func:`random_effects`, from :func:`effect_sums` with the known variance."""
+    """Mean difference over sites as in :func:`random_effects`, from sums of :func:`effect_sums`."""
     weights, total, squares, _ = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
     spread = (squares - total * total / weights) / ((sites - 1) * weights)
     return Estimate(total / weights, np.maximum(spread, 1 / weights), np.full_like(weights, sites - 1))
