@@ -56,12 +56,13 @@ class OwnClassConfusion(PeriodicPictures):
     :math:`P_k`. The viridis colours show shares per row (true class), from 0 to 1. With matplotlib (extra ``demo``) the
     axes are labelled.
 
-    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Personal entries are the
-    client's. The data are read twice, separately from training, with fixed random numbers. Weights, random states and
-    logs do not change. If a client's data cannot be loaded, the client is skipped, with a log line.
+    Any classifier works if ``pl_module(x)`` returns logits, shape ``(N, num_classes)``. Each client's data run through
+    the global model with the client's personal entries. The data are read twice, separately from training, with fixed
+    random numbers. Weights, random states and logs do not change. If a client's data cannot be loaded, the client is
+    skipped, with a log line.
 
-    Pictures appear after the first round, and then every ``every_n_epochs`` rounds. The state is ``last_epoch``, the
-    round with the last pictures (an int, or None).
+    Pictures appear after the first round, and then every ``every_n_epochs`` rounds. The callback's state is
+    ``last_epoch``, the round with the last pictures (an int, or None).
 
     Args:
         clients: The clients, or a number for the first clients in the population.
@@ -212,7 +213,7 @@ def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
 
 def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), title: str = "") -> Tensor:
-    """Draws a confusion matrix, normalised per row, shape ``(3, H, W)``, uint8; axes require matplotlib."""
+    """Draws a confusion matrix with rows that sum to 1: shape ``(3, H, W)``, uint8. Axes are drawn with matplotlib."""
     shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)
     names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
     size = len(names)

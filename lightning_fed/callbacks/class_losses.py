@@ -36,10 +36,10 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """Source for a tensor with class scores: a layer's outputs, or a tensor computed only from these outputs.
+    """Marks a traced tensor as class scores: outputs of ``layer``, or computed only from these outputs.
 
-    ``inputs`` are the indices of the batch tensors from which the outputs were computed. ``voids`` are the labels of
-    masked positions.
+    ``inputs`` are the indices of the batch tensors used to compute the outputs. ``voids`` are the labels at masked
+    positions.
     """
 
     layer: str
@@ -51,7 +51,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Source for a tensor computed from labels: class indices, one-hot vectors, or ``labels == number``.
+    """Marks a traced tensor as computed from labels: class indices, one-hot vectors, or ``labels == number``.
 
     ``fills`` are pairs (replaced label, new label). The replaced label is ``None`` if several labels are replaced.
     """
@@ -69,9 +69,10 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Sources for a tensor in a traced training step: indices of batch tensors and class losses, perhaps layer outputs.
+    """Sources for a tensor in a traced training step: batch tensors, class losses and layer outputs.
 
-    If the sum over the tensor is a class loss, ``product`` is the index of this loss.
+    ``leaves`` are indices of batch tensors, and ``losses`` are indices of class losses. If the sum over the tensor is a
+    class loss, ``product`` is the index of this loss.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -86,7 +87,7 @@ class _Origin:
 class ClassLoss:
     """Loss between labels and the class scores computed by the layer with path ``layer``.
 
-    ``kind`` is ``"binary"`` for one output, ``"multilabel"`` for several classes per example, else ``"multiclass"``.
+    ``kind`` is ``"binary"`` (one output), ``"multilabel"`` (several classes per example) or ``"multiclass"``.
     ``labels`` are the positions of the labels in the batch; empty if ``training_step`` computes the labels. ``voids``
     are the ignored labels.
     """
@@ -110,7 +111,7 @@ class ClassLosses:
     Such a loss is a cross-entropy, a negative log-likelihood, a binary cross-entropy, a gather of probabilities at
     labels, or a sum over probabilities times (or minus) indicators computed from labels, as in Dice and focal losses.
     Between layer and loss, only elementwise operations with constants and masks, views, means and resizing are allowed.
-    An indicator must not be an input of the layer, because an autoencoder has no classes.
+    Labels used as an input of the layer do not count, because an autoencoder has no classes.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
@@ -159,7 +160,7 @@ class ClassLosses:
             self._put(output, origin)
 
     def find_losses(self, loss: Any) -> list[ClassLoss]:
-        """Returns the class losses from which ``loss`` was computed, except losses used as input to a layer."""
+        """Returns the class losses used to compute ``loss``, except class losses used as input to a layer."""
         places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(places)]
 

@@ -76,7 +76,8 @@ class ClientSegmentations(L.Callback):
             loss, else 255 unless 255 is a class.
         inputs: Position of the images in a batch: an index, key or function; by default common positions are tried.
         target: Masks in a batch: an index, key or function; by default the labels in the loss, found by one traced
-            training step. With the default, ``trainer.validate`` before any fit gives no scores, with a log line.
+            training step. With the default, ``trainer.validate`` before any fit computes no scores, and logs the
+            reason.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
@@ -298,7 +299,7 @@ class ClientSegmentations(L.Callback):
         return trainer.current_epoch - (trainer.state.fn != "fit")
 
     def class_order(self) -> list[str]:
-        """Names of the classes in the last scores, in the order of the labels."""
+        """Names of the classes in the last scores, ordered by label."""
         names, last = self._labels.class_names, {row[2] for row in self.rows if row[0] == self.rows[-1][0]}
         return sorted(last, key=lambda name: names.index(name) if name in names else int(name))
 
@@ -306,7 +307,7 @@ class ClientSegmentations(L.Callback):
 def scores_for(
     logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
-    """Creates a metric for IoU and Dice by class, on the device of ``logits``, which have one or several classes."""
+    """Creates a metric for IoU and Dice by class. ``logits`` determine the device and the number of classes."""
     count = logits.shape[1]
     several: Literal["multiclass", "multilabel"] = "multilabel" if mask.ndim == 4 else "multiclass"
     return SegmentationScores(

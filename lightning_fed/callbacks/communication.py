@@ -25,8 +25,8 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 class Traffic(NamedTuple):
     """Traffic of one client in one round for one model part, in elements of parameters and buffers.
 
-    For early rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` stands for a
-    method's extra tensors, and ``"(request)"`` for a client's request for rows.
+    For earlier rounds, only sums over clients are stored, as client ``"(all)"``. The part ``"(extras)"`` contains a
+    method's extra tensors, and ``"(request)"`` a client's request for rows.
     """
 
     round: int
@@ -179,7 +179,10 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic by part (model parts, requests, extras), followed by the total; empty before the first visit."""
+        """Mean traffic by part, followed by the total; empty before the first visit.
+
+        The parts are model parts, ``"(request)"`` and ``"(extras)"``.
+        """
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
@@ -261,7 +264,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Finds the prefixes of entry names that divide a model into parts: the outermost level with several names."""
+    """Finds prefixes of entry names at the outermost level with different names, such as ``head`` and ``body``."""
     paths = [name.split(".") for name in names]
     depth = 1
     while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):

@@ -95,7 +95,7 @@ class Federation(TrainerCallback):
         optimizer_state: Initial optimizer state in a visit: new (``"reset"``), or from the client's last visit
             (``"keep"``).
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`).
-        faults: Limits to failures of clients (:class:`~lightning_fed.Faults`).
+        faults: Limits on failures of clients (:class:`~lightning_fed.Faults`).
         store: Storage for client state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or by default memory.
         visits: Loop for the visits' batches; all loops have equal results. ``"fused"``: a loop that skips unused hooks.
@@ -110,7 +110,7 @@ class Federation(TrainerCallback):
         options: Options for a fit: the arguments combined with the method's settings.
         method: The federation's copy of the method. The method's callbacks are added to the Trainer, except classes
             already present.
-        has_lost_entries: True if the clients' personal entries that belong to the evaluated checkpoint are lost.
+        has_lost_entries: True if the clients' personal entries for the evaluated checkpoint are lost.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects passed as arguments.
 
     Raises:
@@ -218,14 +218,14 @@ class Federation(TrainerCallback):
         self._reset(self._fit.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """True if clients need separate BatchNorm statistics (``"auto"`` with secure sum, central privacy or FedSS)."""
+        """True if ``"auto"`` implies separate BatchNorm statistics (secure sum, central privacy or FedSS)."""
         callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
         sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
         return self._fit.needs_own_statistics(module, sliced)
 
     @property
     def reports_statistics(self) -> bool:
-        """True if clients report BatchNorm statistics of new global models to the server."""
+        """True if clients measure BatchNorm statistics of each new global model, and report these to the server."""
         return self._fit.batch_norm.is_reported
 
     @property
@@ -346,12 +346,12 @@ class Federation(TrainerCallback):
         return ask(self._fit, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context in which the module contains the model for validation (with weight averaging, the averaged model)."""
+        """Context in which the module contains the model for validation: with weight averaging, the averaged model."""
         return self._fit.averages_in_place()
 
     @property
     def is_remote(self) -> bool:
-        """True if the server or the clients are on other machines."""
+        """True if the server or the clients run on other machines."""
         return self._fit.is_remote
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
@@ -366,7 +366,7 @@ class Federation(TrainerCallback):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback state in checkpoints, without options, so options may change when a fit resumes."""
+        """Key of the callback state in checkpoints. The key contains no options, so options may change on resuming."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -469,7 +469,7 @@ class Federation(TrainerCallback):
                 add_callbacks(trainer, self, [unseen.UnseenData(partial(getattr, self, "_fit"))])  # can be pickled
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Abandons an interrupted round, and prepares the Trainer's loops for the next round."""
+        """Abandons an unfinished round, and prepares the Trainer's loops for the next round."""
         show_status(trainer, "")
         if self.has_own_statistics:
             load_feature("lightning_fed.batch_norm.measurement").warn_of_monitors(self._fit)
@@ -581,7 +581,7 @@ class Federation(TrainerCallback):
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
-        """Counts the steps of a per-step scheduler in ``rounds`` rounds. ``window``: batches per scheduler step."""
+        """Counts the steps of a per-step scheduler in ``rounds`` rounds, with ``window`` batches per scheduler step."""
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
 

@@ -48,14 +48,14 @@ class LogCall:
         return _REDUCTIONS.get(reduce_fx)
 
     def weight(self, batch: Any) -> int:
-        """Weight of the value in a mean: the given batch size, or else the size of ``batch``, or 1 without a batch."""
+        """Weight of the value in a mean: the given batch size, the size of ``batch``, or 1 without a batch."""
         if self.batch_size is None and self.reduction == "mean" and batch is not None:
             return batch_size_of(batch)
         return self.batch_size or 1
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """Creates a replacement for ``LightningModule.log`` and ``log_dict``, which passes every call to ``take``."""
+    """Creates a function to replace ``LightningModule.log`` and ``log_dict``. Every call is passed to ``take``."""
     return lambda *args, **options: take(LogCall(*args, **options))
 
 
@@ -78,7 +78,7 @@ class LoggedValue:
         self.join(LoggedValue(self.reduce_fx, value * weight if self.reduce_fx == "mean" else value, weight))
 
     def join(self, added: LoggedValue) -> None:
-        """Adds the values of ``added``, logged under the same name in other batches."""
+        """Adds values of ``added``, which were logged under the same name in other batches."""
         if self.total is None or added.total is None:
             self.total = added.total if self.total is None else self.total
         elif self.reduce_fx in ("max", "min"):
@@ -88,7 +88,7 @@ class LoggedValue:
         self.weight += added.weight
 
     def limited(self, weight: float) -> LoggedValue:
-        """Returns a copy whose weight in a mean is at most ``weight``; other reductions are unchanged."""
+        """Returns a copy whose weight in a mean is at most ``weight``. Reductions without weights are unchanged."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)

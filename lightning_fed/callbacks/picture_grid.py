@@ -1,4 +1,4 @@
-"""Segmentations in one picture: each row shows an image's input, truth, prediction and maps."""
+"""Draws segmentations in one picture: each row shows an image's input, truth, prediction and maps."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def titled_grid(
     std: float | Sequence[float] | None,
     maps: Mapping[str, Sequence[Tensor]],
 ) -> Tensor:
-    """Draws a :func:`segmentation_grid` with title, names of rows and columns, and the colours of all shown classes."""
+    """Draws a :func:`segmentation_grid` with a title, names of rows and columns, and a legend for the shown classes."""
     columns = list(maps.values())
     grid = segmentation_grid(images, truths, predictions, class_colors, mean, std, void, maps=columns)
     shown = sorted({int(label) for mask in (*truths, *predictions) for label in torch.unique(mask)})

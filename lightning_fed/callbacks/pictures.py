@@ -38,7 +38,7 @@ VIRIDIS: tuple[Color, ...] = (
 
 
 class PeriodicPictures(L.Callback):
-    """Callback that draws pictures every few epochs (rounds). State: ``last_epoch``, the epoch of the last picture."""
+    """Base class of callbacks that draw pictures every few epochs (rounds). Checkpoints contain ``last_epoch``."""
 
     def __init__(self, every_n_epochs: int) -> None:
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
@@ -72,14 +72,14 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
 def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, is_epoch_end: bool = False) -> None:
     """Sends a picture to all loggers that support pictures, with the step of the epoch's logged values.
 
-    ``is_epoch_end``: in ``on_train_epoch_end``, where Lightning has already counted the last batch.
+    Pass ``is_epoch_end=True`` in ``on_train_epoch_end``, because Lightning has then already counted the last batch.
     """
     for logger in tensorboards(trainer):
         logger.experiment.add_image(tag, picture, global_step=log_position(trainer) - is_epoch_end)
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
-    """Logs the names of loggers without picture support, for the callback class ``name``."""
+    """Logs the names of loggers without support for pictures. ``name`` is the callback's class name."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
         rank_zero_info(f"{name} sends images only to TensorBoard, so these loggers receive none: {', '.join(skipped)}.")

@@ -49,8 +49,8 @@ class SegmentationImages(PeriodicPictures):
         every_n_epochs: Epochs (rounds) between two grids.
         num_images: Number of rows.
         class_colors: Colour (red, green, blue; 0 to 255) per class; by default ``class_colors`` of the module or the
-            datamodule, or a palette with black for class 0. The legend has the names in ``class_names`` or ``classes``
-            of the module or the datamodule.
+            datamodule, or a palette with black for class 0. The legend shows ``class_names`` or ``classes`` of the
+            module or the datamodule.
         mean: Mean subtracted by the data pipeline (one number per channel, or one number for all).
         std: Standard deviation used as divisor by the data pipeline. If mean and std are ``None``, images with values
             outside 0 to 1 are rescaled.
@@ -62,7 +62,7 @@ class SegmentationImages(PeriodicPictures):
         inputs: Images in a batch: an index, a key, or a function of the batch; by default as in :func:`find_inputs`.
         target: Position of the masks in a batch: an index, a key, or a function of the batch; by default the labels
             used in the loss, found in a trial training step. With the default, ``trainer.validate`` before a fit draws
-            no picture, with a log line.
+            no picture, and logs the reason.
         images: Indices of images in the validation data, instead of the first ``num_images``.
 
     Raises:
@@ -220,7 +220,7 @@ class SegmentationImages(PeriodicPictures):
 
 
 class _Predictions(NamedTuple):
-    """Predicted class indices ``(H, W)`` of each image, number of classes, and additional maps by name and image."""
+    """Predictions for some images: class indices ``(H, W)``, number of classes, and additional maps by name."""
 
     predictions: list[Tensor]
     num_classes: list[int]
@@ -270,7 +270,7 @@ def class_logits(module: L.LightningModule, images: Tensor) -> Tensor:
 
 
 def with_background(logits: Tensor) -> Tensor:
-    """Adds logit 0 for class 0 to the logits of a binary task. Returns all other logits unchanged."""
+    """Adds a channel with logit 0 for class 0 to the logits of a binary task. Other logits are unchanged."""
     return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
 
 

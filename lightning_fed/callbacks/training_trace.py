@@ -78,7 +78,7 @@ class ClassTask:
 
 
 class LabelDescription(NamedTuple):
-    """Function to read the labels in a batch, the ignored label (``"auto"`` if unknown), class names and colours."""
+    """Function to read labels in a batch, ignored label (``"auto"`` if unknown), class names and colours."""
 
     target: BatchKey
     void: VoidLabel
@@ -160,8 +160,8 @@ def declared_classes(
 ) -> tuple[tuple[str, ...], tuple[Color, ...]]:
     """Reads class names (``class_names`` or ``classes``) and ``class_colors`` from attributes, for ``count`` classes.
 
-    The attributes belong to the module, the hyper-parameters or the datamodule. Lists with another length or other
-    elements are ignored.
+    The attributes may belong to the module, the module's hyper-parameters or the datamodule. Lists with another length
+    or other elements are ignored.
     """
 
     def find(names: Sequence[str], accepts: Callable[[Any], bool]) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ def _is_color(value: Any) -> bool:
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
-    """True if two layers, given by module path, have the same parameter objects."""
+    """True if two layers, given by their paths in the module, have the same parameter objects."""
     one, two = ({id(value) for value in module.get_submodule(path).parameters()} for path in (name, other))
     return one == two
 
@@ -198,7 +198,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 class _Unproven(Exception):
-    """Raised, with a reason, if a trial training step does not reveal the module's classes."""
+    """Raised, with a reason, if a trial training step does not show the classes learned by the module."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
@@ -327,8 +327,9 @@ def has_forward(module: L.LightningModule) -> bool:
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
     """Context in which ``forward`` of a module runs the computation of training, for tracing neurons in layers.
 
-    ``forward`` calls the only trained network, or otherwise ``training_step`` with a batch, and returns the loss.
-    Yields the arguments for ``forward``, shortened to two examples if all tensors have the same length.
+    ``forward`` calls the only trained network. If there are several networks, ``forward`` runs ``training_step`` and
+    returns the loss. Yields the arguments for ``forward``, shortened to two examples if all tensors have the same
+    length.
     """
     advice = "write a `forward` from the inputs to the outputs used in the loss"
     try:
@@ -365,7 +366,7 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context that disables torchmetrics metrics, because a graph export does not allow reading tensor values."""
+    """Context that disables torchmetrics metrics, because a traced graph cannot contain reads of tensor values."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())

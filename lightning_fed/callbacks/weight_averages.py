@@ -177,7 +177,7 @@ class WeightAverages(FederatedCallback):
         self._set_latest_step(trainer.global_step)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Restores the average of entries that clients do not send."""
+        """Restores the averages of entries that clients do not send."""
         for name, value in self._fixed.items():
             self._tensors[name].copy_(value)
 
@@ -191,7 +191,7 @@ class WeightAverages(FederatedCallback):
                 raise BadUpdate(f"its {name!r} grows by {grown}, but 0 to {_MOST_STEPS} are possible")
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Moves the average's entries from the model in a checkpoint to Lightning's places for the average."""
+        """Moves averaged entries in a checkpoint from the model's state to the keys used by ``WeightAveraging``."""
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])
         entries = {name: model.pop(name) for name in list(model) if name.startswith(f"{_NAME}.")}
         if not entries or "current_model_state" not in checkpoint:
@@ -206,7 +206,7 @@ class WeightAverages(FederatedCallback):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the module contains the average, as in validation, and no further entries."""
+        """Context in which the module contains the averaged weights, as in validation."""
         self._average.on_validation_epoch_start(self._fit.trainer, self._module)
         try:
             with self._hidden():

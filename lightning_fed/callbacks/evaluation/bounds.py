@@ -30,7 +30,7 @@ _BY_EXAMPLE = ("sum",)  # reductions whose result grows with the number of examp
 
 
 def check_numbers(report: EvaluationReport, announced: int | None) -> None:
-    """Raises `BadUpdate` for impossible counts in a report. ``announced``: number of examples in the first report."""
+    """Raises `BadUpdate` for impossible counts. ``announced`` is the number of examples in the first report."""
     fault = find_bad_count(report.num_samples)
     if fault is not None:
         raise BadUpdate(fault)
@@ -59,10 +59,9 @@ def find_outliers(
 
     At least three clients are compared. A client is an outlier if a value differs from the median by more than 100
     times the spread (the largest of the median distance to the median, the median, and 1). A client is also an outlier
-    if only this client has a negative loss, and the loss is below the median by more than 10 median distances, the
-    median, and 1. A client is also an outlier if a count per example is above 10 and above 10 times the median. The
-    number of examples may be at most 10 times the number in training or 10 times the median, and at most 1,000 times
-    the median.
+    if only this client has a negative loss, and the loss is far below the median (by more than 10 median distances, the
+    median, and 1). A client is also an outlier if a count per example is above 10 and above 10 times the median, or if
+    the number of examples is too large compared with the training and other clients.
     """
     outliers: dict[Client, str] = {}
     _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
@@ -91,7 +90,7 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Returns a reason for each client whose reported values contradict the client's sums or metric states."""
+    """Returns a reason for each client with a reported value that contradicts the client's sums or metric states."""
     faults: dict[Client, str] = {}
     holders = Counter(name for report in reports.values() for name in report.values)
     flags = Counter(name for report in reports.values() for name in report.partial)

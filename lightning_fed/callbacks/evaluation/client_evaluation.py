@@ -189,7 +189,7 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Evaluates the global model, or if ``own`` each client's model. Returns the reports of accepted clients."""
+        """Evaluates the global model on all clients, or if ``own`` each client's model. Returns the valid reports."""
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
@@ -465,7 +465,7 @@ class ClientsBatch:
 
 
 def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
-    """Returns the validation or test dataloaders by client, for clients with data in this process."""
+    """Returns the validation or test dataloaders by client, for the clients whose data are in this process."""
     datamodule = datamodule_of(trainer)
     if not isinstance(datamodule, EvaluationData):
         return {}
@@ -479,7 +479,7 @@ def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
 
 
 def check_clients_data(trainer: L.Trainer, name: str) -> None:
-    """Refuses a callback (``name``) on a server without any client's validation data."""
+    """Raises an error for the callback ``name`` if a server has no validation data of any client."""
     federation = find_federation(trainer)
     if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
         raise MisconfigurationException(f"`{name}` {NO_CLIENTS}")

@@ -77,9 +77,9 @@ def evaluate_data(
 ) -> EvaluationReport:
     """Runs the module's step and hooks over data like Lightning's evaluation, without callbacks and loggers.
 
-    Afterwards metrics, training modes and logs are restored, and unless ``keeps`` is true also parameters and buffers
-    changed by a step. ``pool`` contains the processes that share the data. ``limit`` replaces the Trainer's limit on
-    batches per dataloader.
+    Afterwards metrics, training modes and logs are restored. If ``keeps`` is false, changed parameters and buffers are
+    also restored. ``pool`` contains the processes that share the data. ``limit`` is the number or fraction of batches
+    per dataloader, by default the Trainer's.
     """
     limit = limit_of(trainer, stage) if limit is None else limit
     # Processes with shared data synchronise metrics, because a process may have no batches.
@@ -106,7 +106,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def record_states(place: int | None) -> None:
-        """Copies metric states into the report, after dataloader number ``place`` or (``None``) after all data."""
+        """Copies metric states into the report: after dataloader number ``place``, or after all data (``None``)."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
@@ -191,7 +191,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds logged values that depend on earlier epochs, by running the epoch-end hook with changed attributes."""
+    """Finds logged values that depend on earlier epochs, by running the epoch-end hook again with changed values."""
     names = _written_numbers(module)
     if not metrics and not names:
         return set()
@@ -257,7 +257,7 @@ def pooled_values(
     is_muted: bool = True,
     faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """Computes values over several clients' data from reports, equal to the logged values of one pass over all data.
+    """Computes values over all clients' data from reports. The values equal the logged values in a pass over all data.
 
     Values that are undefined, or not determined by sums and states, are omitted. Non-finite values are excluded if
     another report contains a finite value. In a mean, the weight of an example is at most 100 times the weight of an
@@ -303,8 +303,8 @@ def _run_end(
 ) -> dict[str, float]:
     """Computes metrics and runs the epoch-end hook, with the merged states of several reports.
 
-    ``attributes`` are set on the module before the hooks, and updated afterwards. If a hook raises an error, the values
-    logged before are used. A muted hook runs only if ``wanted`` contains names.
+    ``attributes`` are set on the module before the hook, and read again afterwards. If the hook raises an error, the
+    values logged before the error are used. With ``is_muted``, the hook runs only if ``wanted`` contains names.
     """
     if is_muted and not wanted:
         return {}
@@ -353,7 +353,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Maps clients and :func:`state_key` to scalar metric values, computed from the clients' metric states."""
+    """Computes the value of each metric from the clients' metric states. Keys are client and :func:`state_key`."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))
@@ -376,14 +376,14 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """Returns each report's logged sum for ``name``, with example weights limited to 100 times the median weight."""
+    """Returns each report's logged sum for ``name``. The weight per example is at most 100 times the median weight."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(heaviest * count) for value, count in logged]
 
 
 def is_close(value: float, other: float | None) -> bool:
-    """True if two values are both NaN, or equal up to rounding."""
+    """True if two values are equal up to rounding, or both NaN."""
     if other is None:
         return False
     return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))
@@ -402,7 +402,7 @@ def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
-    """Limits a dataloader's batches like Lightning: ``limit`` is a number (int), or a share of all batches (float)."""
+    """Limits a dataloader's batches like Lightning: to a number (int) or to a fraction (float) of all batches."""
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)

@@ -19,7 +19,7 @@ class LocalEvaluation(FederatedCallback):
     :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
     the accuracy of locally trained models, which is much higher if clients have different classes. The callback logs
     ``clients/local/<metric>``, the mean over the round's clients, for values from ``validation_step``. The validation
-    data are a mapping by client. If clients are remote, add the callback on the server and on the clients.
+    data must be a mapping by client. If clients are remote, add the callback on the server and on the clients.
 
     Raises:
         ValueError: If ``every_n_rounds`` is below 1.

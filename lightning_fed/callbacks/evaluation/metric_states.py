@@ -80,7 +80,7 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Patterns for metric paths. Metrics in ``lists`` may send list states; metrics in ``withheld`` send no states."""
+    """Rules for sending metric states to the server, as patterns for metric paths."""
 
     lists: Sequence[str] = ()
     withheld: Sequence[str] = ()
@@ -95,7 +95,7 @@ class StateRules:
 
 
 def holds_lists(metric: Metric) -> bool:
-    """True if any state of a metric is a list, which grows with the data."""
+    """True if a state of the metric is a list, whose length grows with the data."""
     defaults = metric._defaults  # noqa: SLF001
     return any(
         isinstance(defaults[name], list) or reduction is dim_zero_cat for name, reduction in _reductions(metric).items()
@@ -137,12 +137,12 @@ def holds_states(metric: Metric) -> bool:
 
 
 def is_updated(metric: Metric) -> bool:
-    """True if a metric has processed a batch. Always true for wrappers, which do not record batches."""
+    """True if a metric has processed a batch. Always true for wrapper metrics, which do not record batches."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
 def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Selects the metrics updated by a step, without metrics inside a wrapper."""
+    """Selects the metrics that a step updates directly, without metrics inside a wrapper metric."""
     found = [metric for metric in metrics if is_updated(metric)]
     wrappers = [
         metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
@@ -190,12 +190,12 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """Tensor subclass that marks a metric value computed before the last batch, and all derived results."""
+    """Tensor subclass for a metric's value before the last batch, and for all results computed from such a value."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
-    """Context that marks results of ``metric.compute()`` in a step, because such values depend on the order of batches.
+    """Context that marks results of ``metric.compute()`` in a step, because such results depend on the batch order.
 
     ``metric(...)`` still returns the value for one batch. Metrics with marked results are appended to ``traced``.
     """
@@ -226,7 +226,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Context that appends each updated metric to ``updated`` once, except metrics reset before the update."""
+    """Context that appends each updated metric to ``updated``, except metrics that were reset before the update."""
     fresh: list[Metric] = []
     unused = [metric for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -252,7 +252,7 @@ def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]
 
 
 def as_nan(value: Any) -> Any:
-    """Replaces every tensor and number in a value by NaN."""
+    """Replaces every tensor and number in a nested value by NaN."""
     return apply_to_collection(value, (Tensor, float, int), lambda number: torch.as_tensor(number).float() * math.nan)
 
 
@@ -306,7 +306,7 @@ def _undefined_curves(metric: Metric) -> Tensor:
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
     """Maps attribute paths (such as ``"head.accuracy"``) to the module's metrics.
 
-    A metric in a plain list or dictionary has no path; the key is the class name and the metric's index among all.
+    A metric in a plain list or dictionary has no path. The key is then the class name and the index among all metrics.
     """
     all_metrics = find_metrics(module)
     for metric in all_metrics:
@@ -320,7 +320,7 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
 
 
 class MetricStates(dict[str, MetricState]):
-    """States of a module's metrics: mapping from :func:`state_key` to the state.
+    """States of a module's metrics. Keys come from :func:`state_key`.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -329,12 +329,11 @@ class MetricStates(dict[str, MetricState]):
         >>> parts = [MetricStates.of({"loss": metric}), MetricStates.of({"loss": MeanMetric()})]
         >>> MetricStates.merge({"loss": metric}, parts).compute({"loss": metric}, ["loss"])
         {'loss': 1.5}
-
     """
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
-        """Copies metric states to the CPU: states for dataloader number ``place`` or (``None``) for all data."""
+        """Copies metric states to the CPU: for the data in dataloader number ``place``, or for all data (``None``)."""
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
 
     @classmethod
@@ -349,7 +348,7 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Computes metric values from the states with these ``keys``. Metrics whose ``compute`` raises are omitted.
+        """Computes metric values from the states with these ``keys``. A metric is omitted if ``compute`` raises.
 
         Returns values by key (:func:`state_key`). Afterwards each metric has the merged state of all dataloaders.
         """
@@ -366,12 +365,12 @@ class MetricStates(dict[str, MetricState]):
 
 
 def state_key(metric: str, place: int | None = None) -> str:
-    """Dictionary key for a metric state, from the metric's path and the dataloader's index (``None``: all data)."""
+    """Dictionary key for a metric state: the metric's path and the dataloader's index (``None`` for all data)."""
     return metric if place is None else f"@{place}@{metric}"
 
 
 def metric_of(key: str) -> str:
-    """Returns the metric's path in a dictionary key from :func:`state_key`."""
+    """Returns the metric's path from a key created by :func:`state_key`."""
     return key.split("@", 2)[-1] if key.startswith("@") else key
 
 

@@ -27,9 +27,9 @@ class EvaluationReport:
         num_samples: Number of examples.
         logged: Weighted sum and weight for each name that steps and batch hooks log per epoch.
         states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: Maps each logged name of a metric to the metric's key in ``states``.
+        metrics: Maps the name of each logged metric to the metric's key in ``states``.
         values: Final values computed by the client: logged name to number.
-        partial: Names of values that are not determined by sums and states, and have no result over all clients.
+        partial: Names of values that cannot be computed from sums and states, and have no result over all clients.
         shown: Names shown in the progress bar.
         higher_is_better: Maps names to true if higher values are better, for metrics that declare the direction.
         stays: Maps metrics whose state must stay on the client to the reason.
@@ -132,7 +132,7 @@ class EvaluationReport:
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
-    """Lists the names of all values in several clients' reports, in order of appearance."""
+    """Lists the names of all values in the clients' reports, in order of first appearance."""
     return list(dict.fromkeys(name for report in reports for name in report.values))
 
 

@@ -24,7 +24,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Evaluation values by name and client, directions by name, and numbers of examples by client (and class)."""
+    """Evaluation values by name and client, direction (higher is better) by name, and example counts by client."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Returns the name logged by the module for the name of a summary: ``val_acc`` for ``fed/val_acc/mean``."""
+    """Converts the name of a summary value to the name that the module logs: ``fed/val_acc/mean`` to ``val_acc``."""
     match = _CLIENTS_VALUE.fullmatch(name)
     return name if match is None else match["name"]
 
 
 def is_score(name: str) -> bool:
-    """Guesses from a name if higher values are better: true for ``val_acc`` and ``macer``, false for ``valRMSE``."""
+    """Guesses from a metric's name if higher values are better: true for ``val_acc``, false for ``valRMSE``."""
     words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
     return not words & _LOWER_IS_BETTER and not any(part in name.lower() for part in _PARTS)

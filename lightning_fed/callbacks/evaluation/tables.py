@@ -95,7 +95,7 @@ ALL, GLOBAL = "all", "global"
 
 
 def row_name(client: Client) -> str:
-    """Returns a client's name for a table, in quotes if the name could mean a number or another row (``ALL``)."""
+    """Returns a client's name for a table. Names that could mean a number or the row for all clients get quotes."""
     text = str(client)
     is_ambiguous = text in (ALL, GLOBAL) or text[:1] in ("'", '"') or text.removeprefix("-").isdecimal()
     return repr(client) if is_ambiguous else text
