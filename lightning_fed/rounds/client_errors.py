@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
+from lightning_fed.messages import State
+from lightning_fed.model.entries import identical_entries
 
 _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: unspecified launch failure")
 
@@ -43,3 +48,33 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
             "resumes from its last checkpoint."
         )
     return note
+
+
+def no_loss(planned: PlannedVisit) -> str:
+    """Returns the reason to exclude a client without a training loss, if the module has an optimizer."""
+    return (
+        f"its training step returned no loss in {planned.num_batches} batches (if training only changes buffers, "
+        "return `None` from `configure_optimizers`)"
+    )
+
+
+def check_changes(
+    module: L.LightningModule, planned: PlannedVisit, received: State, state: State, may_be_equal: bool
+) -> None:
+    """Refuses a module without an optimizer if a visit changes no shared entry, or the shape of an entry.
+
+    ``received`` and ``state`` are the shared entries before and after the visit. Equal entries are accepted if
+    ``may_be_equal`` is ``True``.
+    """
+    resized = [name for name in received.keys() & state.keys() if received[name].shape != state[name].shape]
+    if resized:
+        change = f"changes the shape of {min(resized)!r}, but the server averages entries of equal shapes"
+    elif not may_be_equal and len(identical_entries(received, state)) == len(state):
+        change = "changes no parameter or buffer"
+    else:
+        return
+    raise MisconfigurationException(
+        f"{type(module).__name__} has no optimizer, and the visit of client {planned.visit.client!r} {change}: collect "
+        "values in a buffer with a fixed shape, not in a list (`register_buffer` before `fit`, then for example a "
+        "running mean in `training_step`). With a single client, `on_train_epoch_end` may fill a buffer from a list."
+    )

@@ -24,6 +24,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
+from lightning_fed.rounds.client_errors import check_changes, no_loss
 
 _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer state
 
@@ -73,7 +74,6 @@ class ClientVisit:
         self._fit, self.local, self.optimizers, self._untrained = fit, local, optimizers, untrained
         self._trainer, self._module = fit.trainer, fit.module
         self._callbacks = federated_callbacks(fit.trainer)
-        self._must_train = fit.module.automatic_optimization and not fit.has_one_client
         self.planned, self.memory = planned, State()
         self.main_batches: int | None = None
         self.trains_second_model = False
@@ -110,11 +110,11 @@ class ClientVisit:
                 num_batches += 1
 
             # Answer.
-            self._check_trained(num_losses)
             # Callbacks may write into the update. Without such callbacks, unchanged entries need no copies.
             has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
             known = None if has_callbacks else self._unchanged(received)
             update = self.local.answer(client, self.planned.num_samples, known)
+            self._check_trained(num_losses, received, update.state)
             for callback in self._callbacks:
                 before = self._entry_versions(update)
                 for _ in callback.on_client_end(trainer, module, client, update) or ():
@@ -191,9 +191,12 @@ class ClientVisit:
             state[_FIT_NUMBER] = torch.tensor(self._fit.number)
         return state
 
-    def _check_trained(self, num_losses: int) -> None:
-        if self._must_train and not num_losses:
-            self.planned.fault = f"its training step returned no loss in {self.planned.num_batches} batches"
+    def _check_trained(self, num_losses: int, received: State, state: State) -> None:
+        is_alone = self._fit.has_one_client
+        if not any(optimizer.param_groups for optimizer in self._trainer.optimizers):  # Lightning's has no groups
+            check_changes(self._module, self.planned, received, state, is_alone or bool(self.local.personal))
+        elif not num_losses and self._module.automatic_optimization and not is_alone:
+            self.planned.fault = no_loss(self.planned)
             raise ClientFault(self.planned.fault)
         fault = self.local.find_personal_fault(self.planned.visit.client)
         if fault is not None:
