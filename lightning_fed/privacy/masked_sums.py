@@ -16,6 +16,9 @@ Numbers: TypeAlias = NDArray[Any]
 BYTES, WORDS = 32, 8
 """Bytes, and words (int32), of a number."""
 
+FEWEST = 5
+"""Minimum number of clients in a sum over answers to a question."""
+
 _SCALE = 2.0**100
 _LARGEST = 2.0**130  # a sum of 2^25 such numbers stays below 2^255
 

@@ -33,7 +33,7 @@ class Study:
 
     The models are the primary method, other federated methods, ``central`` if trained, and ``local``. With a secure sum
     ``answers`` is empty, and ``totals`` maps each method to a list: number of sites, four sums (:func:`effect_sums`),
-    both models' mean scores over the sites, and the mean difference by seed.
+    and both models' mean scores over the sites.
     """
 
     metric: str
@@ -152,8 +152,7 @@ def _overall(study: Study, method: str, baseline: str, rows: Sequence[SiteGain])
         return SiteGain("", method, baseline)
     sign, (sites, *totals) = 1 if study.higher_is_better else -1, study.totals[method]
     gain = effect_of_sums(totals[:4], int(sites))
-    by_seed = tuple(sign * value for value in totals[6:])
-    return _mean_gain(method, baseline, int(sites), totals[4:6], replace(gain, value=sign * gain.value), by_seed)
+    return _mean_gain(method, baseline, int(sites), totals[4:], replace(gain, value=sign * gain.value), ())
 
 
 def _mean_gain(

@@ -27,7 +27,7 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault
 from lightning_fed.federated_callback import AskableCallback
 from lightning_fed.messages import Client, ClientUpdate
-from lightning_fed.privacy.masked_sums import decode, encode, to_numbers, to_words
+from lightning_fed.privacy.masked_sums import FEWEST, decode, encode, to_numbers, to_words
 from lightning_fed.study.answers import LOCAL, Answer, Kind, answer_site, estimate
 from lightning_fed.study.report import Study, describe, write_study
 from lightning_fed.study.site_scores import check_rounds, score_site
@@ -50,7 +50,8 @@ class SiteStudy(AskableCallback):
     seed. If the study has fits of ``"local"`` and of another model, the server writes the files of :func:`write_study`.
     The primary comparison is ``"local"`` with the first other model. Every site also writes a table for the site's own
     use, ``sites/<client>.md``. With a secure sum the server learns only sums over sites, and writes the mean gain over
-    sites; with central privacy the sites send no sums.
+    sites; with central privacy the sites send no sums. A secure sum needs at least five sites, because the server could
+    compute each site's gain from the sums over fewer sites.
 
     For ``"local"``, train with ``personal=["*"]``: each site trains and keeps a separate model.
 
@@ -63,8 +64,9 @@ class SiteStudy(AskableCallback):
         min_support: Smallest number of cases for an answer, set at the site; see :func:`answer_site`.
 
     Raises:
-        MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping`` on the server, or with
-            a metric, a stage or a number of rounds that differs from earlier fits.
+        MisconfigurationException: In ``fit``, with several processes or ``EarlyStopping`` on the server, with fewer
+            than five sites and a secure sum, or with a metric, a stage or a number of rounds that differs from earlier
+            fits.
 
     Example:
         >>> study = SiteStudy("fedavg", "test_acc", "runs/study")
@@ -97,6 +99,13 @@ class SiteStudy(AskableCallback):
         if not federation.has_server:
             return  # at a site a visit may have several processes, and a question has one
         check_rounds(trainer)
+        sites = len(federation.population.clients)
+        if federation.server.chain.reveals == "sum" and sites < FEWEST:
+            raise MisconfigurationException(
+                f"Expected at least {FEWEST} sites in a study with a secure sum, because the server could compute each"
+                f" site's gain from the sums, but got {sites}: remove the secure sum if the server may know the gains,"
+                " or use `CentralDP` for tables at the sites only."
+            )
         schedule = federation.schedule
         plan = {"metric": self.metric, "stage": self.stage, "rounds": trainer.max_epochs}
         plan |= {"local_epochs": schedule.local_epochs, "local_steps": schedule.local_steps}
@@ -152,13 +161,14 @@ class SiteStudy(AskableCallback):
         question: Mapping[str, Any],
     ) -> dict[str, list[float]]:
         """Requests secure sums over sites: first for the variance between sites, then for the mean gain."""
-        methods, width = question["models"][:-1], 6 + len(question["seeds"])
+        methods, width = question["models"][:-1], 6
         tau_squared = [0.0] * len(methods)
         for is_last in (False, True):
             asked = {**question, "sum": _name_sum(question), "tau_squared": tau_squared}
             updates = list(federation.ask(module, self, clients, asked).updates.values())
             clients = [member for update in updates for member in update.clients]
-            if len(clients) < 2:
+            if len(clients) < FEWEST:
+                _log.warning("The study has no sum over sites: %d sites answered, fewer than %d.", len(clients), FEWEST)
                 return {}
             numbers = np.sum([to_numbers(next(iter(update.extras.values()))) for update in updates], axis=0)
             total = decode(to_words(numbers))
@@ -232,11 +242,10 @@ class SiteStudy(AskableCallback):
             raise ClientFault(f"it has fewer cases than its min_support={self.min_support}")
         terms: list[float] = []
         for method, tau_squared in zip(methods, question["tau_squared"], strict=True):
-            (gain, _, values), *by_seed = [estimate(kind, sums) for sums in answer[f"{method}|{baseline}"].values()]
+            gain, _, values = estimate(kind, answer[f"{method}|{baseline}"]["all"])
             if not gain.variance > 0:
                 raise ClientFault(f"the gain of {method!r} has no variance")
             terms += [*effect_sums(gain.value, gain.variance, tau_squared).tolist(), *values]
-            terms += [float(found.value) for found, *_ in by_seed]
         return ClientUpdate(client, 1, {}, {_SUM: encode(terms)})
 
     def _read_question(self, question: Mapping[str, Any]) -> tuple[str, int, list[str], list[int]]:
@@ -260,17 +269,19 @@ def _compared(runs: Mapping[str, Any], models: Sequence[str], seeds: Sequence[in
 
 def _check_tau_squared(content: dict[str, Any], question: Mapping[str, Any]) -> None:
     # Sums with many values would reveal the terms of single sites.
-    name, tau_squared = _name_sum(question), list(question["tau_squared"])
+    name, tau_squared = _name_sum(question), dict(zip(question["models"], question["tau_squared"], strict=False))
     if question["sum"] != name:
         raise ClientFault("the request gives a wrong name for the sum")
-    if any(tau_squared):
-        used = content.setdefault("tau_squared", {}).setdefault(name, tau_squared)
-        if used != tau_squared or not all(value >= 0 for value in tau_squared):
+    if any(tau_squared.values()):
+        used = content.setdefault("tau_squared", {}).setdefault(name, {})
+        if used | tau_squared != tau_squared | used or not all(value >= 0 for value in tau_squared.values()):
             raise ClientFault("its sum was requested with another variance between sites: repeat with another seed")
+        used |= tau_squared
 
 
 def _name_sum(question: Mapping[str, Any]) -> str:
-    return json.dumps([question[name] for name in ("metric", "models", "seeds")])
+    # Without the models, because the difference between a method's sums over two sets of sites would reveal a site.
+    return json.dumps([question[name] for name in ("metric", "seeds")])
 
 
 def _read(path: Path) -> dict[str, Any]:

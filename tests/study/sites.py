@@ -1,4 +1,4 @@
-"""Three sites with patients, and a module with every kind of score. Recipes name the classes by path."""
+"""Three to six sites with patients, and a module with every kind of score. Recipes name the classes by path."""
 
 import lightning as L
 import torch
@@ -10,6 +10,8 @@ from torchmetrics.classification import BinaryAUROC, BinaryMatthewsCorrCoef, Mul
 from lightning_fed import FederatedDataModule
 
 SIZES = {"north": 20, "south": 16, "tiny": 4}  # test cases
+MANY = SIZES | {"east": 18, "west": 12, "coast": 14}
+SECURED = [site for site in MANY if site != "tiny"]  # enough cases for an answer
 
 RECIPE = """
 model: tests.study.sites.Net
@@ -30,7 +32,7 @@ class Cases(Dataset):
     """Dictionaries with inputs, label and patient; two cases per patient."""
 
     def __init__(self, site, split, count):
-        generator = torch.Generator().manual_seed(1000 * list(SIZES).index(site) + split)
+        generator = torch.Generator().manual_seed(1000 * list(MANY).index(site) + split)
         self.x = torch.randn(count, 5, generator=generator)
         turn = 1.0 if site == "south" else -0.5  # sites with different rules
         noise = torch.randn(count, generator=generator)
@@ -43,14 +45,21 @@ class Cases(Dataset):
         return {"x": self.x[place], "y": self.y[place], "patient": place // 2}
 
 
-def cases(split):
+def cases(split, sizes=SIZES):
     counts = {"train": 24, "val": 10}
-    return {site: Cases(site, len(split), counts.get(split, size)) for site, size in SIZES.items()}
+    return {site: Cases(site, len(split), counts.get(split, size)) for site, size in sizes.items()}
 
 
 class Sites(FederatedDataModule):
+    sizes = SIZES
+
     def __init__(self, has_test: bool = True):
-        super().__init__(cases("train"), val=cases("val"), test=cases("test") if has_test else None, batch_size=8)
+        train, val, test = (cases(split, self.sizes) for split in ("train", "val", "test"))
+        super().__init__(train, val=val, test=test if has_test else None, batch_size=8)
+
+
+class ManySites(Sites):
+    sizes = MANY
 
 
 class Net(L.LightningModule):

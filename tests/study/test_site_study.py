@@ -34,7 +34,7 @@ from tests.backends.flower.halves import OPTIONS
 from tests.backends.site.test_policy import answers_in, write_policy
 from tests.conftest import QUIET
 from tests.generators import same_random_numbers
-from tests.study.sites import SIZES, Net, Sites, cases
+from tests.study.sites import SECURED, SIZES, ManySites, Net, Sites, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -46,8 +46,8 @@ def federation(model, seed=3, steps=()):
     return Federation("fedavg", personal=["*"] if model == "local" else (), seed=seed, steps=list(steps))
 
 
-def on_flower(folder, model, rounds=ROUNDS, metric="test_loss", stores="", min_support=10, **options):
-    """Fits with a node for north and tiny, and a node for south; returns the server's module and the answers."""
+def on_flower(folder, model, metric="test_loss", stores="", min_support=10, sites=Sites, **options):
+    """Fits with two nodes: north is on the first, south on the second. Returns the server's module and the answers."""
     sent = []
 
     def record(node, message, content):
@@ -60,7 +60,7 @@ def on_flower(folder, model, rounds=ROUNDS, metric="test_loss", stores="", min_s
 
     apps = {
         node: client_app(
-            federation(model, **options), Net, Sites(), OPTIONS, callbacks=half("sites"),
+            federation(model, **options), Net, sites(), OPTIONS, callbacks=half("sites"),
             store=folder / f"{stores}{node}",
         )
         for node in (11, 12)
@@ -71,8 +71,8 @@ def on_flower(folder, model, rounds=ROUNDS, metric="test_loss", stores="", min_s
     transport = FlowerTransport(grid, 5.0, poll=0.01)
     run = f"{model}{options.get('seed', 3)}"
     trainer = run_server(
-        federation(model, **options), Net, None, {**OPTIONS, "max_epochs": rounds}, transport,
-        transport.await_clients(len(SIZES), 1), folder / run, half("server"),
+        federation(model, **options), Net, None, {**OPTIONS, "max_epochs": ROUNDS}, transport,
+        transport.await_clients(len(sites.sizes), 1), folder / run, half("server"),
     )  # fmt: skip
     return trainer.lightning_module, sent
 
@@ -178,24 +178,29 @@ def test_a_policy_names_the_sums(tmp_path, caplog):
 STEPS = (MaxSamples(40), SecureSum(5.0))
 
 
+def secure(folder, model, **options):
+    return on_flower(folder, model, steps=STEPS, sites=ManySites, **options)[1]
+
+
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory):
     folder, fits = tmp_path_factory.mktemp("secured"), {}
     with same_random_numbers():
         for model, seed in itertools.product(MODELS, (3, 4)):
-            fits[model, seed] = on_flower(folder, model, seed=seed, stores=f"{model}{seed}-", steps=STEPS)[1]
+            fits[model, seed] = secure(folder, model, seed=seed)
+            if (model, seed) == ("local", 3):
+                shutil.copy(folder / "server" / "study.json", folder / "one_seed.json")
     return folder, fits
 
 
-def gains_of(folder, sites=("north", "south")):
-    """Gain with variance by site, from the scores in the sites' files, and by seed."""
+def gains_of(folder):
+    """Gain with variance, and both scores, by site, from the scores in the sites' files."""
     pairs = []
-    for site in sites:
+    for site in SECURED:
         runs = json.loads((folder / f"{site}.json").read_text())["runs"]
         scores = np.array([[runs[model][f"{seed}"]["scores"] for seed in (3, 4)] for model in MODELS])
         difference = (scores[0] - scores[1]).mean(0)
-        by_seed = (scores[0] - scores[1]).mean(-1)
-        pairs.append((difference.mean(), difference.var(ddof=1) / len(difference), by_seed, scores.mean((1, 2))))
+        pairs.append((difference.mean(), difference.var(ddof=1) / len(difference), scores.mean((1, 2))))
     return zip(*pairs, strict=True)
 
 
@@ -203,34 +208,31 @@ def test_a_secure_sum_gives_the_mean_over_sites(secured):
     """The mean equals the mean from the sites' own files. The site with few cases is not in the sum."""
     folder, _ = secured
     study = json.loads((folder / "server" / "study.json").read_text())
-    values, variances, by_seed, scores = gains_of(folder / "sites" / "sites")
+    values, variances, scores = gains_of(folder / "sites" / "sites")
     mean, variance, _ = reference.random_effects([float(-one) for one in values], [float(one) for one in variances])
     sites, *totals = study["totals"]["fedavg"]
-    assert (study["answers"], sites) == ({}, 2)
-    assert totals[4:6] == pytest.approx(np.mean(scores, 0), rel=1e-12)
-    assert totals[6:] == pytest.approx(np.mean(by_seed, 0), rel=1e-12)
+    assert (study["answers"], sites) == ({}, 5)
+    assert totals[4:] == pytest.approx(np.mean(scores, 0), rel=1e-12)
     (row,) = csv.DictReader((folder / "server" / "study.csv").read_text().splitlines())
-    half = stats.t.ppf(0.975, 1) * variance**0.5
+    half = stats.t.ppf(0.975, 4) * variance**0.5
     assert [float(row[name]) for name in ("gain", "low", "high")] == pytest.approx([mean, mean - half, mean + half])
     table = (folder / "server" / "study.md").read_text()
-    assert "| all sites | 2 sites |" in table
+    assert "| all sites | 5 sites |" in table
     assert "The secure sum hides the sites" in table
     assert "`fedavg` against `local`" in (folder / "sites" / "sites" / "tiny.md").read_text()
     used = json.loads((folder / "sites" / "sites" / "north.json").read_text())["tau_squared"]
-    assert used[_name_sum({"metric": "test_loss", "models": MODELS, "seeds": [3, 4]})][0] > 0
+    assert used[_name_sum({"metric": "test_loss", "seeds": [3, 4]})]["fedavg"] > 0
 
 
 def test_the_server_sees_masked_numbers_only(secured):
     """Answers that could be decoded without the masks would be small numbers."""
     folder, fits = secured
-    own = {
-        site: gain for site, gain in zip(("north", "south"), next(gains_of(folder / "sites" / "sites")), strict=True)
-    }
+    own = dict(zip(SECURED, next(gains_of(folder / "sites" / "sites")), strict=True))
     asked = fits["local", 4]
     masked = [answer for answer in asked if len(answer["data"])]
     assert len(asked) > len(masked)
-    assert {answer["header"]["client"] for answer in masked} == {"north", "south"}
-    assert len(masked) == 2 * 2  # for the variance between sites, and for the mean
+    assert {answer["header"]["client"] for answer in masked} == {*SECURED}
+    assert len(masked) == 2 * 5  # for the variance between sites, and for the mean
     for answer in masked:
         assert [row[0] for row in answer["tensors"]["extras"]] == ["study/sum"]
         assert answer["tensors"]["state"] == []
@@ -253,38 +255,46 @@ def test_one_process_gives_the_sums_of_the_network(secured, tmp_path):
             **QUIET,
         )
         L.seed_everything(3, verbose=False)
-        trainer.fit(Net(), datamodule=Sites())
-    found = json.loads((tmp_path / "study.json").read_text())["totals"]["fedavg"]
-    expected = json.loads((secured[0] / "server" / "study.json").read_text())["totals"]["fedavg"]
-    assert found[0] == 2
-    assert found[7] == pytest.approx(expected[7], rel=1e-5)
+        trainer.fit(Net(), datamodule=ManySites())
+    assert totals_in(tmp_path / "study.json")["fedavg"] == pytest.approx(
+        totals_in(secured[0] / "one_seed.json")["fedavg"], rel=1e-5
+    )
+
+
+def totals_in(path):
+    return json.loads(path.read_text())["totals"]
+
+
+def test_a_sum_is_released_for_one_set_of_sites(secured, tmp_path, caplog):
+    """With another method: the difference between sums with and without a site would give this site's scores."""
+    shutil.copytree(secured[0], tmp_path / "again")
+    before = totals_in(tmp_path / "again" / "server" / "study.json")
+    secure(tmp_path / "again", "fedprox", min_support=4)
+    assert "the sum of this round was already unmasked for other clients" in caplog.text
+    assert "no sum over sites: 0 sites answered, fewer than 5" in caplog.text
+    assert totals_in(tmp_path / "again" / "server" / "study.json") == before
+    shutil.rmtree(tmp_path / "again" / "fedprox3")  # the server's checkpoints
+    secure(tmp_path / "again", "fedprox")
+    found, expected = (totals_in(tmp_path / "again" / name) for name in ("server/study.json", "one_seed.json"))
+    assert found["fedavg"] == expected["fedavg"]
+    assert found["fedprox"] == pytest.approx(found["fedavg"], rel=1e-6)  # the test's fit is one with FedAvg
 
 
 def test_a_fit_without_the_secure_sum_is_excluded(tmp_path, caplog):
     """Otherwise a last fit without the step would get the sums of single sites."""
-    on_flower(tmp_path, "fedavg", steps=STEPS)
-    assert {len(answer["data"]) for answer in on_flower(tmp_path, "local")[1]} == {0}
+    secure(tmp_path, "fedavg")
+    assert {len(answer["data"]) for answer in on_flower(tmp_path, "local", sites=ManySites)[1]} == {0}
     assert "its scores from earlier fits have another metric, stage, patient key or secure sum" in caplog.text
     assert not (tmp_path / "server" / "study.md").exists()
-
-
-def test_a_sum_is_released_for_one_set_of_sites(secured, tmp_path, caplog):
-    """A repeated fit with one site more would give this site's numbers as a difference."""
-    shutil.copytree(secured[0], tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "local4")  # the server's checkpoints
-    on_flower(tmp_path / "again", "local", seed=4, stores="local4-", steps=STEPS, min_support=4)
-    assert "the sum of this round was already unmasked for other clients" in caplog.text
-    study = json.loads((tmp_path / "again" / "server" / "study.json").read_text())
-    assert study["totals"]["fedavg"][0] == 2
 
 
 def test_a_site_answers_for_one_variance_between_sites():
     """Sums for several variances determine all terms: the sum of 1 / (v + t) is a rational function of t."""
     content, plan = {}, {"metric": "test_loss", "models": list(MODELS), "seeds": [3]}
 
-    def ask(tau_squared, **changes):
+    def ask(*tau_squared, **changes):
         asked = plan | changes
-        _check_tau_squared(content, asked | {"sum": _name_sum(asked), "tau_squared": [tau_squared]})
+        _check_tau_squared(content, asked | {"sum": _name_sum(asked), "tau_squared": list(tau_squared)})
 
     for tau_squared in (0.0, 0.25, 0.25, 0.0):  # a repeated fit asks again
         ask(tau_squared)
@@ -294,6 +304,9 @@ def test_a_site_answers_for_one_variance_between_sites():
     with pytest.raises(ClientFault, match="another variance"):
         ask(-0.5, seeds=[4])
     ask(0.5, seeds=[3, 4])
+    ask(0.25, 0.5, models=["fedavg", "fedprox", "local"])  # another method joins the study
+    with pytest.raises(ClientFault, match="another variance"):
+        ask(0.5, 0.5, models=["fedavg", "fedprox", "local"])
     with pytest.raises(ClientFault, match="a wrong name for the sum"):
         _check_tau_squared(content, plan | {"sum": "t", "tau_squared": [0.0]})
 
@@ -334,6 +347,19 @@ def test_a_site_without_earlier_scores_is_excluded(tmp_path, caplog):
     assert "Client 'south' does not answer: it has no scores from an earlier fit" in caplog.text
     assert "Client 'tiny' does not answer: its scores from earlier fits have another metric" in caplog.text
     assert list(json.loads((tmp_path / "study.json").read_text())["answers"]) == ["north"]
+
+
+def test_a_secure_sum_needs_five_sites(tmp_path):
+    """From the sums over four sites, the server could compute each site's gain."""
+    trainer = FederatedTrainer(
+        federation=federation("fedavg", steps=STEPS),
+        max_rounds=1,
+        callbacks=[SiteStudy("fedavg", "test_loss", tmp_path)],
+        **QUIET,
+    )
+    with pytest.raises(MisconfigurationException, match=r"at least 5 sites in a study with a secure sum, .* but got 3"):
+        trainer.fit(Net(), datamodule=Sites())
+    assert not (tmp_path / "runs.json").exists()
 
 
 def test_an_interrupted_fit_is_not_compared(tmp_path):

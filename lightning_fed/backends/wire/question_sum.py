@@ -20,7 +20,7 @@ from lightning_fed.backends.wire.secure_sum_server import ServerSum
 from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
-from lightning_fed.privacy.masked_sums import WORDS, Numbers, to_numbers, to_words
+from lightning_fed.privacy.masked_sums import FEWEST, WORDS, Numbers, to_numbers, to_words
 from lightning_fed.privacy.secure_sum import SecureSum
 from lightning_fed.server.schedule import Visit
 from lightning_fed.server.server import ServerInterface
@@ -45,7 +45,7 @@ def ask_sum(
     """
     step = next(step for step in server.chain.steps if isinstance(step, SecureSum))
     server.report.round, server.report.failed = _ROUND, {}
-    total = _Total(step.least_clients(len(visits)))
+    total = _Total(max(FEWEST, step.least_clients(len(visits))))
     secure_sum = ServerSum(transport, server, total, _run_of(question), set())
     secure_sum.share_secrets([visit.client for visit in visits])
     yield from list(server.report.failed.items())
@@ -70,6 +70,8 @@ def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Calla
         raise ClientFault(NOT_MASKED)
     if peers is None:
         return
+    if len(set(peers)) < FEWEST:
+        raise ClientFault(f"the sum has {len(set(peers))} clients, but requires at least {FEWEST}")
     ((name, words),) = answer.extras.items()
     numbers = to_numbers(words)
     sum_of(_run_of(train_request.question or {})).add_masks(numbers, peers, _ROUND)

@@ -61,9 +61,11 @@ def test_masks_belong_to_the_named_sum():
         return SimpleNamespace(add_masks=lambda numbers, peers, round: numbers.__iadd__(round))
 
     answer = ClientUpdate("ann", 1, {}, {"study/sum": encode([0.0])})
-    mask_answer(answer, request(["ann", "bob"]), sum_of)
+    with pytest.raises(ClientFault, match="the sum has 4 clients, but requires at least 5"):
+        mask_answer(answer, request(NAMES[:4]), sum_of)
+    mask_answer(answer, request(NAMES[:5]), sum_of)
     assert to_numbers(answer.extras["study/sum"]).tolist() == [0]  # in any round: the sum has one set of clients
-    other = request(["ann", "bob"])
+    other = request(NAMES[:5])
     other.question["sum"] = "t"
     mask_answer(answer, other, sum_of)
     assert len(set(names)) == 2

@@ -26,6 +26,7 @@ from tests.backends.nvflare.federations import (
     module,
     plain_module,
     shared_data,
+    sites_of,
     study_data,
     study_module,
 )
@@ -122,7 +123,7 @@ class Server(FederationController):
         rounds = len(HOSTILE) + 1 if "FEDJOB_HOSTILE" in os.environ else 3
         super().__init__(
             FEDERATIONS[CASE](), MODULE, None, {**OPTIONS, "max_epochs": rounds},
-            clients=["site-1", "site-2"], folder=FOLDER / f"server{STUDY.get(CASE, '')}", time_limit=DEADLINE,
+            clients=sites_of(CASE), folder=FOLDER / f"server{STUDY.get(CASE, '')}", time_limit=DEADLINE,
             patience=60, callbacks=study("study"),
         )  # fmt: skip
 
