@@ -11,11 +11,11 @@ from lightning_fed.algorithms.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches the outputs of a fixed network by sample. The cache key is a hash of the sample's content.
+    """Caches the outputs of a network with constant weights. The key for an input sample is a hash over all bits.
 
-    A changed sample, for example after augmentation, is not found in the cache. A sample's features must not depend on
-    other samples (BatchNorm in evaluation mode). ``hits`` and ``misses`` are numbers of samples found and not found. If
-    ``is_filling`` is false, no features are added.
+    A changed sample, for example after augmentation, is not found. The output for a sample must not depend on other
+    samples: BatchNorm must be in evaluation mode. ``hits`` counts the samples found in the cache, and ``misses`` all
+    other samples. If ``is_filling`` is false, no outputs are added.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the samples' features by name, shape ``(N, ...)``. Calls ``compute`` for samples not in the cache."""
+        """Returns the samples' outputs by name, shape ``(N, ...)``. Calls ``compute`` for samples outside the cache."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

@@ -58,7 +58,10 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies parameters and buffers from a dictionary, or (with dtypes and device) from a network."""
+        """Copies parameters and buffers from ``source``: a dictionary by name, or a network.
+
+        With a network, the dtypes and the device are copied too.
+        """
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -75,7 +78,10 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Returns copies of the extractor's parameters and buffers by name, or of the same entries in ``source``."""
+        """Copies of the extractor's parameters and buffers by name.
+
+        Values come from the network ``source``, if given.
+        """
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
@@ -90,7 +96,10 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Runs the network, frees all later layers, and returns the features and the last layer with parameters."""
+        """Runs the network on the arguments, and frees the memory of layers unnecessary for the features.
+
+        Returns the features and the last layer with parameters before the features.
+        """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
         def record_finished(module: nn.Module, args: Any, output: Any) -> None:
@@ -130,12 +139,12 @@ class FrozenExtractor:
 
 
 def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
-    """True if the layer takes one argument and returns one feature tensor."""
+    """True if a layer was called with one argument and returned a single tensor."""
     return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 
 class _FeaturesReached(BaseException):
-    """Stops a forward pass at the features. A BaseException is not caught by ``except Exception`` in a network."""
+    """Stops a forward pass at the features. A network's ``except Exception`` does not catch a BaseException."""
 
     def __init__(self, features: Any) -> None:
         super().__init__()
@@ -152,7 +161,7 @@ def _copy_network(network: nn.Module) -> nn.Module:
 
 
 def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
-    """Maps tensor paths within a submodule ``network`` to entry names in the whole module."""
+    """Maps each tensor's path within the submodule ``network`` to the state dict entry name in ``module``."""
     names = entry_names(module)
     return {path: names[tensor] for path, tensor in tensors_by_path(network).items() if tensor in names}
 

@@ -29,8 +29,8 @@ Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 class FusionLayer(nn.Module):
     """Fuses a network's features with a frozen extractor's features, using trainable operators.
 
-    Hooks on the network run the frozen extractor on the network's inputs and fuse the features at the layer. The
-    network's layers keep their positions and names. The ``forward`` of this layer is never called.
+    Hooks on the network run the frozen extractor on the network's inputs and fuse the features at the layer. Positions
+    and names of the network's layers do not change. The ``forward`` of this layer is never called.
 
     Args:
         network: The module called with the data.
@@ -105,30 +105,30 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """True if features are fused with the frozen extractor's features, false if fused with themselves."""
+        """True if the frozen extractor is used; false if the network's features are fused with themselves."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """Maps feature levels to the operators with the names "multi" and "single"."""
+        """Maps each fused feature's name to the operator, for operators "multi" and "single" (a weighted mean)."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """Scalars to log, by feature level, that measure the influence of the global features."""
+        """Maps each fused feature's name to scalars for the log, which measure the influence of the global features."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Enables fusion with a frozen copy of ``source`` (network or values by name), by default of this network."""
+        """Enables fusion with a frozen copy of ``source``: a network, or values by name; by default this network."""
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Disables the global features: local features are fused with themselves until :meth:`refer` is called."""
+        """Stops the use of the frozen extractor: the network's features are fused with themselves."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
-        """Allows the parent module ``owner`` to load states without the fusion operators' entries."""
+        """Allows the parent module ``owner`` to load states in which the fusion operators' entries are missing."""
         self._handles.append(owner.register_load_state_dict_post_hook(self._keep_operators))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -215,7 +215,10 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Runs the network on an example. Returns the inputs, the features, and the last layer before the features."""
+        """Runs the network on ``example``, or on guessed inputs if ``example`` is ``None``.
+
+        Returns positional arguments, named arguments, features, and the last layer with parameters before the features.
+        """
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:
@@ -264,7 +267,8 @@ def _select_levels(
 class FusedExtractor(nn.Module):
     """A feature extractor with fusion, F(E_l, E_g): an extractor E_l, an operator F, and a frozen copy E_g.
 
-    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Before :meth:`refer`, F(E_l, E_l) is used.
+    :class:`~lightning_fed.callbacks.FeatureFusion` recognises this class. Before the first call of :meth:`refer` the
+    output is F(E_l, E_l).
 
     Args:
         local: The extractor E_l.
@@ -301,5 +305,5 @@ class FusedExtractor(nn.Module):
         self.feature_fusion.refer(source)
 
     def release(self) -> None:
-        """Disables the global features: local features are fused with themselves until :meth:`refer` is called."""
+        """Stops the use of the frozen copy: the output is F(E_l, E_l)."""
         self.feature_fusion.release()

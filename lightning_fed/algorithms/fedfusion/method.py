@@ -20,15 +20,15 @@ class FedFusion(Method):
 
     - Sends: the model and the fusion operator, both ways.
     - Keeps: the previous global model's extractor on the server.
-    - Costs: one additional forward pass through the extractor per batch.
+    - Costs: one additional forward pass through the feature extractor per batch.
     - For: heterogeneous clients, and new clients in a trained federation.
 
     Args:
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
         at: Name of the layer with the features as output, or ``"auto"``.
-        levels: Features to fuse, if the extractor returns several features, as in encoders for segmentation.
+        levels: Positions or keys of the tensors to fuse, if the layer returns several, as in segmentation encoders.
         ema: Share of the previous weights in the moving average for "multi" and "single".
-        eval_reference: Source of the global features in evaluation: previous or current global model.
+        eval_reference: Model for the global features in evaluation: the previous or the current global model.
         cache_global_features: Whether to cache the global features of a client's examples during the visit.
         conv_init: Initialisation for "conv".
         conv_bias: Whether to add a bias to "conv".

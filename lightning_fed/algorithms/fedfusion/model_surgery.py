@@ -43,9 +43,9 @@ def fuse(
         module: The model.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         at: Name of the layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
-        channels: Number of channels, or a list. ``"infer"`` runs the network on the module's ``example_input_array``,
-            else on ``example``, else on inputs guessed from the first layer.
-        levels: Features to fuse, if the extractor returns several, see :class:`~lightning_fed.modules.FusionLayer`.
+        channels: Number of channels, or a list. ``"infer"`` runs the network on the first available input: the module's
+            ``example_input_array``, ``example``, or an input guessed from the first layer.
+        levels: Tensors to fuse, if the layer returns several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
@@ -94,11 +94,11 @@ def unwrap(module: nn.Module) -> nn.Module:
     """Removes the fusion from a model, in place. Afterwards the model does not depend on this package.
 
     Predictions equal the predictions with ``eval_reference="current"`` (features fused with themselves). For "multi",
-    "single" and "none" these equal the local predictions, because F(E, E) = E. For "conv",
-    ``nn.Sequential(layer, convolution)`` replaces the layer. The weight of the 1x1 convolution (a linear layer for
-    vectors and tokens) is the sum of the weights for local and for global features. The layer's entry names then
-    contain ``.0``, or ``.1`` for fusion at the layer's input. A :class:`~lightning_fed.modules.FusedExtractor` is
-    replaced by the extractor E_l.
+    "single" and "none" these equal the local predictions, because F(E, E) = E. For "conv" a 1x1 convolution (for
+    vectors and tokens a linear layer) is added, whose weight is the sum of the weights for local and for global
+    features. The layer is replaced by ``nn.Sequential(layer, convolution)``, or for fusion at the layer's input by
+    ``nn.Sequential(convolution, layer)``. The layer's entry names then contain ``.0`` or ``.1``. A
+    :class:`~lightning_fed.modules.FusedExtractor` is replaced by the extractor E_l.
 
     Raises:
         ValueError: If the model has no fusion. For "conv" also if the layer has several inputs or outputs, or an
@@ -155,7 +155,6 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
 
 
 def _example(module: nn.Module, network: nn.Module) -> Example | None:
-    """Runs the module on ``example_input_array``, and returns the positional and named arguments of the network."""
     example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
     if example is None or not is_overridden("forward", module):
         return None
@@ -183,7 +182,6 @@ def _forget_compiled_code(module: nn.Module) -> None:
 
 
 def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
-    """Builds a 1x1 convolution, or a linear layer, equal to the "conv" operator for equal features, F(E, E)."""
     operators = [operator for operator in fusion.operators.values() if isinstance(operator, ConvFusion)]
     ndims = list(fusion.ndims.values())
     if not ndims:

@@ -20,21 +20,21 @@ class FusionOperator(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Fuses local features with reference (global) features. The result has the shape of ``local``."""
+        """Fuses a client's features ``local`` with the global features ``reference``, both in the same shape."""
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Returns scalars by name, which measure the global features' influence."""
+        """Scalars for the log by name, as measures for the influence of the global features."""
 
 
 class MixingOperator(FusionOperator):
-    """Abstract base class of operators with a ``weight``, the share of the global features."""
+    """Abstract base class of operators with a weighted mean; ``weight`` is the share of the global features."""
 
     weight: nn.Parameter
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Returns scalars to log: ``lambda``, the mean weight, and ``largest_lambda``, the largest absolute weight."""
+        """Scalars for the log: ``lambda`` (mean weight), and ``largest_lambda`` (largest absolute weight)."""
         return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:
@@ -44,7 +44,7 @@ class MixingOperator(FusionOperator):
 class MultiFusion(MixingOperator):
     """Operator with one weight per channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
 
-    The weights start at 0 (the identity) and are unbounded, as in the paper.
+    The weights start at 0, so the initial output equals the local features. Weights are unbounded, as in the paper.
 
     Args:
         channels: Number of channels :math:`C`.
@@ -123,7 +123,7 @@ class ConvFusion(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """Returns ``global_share``: the global features' share in the squared weights."""
+        """Scalar for the log: ``global_share``, the global features' share in the sum of squared weights."""
         squares = self.weight.square()
         return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
 
@@ -132,7 +132,7 @@ class ConvFusion(FusionOperator):
 
 
 class NoFusion(FusionOperator):
-    """Returns the local features unchanged, so FedFusion equals federated averaging.
+    """Operator without fusion: returns the local features unchanged, so FedFusion equals federated averaging.
 
     Example:
         >>> local = torch.rand(2, 4)

@@ -39,18 +39,19 @@ _log = logging.getLogger(__name__)
 
 
 class FedMA(Aggregator):
-    r"""Matches the clients' neurons and averages matched neurons, one stage (group of layers) per round.
+    r"""Matches the clients' neurons and averages matched neurons, one stage (a set of layers) per round.
 
     A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
-    clients train the whole model and send the first stage (in a chain: the first layer). The server matches the
-    clients' neurons and averages matched neurons. In the next round each client receives the averaged stage and the new
-    positions of its neurons. The client permutes the inputs of the next layers accordingly, freezes all matched layers,
-    and trains all other layers. The output layer is averaged by class shares. The last round of a pass yields a new
-    global model. Until then, validation uses the previous global model. Unmatched neurons make the global model wider.
-    In the next pass each client starts with its original width, from the neurons matched with its neurons.
+    clients train the whole model and send the first stage (without residual connections: the first layer). The server
+    matches the clients' neurons and averages matched neurons. In the next round each client receives the averaged stage
+    and the new positions of the client's neurons. The client permutes the inputs of the next layers accordingly,
+    freezes all matched layers, and trains all other layers. The output layer is averaged by class shares. The last
+    round of a pass yields a new global model. Until then, validation uses the previous global model. Unmatched neurons
+    make the global model wider. In the next pass each client starts with the original layer widths, from the global
+    neurons matched with the client's neurons.
 
     Neurons and stages are derived by tracing the network (:class:`~lightning_fed.matching.PermutationGroups`,
-    :func:`~lightning_fed.matching.find_stages`); all residual blocks with tied channels form one stage. The module's
+    :func:`~lightning_fed.matching.find_stages`); all residual blocks with common channels form one stage. The module's
     layers are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed
     clients are excluded for the rest of the pass. A new pass starts if too few clients remain.
 
@@ -72,12 +73,13 @@ class FedMA(Aggregator):
         stages: ``"auto"``, the maximum number of stages (1: all in one round), or for each stage patterns for entry
             names.
         last_layer: Weights for the mean of output layers: class shares (``"class"``) or numbers of examples
-            (``"size"``, also for models without classes). For class shares clients send the number of examples or
-            pixels per class, which reveals label statistics. Multi-hot labels require ``"size"``.
+            (``"size"``, suitable also for models without classes). For class shares clients send the number of examples
+            or pixels per class, which reveals label statistics. Multi-hot labels require ``"size"``.
         initial: Whether all clients start from the module (``"shared"``), or from separate random weights
             (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
             initial weights, see :func:`~lightning_fed.algorithms.fedma.initial_state.shuffled_state`.
-        order: Order of the groups in a stage, and entries used to compare neurons: ``"fedma"`` or ``"pfnm"``.
+        order: Order of the groups in a stage, and entries used to compare neurons, see
+            :func:`~lightning_fed.matching.match_states`: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Parameter :math:`\gamma` of the score; larger values add more neurons. By default 7 with the published
             score, or 1 with the marginal score. The authors use 7 for convolutional networks and 0.001 (no growth) for
@@ -153,8 +155,8 @@ class FedMA(Aggregator):
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
         """Sets the network's permutation groups, stages and entries before the first round of a fit.
 
-        Groups and entries have the clients' widths; the entries' values are not used. A resumed pass requires the same
-        stages as before.
+        The groups and entries have the layer widths of the clients' models. Only the shapes and dtypes of the entries
+        are used. If a fit resumes within a matching pass, the stages must not have changed.
         """
         current = self._open_pass
         if current is not None:
@@ -171,12 +173,12 @@ class FedMA(Aggregator):
 
     @property
     def widths(self) -> dict[str, int]:
-        """Maps permutation groups to the number of neurons in the global model; empty before the first aggregation."""
+        """Global neuron count for each permutation group; empty before the first matching."""
         return {} if self._last_pass is None else dict(self._last_pass.sizes)
 
     @property
     def num_classes(self) -> int:
-        """Number of rows in the output layers; 0 without output layers."""
+        """Number of classes: the row count in the output layer's weight, or 0 without output layer."""
         return len(self._client_entries[self.outputs[0]]) if self.outputs else 0
 
     @property
@@ -186,14 +188,13 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """Stage matched in this round, and the matching pass in progress; ``None`` if the pass has ended."""
+        """The stage matched in this round and the current matching pass; ``None`` after a pass's last stage."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
         return self._stages[current.stage - 1], current
 
     def draw_cohort(self, round: int, schedule: Schedule, population: Any) -> Cohort:
-        """Draws the clients of a new pass, or the remaining clients of the current pass."""
         current = self._pass(round)
         if not current.stage:
             return schedule.cohort(round, population.clients)
@@ -203,7 +204,6 @@ class FedMA(Aggregator):
         return Cohort(visits, (*cohort.dropped, *absent))
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round: continues the current matching pass, or starts a new pass from the global model ``state``."""
         if not self._stages:
             raise RuntimeError(
                 "Expected the network to be set, but it is not: call `prepare`, or fit with `LayerwiseTraining`."
@@ -218,11 +218,12 @@ class FedMA(Aggregator):
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Builds the message to a client: the last matched stage, or a whole model at the start of a pass.
+        """Builds the message to a client: in a matching pass's first round a whole model, later the last matched stage.
 
-        If the global model is wider than the client's, the client receives the neurons matched with its neurons, or the
-        neurons shared by most clients if the client missed the last pass. A client that still stores the pass's model
-        only receives the last stage and entries changed since then.
+        If the global model is wider than the client's model, the client receives the global neurons matched with the
+        client's neurons. A client without matched neurons, after missing the last pass, receives the neurons shared by
+        most clients. A client that still stores its model from the last pass receives only the entries changed since
+        then.
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
@@ -245,7 +246,7 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """Returns the entries expected in a client's update: the next stage, in the client's widths."""
+        """Returns an update's expected entries: the next stage to match, with the client's layer widths."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}
@@ -262,7 +263,6 @@ class FedMA(Aggregator):
         self.received |= other.received
 
     def aggregate(self) -> State | None:
-        """Matches and averages this round's stage. Returns a new global model after the last stage."""
         current = self._pass(self._info.round)
         stage = self._stages[current.stage]
         clients = sorted(self.received, key=client_key)
@@ -307,7 +307,7 @@ class FedMA(Aggregator):
         return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Stores running statistics measured on the clients for the BatchNorm layers of matched stages."""
+        """Stores running statistics for the BatchNorm layers in matched stages, measured on the clients."""
         if self._open_pass is not None:
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 

@@ -59,9 +59,9 @@ _MODEL = f"{MEMORY}model:"
 class LayerwiseTraining(RevertingCallback, FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
-    Finds permutation groups and stages before the first round, and logs these. Each client stores its model between the
-    rounds of a pass, and until the end of the next pass. For large models set a folder as the federation's ``store``.
-    Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
+    Before the first round this callback finds and logs the groups of permutable neurons, and the stages. Each client
+    stores its model until the end of the next matching pass. For large models pass a folder as the federation's
+    ``store``. Matched layers do not train (``requires_grad`` is false, BatchNorm is in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths, in ``fit``, ``validate``, ``test`` and
     ``predict``. Other width changes, such as additional classes, are refused.
@@ -69,8 +69,8 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     Args:
         example_input: Arguments for ``forward`` (or for the network trained in ``training_step``), used for tracing; by
             default the module's ``example_input_array``, or two inputs of a client.
-        pin: Patterns for entry names. Neurons keep their order in matching entries, and in all entries that clients do
-            not send.
+        pin: Patterns for entry names. In entries with a matching name neurons keep their order, as in all entries that
+            clients do not send.
         extra_groups: Additional neuron groups, with a client's widths.
         target: Position of the labels in a batch: index, key or function; if ``None``, the labels used in the loss. If
             the labels are not a single tensor, the output layer is averaged by numbers of examples, with a warning.
@@ -78,8 +78,8 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
-            optimizer states or receive only some rows of an entry, or an optimizer has an initial state or fixed tensor
-            sizes.
+            optimizer states or receive only some rows of an entry, or an optimizer has a state before the first step or
+            requires constant tensor sizes.
         ValueError: If a checkpoint has invalid widths; in ``fit``, if stages or patterns do not match the module.
 
     Example:
@@ -128,7 +128,6 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
             rank_zero_info("Load a checkpoint into a new module: lightning_fed.matching.load_matched(module, path)")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Prepares the module to load checkpoints of wider models."""
         self.revert()
         self._resized = {}
         if stage == "fit":
@@ -238,7 +237,6 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
             self._batches_left = batches or planned.num_batches
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Counts the labels by class during one epoch, in the final round."""
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
             labels = as_classes(find_target(batch, self._labels), 2)
@@ -250,7 +248,6 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Stores the client's trained model on the client, and reduces the update to the entries of the next stage."""
         memory = find_federation(trainer).client_memory
         stage = int(memory[STEP][1])
         memory |= with_prefix(update.state, _MODEL)
@@ -262,7 +259,7 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Measures the BatchNorm statistics of the matched stage on the clients, while the pass continues."""
+        """Measures BatchNorm statistics on the clients for this round's stage, except after a pass's last stage."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):
@@ -312,7 +309,6 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         broadcast: Broadcast,
         memory: State,
     ) -> State:
-        """Builds a client's model for a visit. Stores progress, layer widths and neuron positions in client memory."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
             raise ClientFault("its model from the previous stage is missing")
@@ -333,7 +329,6 @@ class LayerwiseTraining(RevertingCallback, FederatedCallback):
         return broadcast.state
 
     def _find_labels(self, trainer: L.Trainer, module: L.LightningModule, rule: FedMA) -> BatchKey:
-        """Finds the labels used in the loss within a batch; ``None``, with a warning, if not found."""
         try:
             task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`", needs_target=True)
             outputs = set(layer_entries(module, module.get_submodule(task.layer)))

@@ -41,7 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers that do not support new tensor shapes in a fit, or with ``grows`` within a pass."""
+    """Refuses optimizers that require constant tensor shapes in a fit, or with ``grows`` between two stages."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"
@@ -57,7 +57,10 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses a checkpoint if module and file (shape pairs by entry) differ in an axis outside ``growable``."""
+    """Raises an error if a module and a checkpoint have different shapes, except in axes where FedMA adds neurons.
+
+    ``shapes`` maps entry names to both shapes; ``growable`` maps entry names to the axes with possible new neurons.
+    """
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):
@@ -68,7 +71,7 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns if a fit ends, or may end, within a FedMA pass of ``length`` rounds."""
+    """Warns if the fit may end within a matching pass of ``length`` rounds: by its last round, or by early stopping."""
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(

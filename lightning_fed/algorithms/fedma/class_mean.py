@@ -12,16 +12,16 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @torch.no_grad()
 def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    r"""Averages an output layer. The row for a class is weighted by the clients' shares of the class's examples.
+    r"""Averages the clients' output layers. Each row (a class) is weighted by the clients' numbers of examples.
 
     .. math:: W_k = \sum_j \frac{n_{jk}}{\sum_{j'} n_{j'k}} W_{jk}
 
     Classes without examples are averaged with ``weights``.
 
     Args:
-        layers: Client weights or biases, shape ``(classes, ...)``, floating point.
+        layers: The output layer's weight or bias on each client, shape ``(classes, ...)``, floating point.
         counts: Number of examples (or pixels) per class on each client, shape ``(classes,)``.
-        weights: Client weights, greater than 0, for classes without examples.
+        weights: One weight per client, greater than 0, for classes without examples.
 
     Raises:
         ValueError: If lengths or shapes do not match.

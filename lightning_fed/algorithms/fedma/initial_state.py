@@ -11,11 +11,11 @@ from lightning_fed.messages import State
 
 
 def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: int) -> State:
-    """Draws new initial parameters by shuffling the elements of each tensor in ``names``. No other tensor changes.
+    """Draws new initial parameters: shuffles the elements within each tensor in ``names``. No other tensor changes.
 
     Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
     are independent and identically distributed. Zeros keep their positions, so zero biases, padding rows and pruned
-    weights stay zero. Orthogonal and pretrained weights are destroyed.
+    weights stay zero. Shuffling destroys the structure of orthogonal and pretrained weights.
 
     Example:
         >>> state = {"weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "running_mean": torch.tensor([4.0, 5.0])}

@@ -27,10 +27,10 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of a matching pass over the stages of a network, from round index ``origin`` to ``round``.
+    """Progress of FedMA's matching pass from round ``origin`` to ``round``. Each round matches one stage of layers.
 
-    ``stage`` is the number of matched stages. ``owners`` contains, for each neuron, the number of clients with a match.
-    After the pass, hashes replace the values in matched entries.
+    ``stage`` is the number of matched stages. ``owners`` contains, for each global neuron, the number of clients with a
+    matched neuron. After the pass ``matched_state`` is empty, and ``hashes`` contains a hash for each matched entry.
     """
 
     origin: int
@@ -44,12 +44,12 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Tensor with the pass's first round index and the stage count, int64, shape ``(2,)``."""
+        """Tensor with the pass's first round and the number of matched stages, int64, shape ``(2,)``."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """Value of :attr:`step` in the pass's previous round."""
+        """The value of :attr:`step` before the last matched stage."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
@@ -67,7 +67,7 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """Ends the pass: replaces the matched entries' values, now in the global model, by hashes."""
+        """Ends the pass: replaces the matched values by hashes, because the global model contains the values."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 
@@ -78,15 +78,15 @@ class MatchingPass:
 
 
 def tensor_hash(value: Tensor) -> int:
-    """Hash of all bits in a tensor."""
+    """Hash over all bits of a tensor, for equality tests without the values."""
     return int(sample_hashes(value.reshape(1, -1)))
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Reads each permutation group's number of neurons from a message's extra tensors or a client's memory."""
+    """Reads the global neuron count for each permutation group from a message's extra tensors or a client's memory."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads each neuron's position in the global model from a message's extra tensors or a client's memory."""
+    """Reads each neuron's index among the global neurons from the extra tensors of a message or a client's memory."""
     return without_prefix(values, ASSIGNMENT)
