@@ -1,1 +1,1 @@
-"""Backends execute visits in other processes or on other machines. Results equal the results from one process."""
+"""Backends: client visits in other processes or on other machines, with the same results as in one process."""

@@ -29,9 +29,9 @@ _IRRELEVANT_WARNINGS = (
 
 @dataclass
 class _Entry:
-    """Options and last value of a name logged with ``LightningModule.log``.
+    """Options and latest value for one name logged with ``LightningModule.log``.
 
-    ``metric`` is a logged metric's attribute path; ``position`` is the index of the last visit in the round.
+    ``metric`` is the attribute path of a logged metric. ``position`` is the index of the visit that logged last.
     """
 
     options: dict[str, Any]
@@ -113,7 +113,7 @@ class DistributedLog(RevertingCallback):
         self._values.batch, self._values.suffix = None, ""
 
     def start_visit(self, position: int) -> None:
-        """Assigns all later logged values to the visit with index ``position`` in the round."""
+        """Assigns all values logged from now on to the visit with index ``position`` in the round."""
         self._position, self._values.batch = position, None
 
     def take_entries(self) -> LogPart:

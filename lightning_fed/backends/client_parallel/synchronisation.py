@@ -36,7 +36,7 @@ _ROUNDING = 1e-4  # largest relative difference between the norms of equal model
 
 @dataclass
 class _Share:
-    """Data of one process after the visits of a round, sent to all other processes.
+    """Results of the visits in one process, sent to all other processes after the last visit.
 
     ``visit_costs`` maps clients to seconds per batch, ``finals`` maps visit indices to the schedulers' final states,
     ``stored`` contains client states (``ClientStore.share``), and ``noted`` contains the values yielded by callbacks in
@@ -55,7 +55,7 @@ class _Share:
 
 
 def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
-    """Sends ``values`` (one per process) to a callback's ``share_round`` generator. Refuses a second ``yield``."""
+    """Sends ``values`` (one per process) to a callback's ``share_round`` generator. A second ``yield`` is an error."""
     with suppress(StopIteration):
         flow.send(values)
         raise RuntimeError(
@@ -64,7 +64,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises processes once per round. ``balance`` is the quantity to balance, ``"batches"`` or ``"time"``."""
+    """Synchronises processes once per round. ``balance`` (``"batches"`` or ``"time"``) is equalised over processes."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 
@@ -180,7 +180,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 
 class ParallelVisits(VisitDriver):
-    """Runs the visits assigned to this process. Does not know the batches trained by other processes."""
+    """Runs the visits assigned to this process. Batches trained by other processes are unknown here."""
 
     may_end_early = False
 

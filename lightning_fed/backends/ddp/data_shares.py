@@ -1,4 +1,4 @@
-"""Splits a client's batches between processes, as torch's ``DistributedSampler`` does."""
+"""Splits a client's batches between several processes, as torch's ``DistributedSampler`` does."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_fed.messages import Client
 
 
 def share_population(population: Population, rank: int, size: int, seed: int) -> Population:
-    """Restricts the batches of all clients to the share for process ``rank`` among ``size`` processes.
+    """Restricts each client's batches to the examples for process ``rank`` among ``size`` processes.
 
-    The reported number of examples remains the number for the whole client. Shares have equal numbers of batches, so
-    some examples may occur twice. Shuffling dataloaders use ``seed``, the visit's seed.
+    The number of examples in messages remains the whole client's number. Shares have equal numbers of batches, so some
+    examples may occur twice. Shuffling dataloaders use ``seed``, the visit's seed.
 
     Raises:
         OptionError: If a client's dataloader has no map-style data set, or has a custom sampler.
@@ -37,7 +37,7 @@ def share_population(population: Population, rank: int, size: int, seed: int) ->
 
 
 class SharedSource(ClientSource):
-    """Reads this process's share of every batch: every n-th example of a batch formed for n processes."""
+    """Data set that reads this process's share of each batch: every n-th example for n processes."""
 
     def __init__(self, source: ClientSource, rank: int, size: int, batch_size: int) -> None:
         super().__init__(source.datasets, source.collate)

@@ -26,7 +26,7 @@ Serve = Callable[[Any], Callable[[Any, Callable[[Sequence[str]], None]], Any]]
 
 
 def as_bytes(value: Any) -> bytes:
-    """Pickles a client's arguments for other processes on this machine.
+    """Pickles a client's arguments for the client's other processes on the same machine.
 
     Raises:
         MisconfigurationException: If an argument cannot be pickled, such as a lambda.
@@ -41,17 +41,17 @@ def as_bytes(value: Any) -> bytes:
 
 
 def current_rank() -> tuple[int, int]:
-    """Index of this process among a client's processes, and the number of these processes."""
+    """Returns this process's index among the processes of a client, and the number of processes."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Processes:
-    """A group of processes with the environment variables of ``torchrun``, started by the first order (task).
+    """A client's training processes, with ``torchrun``'s environment variables. The first task starts the processes.
 
     Args:
         size: Number of processes.
         arguments: The client's pickled arguments.
-        serve: Function called in each process to build the function that answers orders.
+        serve: Function that is called in each process, and returns the function to run for each task.
     """
 
     def __init__(self, size: int, arguments: bytes, serve: Serve) -> None:
@@ -60,10 +60,10 @@ class Processes:
         self._pipes: list[Connection] = []
 
     def run(self, order: Any, judge: Callable[[Sequence[str]], None]) -> Any:
-        """Sends an order to all processes, and returns the first process's answer.
+        """Sends a task to all processes, and returns the first process's answer.
 
-        ``judge`` checks the entry names of the update, at the first process's request. If a process fails or ends, all
-        processes are ended, and ``ClientFault`` is raised.
+        ``judge`` checks the entry names of the update; the first process requests this check. If a process fails or
+        ends, all processes are ended, and ``ClientFault`` is raised.
         """
         if not self._running:
             self._start()
@@ -80,7 +80,7 @@ class Processes:
             raise
 
     def stop(self) -> None:
-        """Kills all processes. The next order starts new processes."""
+        """Kills all processes. The next task starts new processes."""
         _kill(self._running)
         for pipe in self._pipes:
             pipe.close()
@@ -139,7 +139,7 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _work(pipe: Connection, variables: dict[str, str], arguments: bytes, serve: Serve) -> None:
-    """Answers orders in one process until the pipe closes."""
+    """Runs tasks from the pipe in one process, until the pipe closes."""
     os.environ.clear()  # the server of the forks has older variables
     os.environ.update(variables)
     answer = serve(pickle.loads(arguments))

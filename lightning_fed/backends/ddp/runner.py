@@ -67,11 +67,12 @@ def _count_processes(trainer: Mapping[str, Any]) -> int:
 
 
 class DistributedRunner(ClientRunner):
-    """Answers packets like the base class, but trains visits in several processes.
+    """Client side that trains each visit in several processes.
 
-    The training processes start at the first visit and keep running. Only the main process checks orders, knows the
-    secret keys of a secure sum, and answers. Requests, measurements and evaluations run in the main process, on one
-    device. If a process ends or raises, all other processes are ended, and the client misses the round.
+    The training processes start at the first visit and keep running. Only the main process checks the server's
+    messages, knows the secret keys of a secure sum, and sends answers. Requests, measurements and evaluations run in
+    the main process, on one device. If a process ends or raises, all other processes are ended, and the client misses
+    the round.
 
     Raises:
         MisconfigurationException: If a callback needs all data of a visit, because each process reads only a share, or
@@ -114,7 +115,7 @@ def _check_callback(callback: Any) -> None:
 
 
 class RankRunner(ClientRunner):
-    """One of several processes that train a visit together; only the first process writes files."""
+    """Client side in one of several processes that train a visit together. Only the first process writes files."""
 
     def __init__(self, federation: Federation, model: Any, data: Any, trainer: Any, options: dict[str, Any]) -> None:
         super().__init__(federation, model, data, _without_strategy(trainer), **options)
@@ -127,7 +128,7 @@ class RankRunner(ClientRunner):
             self.store_kind = _ReadStore
 
     def train(self, packet: Packet, node: Mapping[str, Any], judge: Any) -> tuple[Any, ...]:
-        """Trains this process's share of a visit. Returns step counts, update, fault, and the schedulers' final states.
+        """Trains a visit on this process's share of the data. Returns step counts, update, fault and scheduler states.
 
         ``judge`` checks the entry names against the site's policy.
         """
@@ -146,7 +147,7 @@ class RankRunner(ClientRunner):
 
 
 class RankSide(RemoteServerSide):
-    """Represents the server in one of several processes. The first process writes files after all processes read."""
+    """Stands for the server in one of several training processes. Files are written after all processes have read."""
 
     def start(self, fit: FederatedFit) -> None:
         strategy = fit.trainer.strategy
@@ -168,7 +169,7 @@ class _ReadStore(FolderStore):
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:
-    """Builds a process's runner, and returns a function that trains visits and only raises ``ClientFault``."""
+    """Builds a process's client side. Returns a function that trains visits and only raises ``ClientFault``."""
     federation, model, data, trainer, options = arguments
     runner = RankRunner(federation, model, data, trainer, options)
     return partial(_answer_visit, runner)

@@ -19,10 +19,10 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> list[Path]:
-    """Writes the server's certificate and key for the host ``names``, and the authority's certificate if missing.
+    """Writes the server's certificate and key for the host ``names``. Creates a missing certificate authority.
 
-    The authority's certificate is valid for ten times as many days, so nodes do not need a new ``ca.crt`` when the
-    server's certificate changes.
+    The authority's certificate (``ca.crt``) is valid ten times longer than ``days``, so that nodes can keep the file
+    when the server's certificate changes.
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(

@@ -66,7 +66,7 @@ class Registry:
         self._known: dict[bytes, float] = {}
 
     async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Returns the registered key that signed a call, or ``None``. Raises an error if the database is unreadable."""
+        """Returns the registered key that signed a call, or ``None``. An unreadable database raises an error."""
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
             signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]
@@ -118,7 +118,7 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket with a limit on the number of strangers (connections without a validly signed call so far).
+    """Listening socket with a limit on the number of strangers: connections without a validly signed call so far.
 
     ``strangers`` maps network addresses to the strangers of all listeners in the process, oldest first.
     """
@@ -158,7 +158,7 @@ class Listener(socket.socket):
 
 
 def watch(connection: Connection) -> None:
-    """Closes a connection after ten seconds, unless the connection is no longer a stranger."""
+    """Closes a connection after ten seconds, unless a registered node has signed a call on the connection."""
     Listener.strangers[connection.peer] = connection
     asyncio.get_running_loop().call_later(_STRANGER_SECONDS, _end, connection)
 
@@ -171,7 +171,7 @@ def _end(connection: Connection) -> None:
 
 
 class Gateway:
-    """ASGI application to forward SuperNodes' calls to a SuperLink.
+    """ASGI application that forwards SuperNodes' calls to a SuperLink.
 
     ``GET /`` returns the versions of Flower and lightning-fed, for ``lightning-fed doctor --flower``.
     """

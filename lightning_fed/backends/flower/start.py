@@ -158,10 +158,10 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts one process per command, each after the previous process accepts connections at its ``listening`` address.
+    """Starts one process per command. Each process starts after the previous one accepts connections.
 
-    Then logs ``ready``. If a process exits or a signal arrives, ends all processes. An exit raises ``SystemExit`` with
-    the process's status.
+    ``listening`` contains the address for each command. Then logs the text ``ready``. If a process exits or a signal
+    arrives, ends all processes. An exit raises ``SystemExit`` with the process's status.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []

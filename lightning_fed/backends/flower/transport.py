@@ -69,9 +69,9 @@ def from_records(content: RecordDict) -> Packet:
 class FlowerTransport(Transport):
     """Sends packets over Flower's grid. After each connection, asks the node for the names of its clients.
 
-    ``bound`` maps a client to the permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other
-    nodes receive no messages for the client. If ``bound`` is ``None``, the first node that names a client serves the
-    client.
+    ``bound`` maps a client to the only permitted node: a public key (text of a ``.pub`` file) or Flower's node number.
+    Other nodes receive no messages for the client. If ``bound`` is ``None``, the first node that names a client serves
+    the client.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FlowerTransport(Transport):
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Asks the client's node again for client names, because the node restarted with other data."""
+        """Asks a client's node again for the names of its clients, because the node restarted with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]

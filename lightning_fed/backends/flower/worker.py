@@ -1,4 +1,4 @@
-"""Worker: a client process that builds model and data once, and serves the SuperNode's short-lived processes."""
+"""Worker: a client process that builds model and data once, for many short-lived processes of Flower's SuperNode."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
     """Answers messages for the client app, received at the Unix socket with path ``socket``, one at a time.
 
-    Raises ``PermissionError`` if other users can access the socket's folder. Replaces the socket left by an ended
-    worker. Messages are never unpickled.
+    Raises ``PermissionError`` if other users can access the socket's folder. A socket left by an earlier worker is
+    replaced. Messages are never unpickled.
     """
     if not isinstance(app, LightningClientApp):
         raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")

@@ -18,9 +18,10 @@ RECORD = "round.json"
 def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
     """Returns signed JSON text about all rounds: participants, records of the rounds, and file digests.
 
-    A record contains clients with updates or reasons for exclusion, method, rule, update steps, versions, metrics (with
-    epsilon and evaluations), the digests of models and answers, and the last line's digest for each site's record file.
-    ``participants`` lists each client with two numbers of rounds: with a used update, and with an exclusion.
+    The record of a round contains the clients with an update or a reason for exclusion, the method, rule, update steps,
+    versions, metrics (with epsilon and evaluations), digests of models and answers, and the digest of the last line in
+    each site's record file. ``participants`` lists each client with the number of rounds with a used update, and the
+    number of rounds with an exclusion.
     """
     rounds = [json.loads(path.read_text()) for path in sorted(folder.glob(f"round-*/{RECORD}"))]
     used = Counter(client for one in rounds for client in one["received"])
@@ -34,7 +35,7 @@ def write_certificate(folder: Path, key: Ed25519PrivateKey) -> str:
 
 
 def find_changes(folder: Path, text: str, key: Ed25519PublicKey) -> list[str]:
-    """Lists all differences between a certificate and the folder; empty for an unchanged run."""
+    """Lists all differences between a certificate and the folder of a run. The list is empty for an unchanged run."""
     try:
         certificate = json.loads(text)
         signature = bytes.fromhex(certificate.pop("signature"))

@@ -53,7 +53,7 @@ class KeepRounds(FederatedCallback):
         self._last_validation: int | None = None
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Stores the global model, and deletes the files of an earlier run from this round on."""
+        """Stores the global model. Deletes files for this and later rounds, left by an earlier run."""
         policies = find_federation(trainer).policies
         entries = live_entries(module)
         self._start = copy_state({name: entries[name] for name in entries if policies[name] == "shared"})
@@ -63,7 +63,7 @@ class KeepRounds(FederatedCallback):
                 shutil.rmtree(path)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Stores an update, before the server's checks."""
+        """Stores an update before the server checks the update."""
         content = {name: value for name, value in vars(update).items() if name in ("client", "num_samples", "metrics")}
         tensors = {"state": copy_state(update.state), "extras": copy_state(update.extras)}
         self._save(trainer.current_epoch, f"{len(self._answers):06d}.ckpt", content | tensors)
@@ -71,7 +71,6 @@ class KeepRounds(FederatedCallback):
         self._answers.append((update.client, digest(parts)))
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Stores the new global model."""
         federation, entries = find_federation(trainer), live_entries(module)
         server, model = federation.server, copy_state({name: entries[name] for name in self._start})
         tensors = {
@@ -102,7 +101,7 @@ class KeepRounds(FederatedCallback):
         self._last_validation = trainer.current_epoch
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes the round's record, after validation. Deletes the oldest updates and models beyond ``max_bytes``."""
+        """Writes the round's record after the validation. Deletes the oldest updates and models above ``max_bytes``."""
         if not self._record:
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -136,7 +135,7 @@ def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpd
 def replay_round(
     folder: Path, round: int, federation: Federation, without: Collection[Client] = ()
 ) -> tuple[State, State]:
-    """Repeats a round's aggregation, without the clients in ``without``. Returns the stored and the repeated model.
+    """Repeats a round's aggregation without the clients in ``without``. Returns the stored and the new model.
 
     ``federation`` must have the run's update steps. If the aggregation rule differs from the run's rule, the new rule
     starts without state. Refuses secure sums, because the server stores no single updates, and noise, because the

@@ -43,8 +43,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
         bounds: Limits for work requested by the server; unlimited by default.
         policy: File with the site policy (:mod:`lightning_fed.backends.site`); if a given file is missing, no answer is
-            sent. By default ``site_policy.toml`` in ``store``. If ``store`` has no trace of a policy, all answers are
-            sent.
+            sent. By default ``site_policy.toml`` in ``store``. If ``store`` never had a policy, all answers are sent.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Simulated network in virtual time, which knows the correct outcome of every message."""
+"""Simulated network in virtual time. The simulation knows the correct outcome of every message."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Message:
     """A message to a client, and the delivery of its answer.
 
     Times are in seconds, and ``None`` before the event: ``arrived_at`` (the first answer, ``reply``, is available),
-    ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` counts
-    the starts of the client's process before the message was sent. ``is_damaged``: the network has changed the answer.
+    ``closed_at`` (the server stops waiting) and ``given_up_at`` (the server gives up the connection). ``start`` is the
+    number of starts of the client's process before the message was sent. ``is_damaged`` is true if the network has
+    changed the answer.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Message:
         return isinstance(self.reply, Packet) and is_answer(self.reply)
 
     def is_late(self, now: float, valid: float) -> bool:
-        """True if an answer is available, but the server no longer waits for the answer."""
+        """True if the answer has arrived after the server stopped waiting for the answer."""
         if self.closed_at is None or self.is_fetched or now - self.closed_at > valid:
             return False
         return bool(self.answers) and isinstance(self.reply, Packet)
@@ -57,7 +58,7 @@ class Message:
 class Site:
     """A client's machine: handles messages one at a time, and sends the answers.
 
-    ``inspect`` is called with the site, the message and the answer, for every answer of the site.
+    For every answer, ``inspect`` is called with the site, the message and the answer.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Site:
         self._plan_kill()
 
     def send(self, message: Message) -> None:
-        """Accepts a message from the server, and simulates the faults on the route to the site."""
+        """Receives a message from the server, and simulates faults on the way from the server to the client."""
         if self.machine.random.random() < self.machine.profile.loss:
             self.world.note(self.machine.name, f"does not receive {message.name}: lost on the way")
             return
@@ -120,7 +121,7 @@ class Site:
         self._transfer(sent, lambda: self._deliver(message, reply, start, is_damaged))
 
     def _transfer(self, content: Answer, arrive: Callable[[], None]) -> None:
-        """Plans the arrival of a message or an answer, also late and twice."""
+        """Plans the arrival of a message or an answer. Faults may delay or duplicate the arrival."""
         profile, draws = self.machine.profile, self.machine.random
         size = len(content.text) + len(content.data) * self.world.scale if isinstance(content, Packet) else 0.0
         arrival = self.machine.transfer(self.world.now, size)
@@ -200,7 +201,7 @@ class RehearsalTransport(Transport):
         self._in_memory: list[ref[Packet]] = []
 
     def answer_seconds(self) -> list[float]:
-        """Seconds from message to answer, for all answered visits."""
+        """Seconds between request and answer, for all answered visits."""
         return [
             message.arrived_at - message.sent_at
             for message in self.messages.values()
@@ -260,7 +261,7 @@ class RehearsalTransport(Transport):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Calls :meth:`Transport.ask`, and checks byte counts and each outcome (answer, or reason for no answer)."""
+        """Calls :meth:`Transport.ask`. Checks byte counts, and each answer or reason for a missing answer."""
         start = turn = self._world.now
         self._server.set_fuse(self._limit.seconds)
         before, due = self.late, sum(message.is_late(start, self._valid) for message in self.messages.values())
@@ -297,7 +298,6 @@ class RehearsalTransport(Transport):
     def await_any(
         self, messages: dict[Client, Any], again: Callable[[Client], Packet], seconds: float
     ) -> tuple[Client, Answer] | None:
-        """Calls :meth:`Transport.await_any`, and checks the outcome."""
         turn, ends = self._world.now, {client: one.sent_at + self._limit.seconds for client, one in messages.items()}
         self._server.set_fuse(seconds)
         arrival = super().await_any(messages, again, seconds)
@@ -323,7 +323,10 @@ class RehearsalTransport(Transport):
     def _judge(
         self, place: str, message: Message | None, answer: Answer, times: tuple[float, float], can_repeat: bool
     ) -> None:
-        """Checks a message's ``answer`` (or reason for no answer). ``times``: start of waiting, and deadline."""
+        """Compares ``answer`` (or the reason for a missing answer) with the simulated delivery of a message.
+
+        ``times`` are the start of waiting and the deadline.
+        """
         now, (turn, end), check = self._world.now, times, self._check
         if message is not None and message.given_up_at is not None:  # the client's turn may come later
             now = message.given_up_at

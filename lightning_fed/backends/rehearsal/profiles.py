@@ -62,7 +62,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sites:
-    """Machines of a deployment, and the time limits: ``patience`` is the server's wait for clients in seconds."""
+    """Profiles of all machines, and time limits. ``patience`` is the server's wait for clients in seconds."""
 
     server: Profile
     sites: Mapping[Client, Profile]

@@ -53,9 +53,9 @@ _MOST_VERSIONS = 4  # of a client's stored state in a run, independent of the nu
 class Plan:
     """A deployment to rehearse.
 
-    Every process calls ``federation`` and ``model``. A client's process also calls ``data``; if ``data`` is ``None``,
-    the data are artificial. ``model_bytes`` is the real model's size; if ``None``, the size of ``model``. If ``trains``
-    is false, :func:`train_stand_in` computes the updates.
+    The functions ``federation`` and ``model`` are called in every process, and ``data`` in a client's process. If
+    ``data`` is ``None``, the data are artificial. ``model_bytes`` is the real model's size; if ``None``, the size of
+    ``model``. If ``trains`` is false, :func:`train_stand_in` computes the updates.
     """
 
     sites: Sites
@@ -114,7 +114,7 @@ def rehearse(plan: Plan, seed: int) -> Outcome:
 
 
 class _Ledger(FederatedCallback):
-    """Server callback that stores a :class:`RoundResult` for every round."""
+    """Server callback that records a :class:`RoundResult` for every round."""
 
     keeps_privacy = True
 

@@ -1,4 +1,4 @@
-"""Client without training: real messages, checks and files, with an update computed without a fit."""
+"""Client without training: real messages, checks and files, but updates computed by a simple function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COUNT = "memory:visits"
 
 
 class StandIn(L.LightningModule):
-    """A model with eight parameters, which replaces a recipe's model."""
+    """Model with eight parameters. If no model is trained, ``StandIn`` replaces the recipe's model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class StandIn(L.LightningModule):
 
 
 def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> tuple[State, State]:
-    """Returns the state after a visit, and the client's tensors to store (the number of accepted visits).
+    """Computes the model after a visit without training, and the tensors to store on the client.
 
-    One in four visits stores no tensors. State and tensors only depend on the arguments, so a lost, repeated or
-    changed update changes all later global models.
+    One in four visits stores no tensors. Results depend only on the arguments. A lost, repeated or changed update
+    therefore changes all later global models.
     """
     generator = torch.Generator().manual_seed(visit.seed)
     count = stored.get(_COUNT, torch.zeros((), dtype=torch.int64)) + 1
@@ -61,7 +61,7 @@ def train_stand_in(state: State, visit: Visit, stored: Mapping[str, Tensor]) -> 
 
 
 class RehearsedRunner(ClientRunner):
-    """Client that spends virtual time in visits, and trains only if ``trains``."""
+    """Client side that spends virtual time in a visit. If ``trains`` is false, no model is trained."""
 
     def __init__(
         self,
@@ -129,5 +129,5 @@ class _StandInFit(SimpleNamespace):
 
 
 def build_stand_in_data(client: Client, batches: int) -> Mapping[Client, DataLoader[Any]]:
-    """Artificial data with the profile's number of batches; each batch contains one example."""
+    """Creates artificial data with ``batches`` batches per client. Each batch contains one example."""
     return {client: DataLoader(TensorDataset(torch.zeros(batches, 1)))}

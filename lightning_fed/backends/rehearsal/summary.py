@@ -14,7 +14,7 @@ _LAST_EVENTS = 6
 
 
 def find_quantile(values: Sequence[float], share: float) -> float:
-    """Smallest value that is at least as large as the fraction ``share`` of all values.
+    """Smallest value ``v`` for which at least the fraction ``share`` of all values is at most ``v``.
 
     Example:
         >>> find_quantile([3.0, 1.0, 2.0, 4.0], 0.5), find_quantile([3.0, 1.0], 1.0)
@@ -24,7 +24,7 @@ def find_quantile(values: Sequence[float], share: float) -> float:
 
 
 def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Sorts rehearsals, worst first, by violated invariants, missing rounds, excluded clients, and hours."""
+    """Sorts rehearsals, worst first: by violated invariants, missing rounds, excluded clients and duration."""
     return sorted(
         outcomes, key=lambda one: (-len(one.violations), one.rounds, -sum(one.excluded.values()), -one.hours, one.seed)
     )
@@ -33,8 +33,8 @@ def rank_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def suggest_deadline(plan: Plan, outcomes: Sequence[Outcome]) -> str:
     """Suggests arguments for :class:`Deadline` from the answers and rounds in all rehearsals.
 
-    ``seconds`` is 1.2 times the 99 % quantile of the answer times. ``min_clients`` is the number of valid updates
-    reached in 95 % of rounds. ``rest`` is the time between the median answer and the 95 % quantile.
+    ``seconds`` is 1.2 times the 99 % quantile of the answer times. 95 % of rounds have at least ``min_clients`` valid
+    updates. ``rest`` is the time between the median answer and the 95 % quantile.
     """
     times = [seconds for outcome in outcomes for seconds in outcome.answer_seconds]
     if not times:

@@ -34,11 +34,11 @@ _OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink")  # in `o
 
 
 class Killed(BaseException):
-    """Raised in a machine's process to end the process. ``except Exception`` does not catch this class."""
+    """Raised to end the process of a simulated machine. ``except Exception`` does not catch this class."""
 
 
 class Machine:
-    """A machine with a process, a disk, a clock and a connection.
+    """A simulated machine with a process, a disk, a clock and a connection.
 
     ``starts`` is the number of process starts. ``is_dead`` is true while exception handlers still run in an ended
     process, and ``has_lost_files`` after a power failure with unsynchronised changes.
@@ -61,7 +61,7 @@ class Machine:
             world.at(self._draw(DAY / profile.clock_jumps), self._jump)
 
     def keep(self, path: Path) -> None:
-        """Marks a file as synchronised with the disk."""
+        """Marks a file as written to the disk: a power failure does not undo the write."""
         if path.exists():
             self.synced[path.stat().st_ino] = path.stat().st_size
 
@@ -69,7 +69,7 @@ class Machine:
         return self.is_up and all(not start <= time < end for start, end in self._plan_outages(time))
 
     def lost_since(self, start: int, now: float) -> float | None:
-        """Returns the time when process number ``start`` lost the connection, or ``None`` without a loss."""
+        """Returns the time at which process number ``start`` lost the connection, or ``None`` without a loss."""
         outage = next((begin for begin, end in self._outages if begin <= now < end), None)
         ended = self._ended_at.get(start)
         if ended is None or ended > now:
@@ -77,13 +77,13 @@ class Machine:
         return min([ended, *(begin for begin, end in self._outages if begin <= ended < end)])
 
     def online_since(self, now: float) -> float | None:
-        """Returns the start of the current online period, or ``None`` while offline."""
+        """Returns the start of the current online period, or ``None`` for an offline machine."""
         if not self.is_online(now):
             return None
         return max([self._began_at[self.starts], *(end for _, end in self._outages if end <= now)])
 
     def transfer(self, time: float, num_bytes: float) -> float:
-        """Returns the arrival time for a message sent at ``time``. An outage interrupts the message."""
+        """Returns the arrival time of a message sent at ``time``. An outage of the connection delays the message."""
         left = self.profile.latency + 8e-6 * num_bytes / self.profile.bandwidth
         while True:
             start, end = next(outage for outage in self._plan_outages(time + left) if outage[1] > time)
@@ -92,7 +92,7 @@ class Machine:
             left, time = left - max(0.0, start - time), end
 
     def work(self, seconds: float) -> None:
-        """Spends virtual time in the machine's process. Raises :class:`Killed` if the process ends in this time."""
+        """Spends virtual time in the machine's process. Raises :class:`Killed` if the process is ended in this time."""
         end = self._world.now + self._world.offset + seconds
         if end >= self.next_kill:
             self._world.offset = self.next_kill - self._world.now
@@ -100,14 +100,13 @@ class Machine:
         self._world.offset += seconds
 
     def end(self, reason: str) -> NoReturn:
-        """Ends the running process, with a reason for the log."""
         if reason:
             self._world.note(self.name, reason)
         self.is_dead, self.next_kill = True, self._world.now + self._world.offset
         raise Killed(self.name)
 
     def kill(self, restart: Callable[[], None] | None = None) -> float:
-        """Ends the process, and returns the next start time."""
+        """Ends the process. Returns the time of the next start."""
         self.is_up, self.is_dead, self.fuse = False, False, None
         is_power_lost = self.random.random() < 0.5
         if is_power_lost:
@@ -131,7 +130,7 @@ class Machine:
         return start
 
     def touch(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Runs a file operation in the machine's process, or simulates a fault."""
+        """Runs a file operation in the machine's process, unless the simulation lets the operation fail."""
         if self.is_dead:
             raise Killed(self.name)
         is_reading = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -171,7 +170,7 @@ class Machine:
         self.end("")
 
     def set_fuse(self, seconds: float) -> None:
-        """Draws at random the next failing file operation (or none) for ``seconds`` of work in the process."""
+        """Draws at random the file operation that fails during the next ``seconds`` of work, if any."""
         if self.fuse is None and self.random.random() < self.profile.disk_faults * seconds / DAY:
             self.fuse, self.is_fuse_deadly = self.random.randrange(40), self.random.random() < 0.5
 
@@ -180,7 +179,7 @@ class Machine:
         return used * self._world.scale > self.profile.disk * 1e9
 
     def _lose_bytes(self) -> None:
-        """Undoes recent renames in unsynchronised folders, and truncates unsynchronised files."""
+        """Simulates a power failure: undoes renames in unsynchronised folders, and truncates unsynchronised files."""
         for time, target, earlier in reversed(self._renames):
             if self._world.now - time < _WRITE_BACK and target.exists():
                 self.has_lost_files = True
@@ -219,9 +218,8 @@ class Machine:
 class World:
     """Virtual clock and queue of events; replaces the module ``time`` in backends.
 
-    ``offset`` is the time by which the current process is ahead of ``now``, after :meth:`Machine.work`. ``scale`` is
-    the ratio between the real model's bytes and the simulated bytes. ``log`` contains events as (seconds, machine,
-    text).
+    :meth:`Machine.work` moves only one process ahead of ``now``, by ``offset`` seconds. ``scale`` is the ratio between
+    the real model's bytes and the simulated bytes. ``log`` contains events as (seconds, machine, text).
     """
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:
@@ -235,12 +233,11 @@ class World:
         self._names = random.Random(f"{seed}/names")
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Plans an event. Simultaneous events run in planning order."""
+        """Plans a call of ``action`` at ``time``. Events with equal times run in planning order."""
         self._count += 1
         heapq.heappush(self._events, (time, self._count, action))
 
     def note(self, machine: str, text: str) -> None:
-        """Adds an event to the log."""
         self.log.append((self.now + self.offset, machine, text.replace(self.folder, "") if self.folder else text))
 
     def advance(self, time: float) -> None:
@@ -253,7 +250,7 @@ class World:
 
     @contextmanager
     def run_on(self, machine: Machine | None) -> Iterator[None]:
-        """Context that runs code in a machine's process; without faults if ``machine`` is ``None``."""
+        """Context: code inside runs in the machine's process, with simulated faults. ``None`` means without faults."""
         before = self.machine, self.offset
         self.machine, self.offset = machine, 0.0
         try:
@@ -274,7 +271,7 @@ class World:
         return int(self.time() * 1e9)
 
     def sleep(self, seconds: float) -> None:
-        """Advances time by ``seconds``, and runs due events. Raises :class:`Killed` if the server's process ends."""
+        """Advances the virtual time, and runs due events. Raises :class:`Killed` if the server's process ends."""
         machine, end = self.machine, self.now + seconds
         if machine is not None and machine.next_kill <= end:
             self.advance(machine.next_kill)

@@ -1,1 +1,1 @@
-"""Site policy and site record: control and log of all data sent from a client's machine."""
+"""Site policy and site record: control and record of all data sent from a client's machine."""

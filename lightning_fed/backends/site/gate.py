@@ -1,4 +1,4 @@
-"""Policy check on a site (a client's machine): checks and records every server message (order) and every answer."""
+"""Policy check on a site (a client's machine): checks and records every server message and every answer."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _PROTOCOL = (NOT_HELD, NOT_HERE)  # texts on which the server acts; neither text
 
 
 class SiteGate:
-    """Checks orders (server messages) and answers against the site's policy, and appends both to the record file.
+    """Checks server messages and answers against the site's policy. Appends both to the record file.
 
     The gate reads the policy before every visit, and again before sending the answer. If the policy is unreadable or
-    the record is damaged, a constant text replaces the answer. If no policy is required, the gate is active as soon as
-    the policy file, a record, or a file with a similar name exists.
+    the record is damaged, a constant text replaces the answer. If the site need not have a policy, the gate is active
+    as soon as a policy file, a record file or a file with a similar name exists.
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -63,7 +63,7 @@ class SiteGate:
             _log.info("No policy at %s: every answer is sent.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        """Checks a packet, calls ``answer`` with the unsigned packet, and returns the checked answer."""
+        """Checks a server message, calls ``answer`` with the unsigned message, and returns the checked answer."""
         bare, order = Packet(split_signature(packet.text)[0], packet.data), read_order(kind, packet.text, packet.data)
         # The order names a line of a record: the site had a policy.
         if not self.is_in_force() and (order is None or order.head is None):
@@ -103,7 +103,7 @@ class SiteGate:
                 raise Refusal("entries", str(error)) from error
 
     def is_in_force(self) -> bool:
-        """True if a policy is required, or the site has a policy file, record file, or a file with a similar name."""
+        """True if a policy is required, or the site has a policy file, a record file, or a file with a similar name."""
         self._is_required = self._is_required or self._path.is_symlink() or self._path.exists() or self._has_traces()
         return self._is_required
 
@@ -118,7 +118,10 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Checks and logs an order or a ``reply``. Returns the packet to send, or ``None`` to begin the visit."""
+        """Checks and records a server message (``order``) or an answer (``reply``).
+
+        Returns the packet to send instead of a visit, or the allowed answer; ``None`` begins the visit.
+        """
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)
@@ -147,7 +150,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns matching policy patterns by rule name, and all names in the answer. Refuses a forbidden answer."""
+        """Returns the matching policy patterns by rule, and all names in the answer. Refuses a forbidden answer."""
         if isinstance(reply, Refusal):
             raise reply
         if reply is not None and find_kind(reply.text) == "fault":

@@ -55,7 +55,7 @@ _LARGEST = 2**20  # bytes; limit for the policy file
 
 
 class PolicyError(Exception):
-    """Raised for an unreadable site policy. The site then does not answer the server's messages."""
+    """Raised for an unreadable site policy. The site then answers none of the server's messages."""
 
 
 class Refusal(ClientFault):
@@ -68,7 +68,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Client program's settings that a site policy checks: method name, update steps (innermost first), callbacks."""
+    """Settings of the client program for a policy check: method name, update steps (innermost first), callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -77,11 +77,11 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """Server's message to a site; ``answer`` is the requested kind of answer, see :data:`ANSWERS`.
+    """Message from the server to a site. ``answer`` is the requested kind of answer (:data:`ANSWERS`).
 
-    ``text`` has no signature. ``client`` is ``None`` in the query for client names. ``sum_size`` is the number of
-    clients in a secure sum, or ``None`` if unknown. ``stage`` names the protocol step of the secure sum. ``head`` is
-    the number and digest of the last line in the site's record file known to the server.
+    ``text`` is the message without signature. ``client`` is ``None`` in the query for client names. ``sum_size`` is the
+    number of clients in a secure sum, or ``None`` if unknown. ``stage`` names the protocol step of the secure sum.
+    ``head`` is the number and digest of the last line in the site's record file known to the server.
     """
 
     answer: str
@@ -105,7 +105,7 @@ class RequiredStep:
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Returns the reason why a client program violates the requirement, or ``None``."""
+        """Returns the reason why a client program (``half``) violates the requirement, or ``None``."""
         reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -183,7 +183,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Checks a server's message before training. Returns the policy's matching patterns, or raises ``Refusal``."""
+        """Checks a server's message before training. Returns the matching policy patterns, or raises ``Refusal``."""
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
             return allowed
@@ -216,7 +216,7 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Checks an answer before sending. Returns the policy's matching patterns, and all names in the answer."""
+        """Checks an answer before sending. Returns the matching policy patterns, and all names in the answer."""
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
@@ -351,7 +351,7 @@ def _simple_name(name: str) -> str:
 
 
 def change_update(reply: Packet, **header: Any) -> Packet:
-    """Replaces fields (``header``) in an update's JSON header. Other kinds of answers are returned unchanged."""
+    """Replaces the fields in ``header`` of an update's JSON header. Other answers are returned unchanged."""
     packet = json.loads(reply.text)
     if packet["kind"] == "update":
         packet["header"] |= header

@@ -48,7 +48,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a record file: number (from 1), digest and decoded JSON. The last line's digest is the head."""
+    """One line of a record file: number (from 1), digest and decoded JSON."""
 
     number: int
     digest: str
@@ -60,7 +60,7 @@ class Line:
 
 
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
-    """Reads and verifies the lines that follow the line with this number and digest (``head``).
+    """Reads and verifies the lines after the line with the digest ``head`` and this number.
 
     Crashes can leave truncated lines in the file. The next complete line then contains the digest of the truncated
     lines as ``"torn"``.
@@ -102,7 +102,7 @@ def read_record(path: Path) -> Iterator[Line]:
 
 
 def write_line(head: str, content: Mapping[str, Any]) -> bytes:
-    """Encodes ``content`` as the line of a record file after the line with digest ``head``."""
+    """Encodes ``content`` as a line for a record file. ``head`` is the previous line's digest."""
     text = json.dumps(dict(content), sort_keys=True).encode()
     return f"{_digest(head, text)} ".encode() + text + b"\n"
 
@@ -173,7 +173,7 @@ class Record:
         return self.last
 
     def has_line(self, number: int, digest: str) -> bool:
-        """True if this record file has a line with number and digest, or the number belongs to an archived file."""
+        """True if the record file contains a line with this number and digest, or the line is in an archived file."""
         return number < next(iter(self._digests), 1) or self._digests.get(number) == digest
 
     def _read_head(self) -> tuple[int, str]:

@@ -43,7 +43,7 @@ def read_public_key(line: str) -> Ed25519PublicKey:
 
 
 def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
-    """Signs a server's message: type (``kind``), JSON text and tensor bytes. The signature expires after ``seconds``.
+    """Signs a server's message: kind, JSON text and tensor bytes. The signature expires after ``seconds``.
 
     Returns the text, followed by a line with expiry time (nanoseconds since 1970) and signature.
     """
@@ -52,7 +52,7 @@ def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: flo
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Splits a message into text, and the line with expiry time and signature (empty for an unsigned message)."""
+    r"""Splits a message into the text and the signature line (expiry time and signature; empty if unsigned)."""
     text, _, signature = text.partition("\n")
     return text, signature
 
@@ -70,7 +70,7 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Hash of a message: type, expiry time, text and data. The signature's encoding does not matter."""
+    """Hash of a message: kind, expiry time, text and data, but not the signature."""
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 

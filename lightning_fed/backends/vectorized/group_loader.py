@@ -33,7 +33,7 @@ class GroupLoader(RoundLoader):
         draws: Whether visits also draw from Python's and NumPy's generators, not only from PyTorch's.
 
     Attributes:
-        numbers: Random generators for simultaneous visits; in a single visit ``None``.
+        numbers: Random generators of the simultaneous visits; ``None`` in a visit of a single client.
     """
 
     def __init__(self, *arguments: Any, size: int, is_equal: bool, draws: bool) -> None:
@@ -138,7 +138,7 @@ class ClientGenerators:
 
 @contextmanager
 def detect_draws() -> Iterator[list[bool]]:
-    """Context that yields a list, and finally appends true if the code drew from Python's or NumPy's global generator.
+    """Context that yields a list. The list finally contains ``True`` if the code used Python's or NumPy's generator.
 
     Example:
         >>> with detect_draws() as has_drawn:
@@ -156,7 +156,7 @@ def _host_states() -> tuple[Any, Any]:
 
 
 class StackedBatch(NamedTuple):
-    """Stacked batches of the clients with indices `clients`; the first axis of every tensor is the client."""
+    """Batches of several clients, stacked along the first axis. ``clients`` are the clients' indices in the group."""
 
     clients: tuple[int, ...]
     batch: Any
@@ -170,7 +170,7 @@ class StackedBatch(NamedTuple):
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
-    """Stacks the batches with equal structure, shapes and dtypes. The argument maps client indices to batches.
+    """Stacks batches with equal structure, shapes and dtypes. ``batches`` maps client indices to batches.
 
     Example:
         >>> parts = stack_batches({0: [torch.zeros(2, 3)], 1: [torch.zeros(1, 3)], 2: [torch.ones(2, 3)]})

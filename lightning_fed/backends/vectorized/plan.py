@@ -86,7 +86,7 @@ class Vectorized(VisitsAtOnce):
 
 
 class _Measured(NamedTuple):
-    """Measured values for models up to a certain size: fastest number of simultaneous clients, and speedup."""
+    """Measurements for models up to a size: the fastest number of simultaneous clients, and the speed-up."""
 
     most_parameters: int
     has_convolutions: bool
@@ -119,7 +119,7 @@ class Fastest(VisitsAtOnce):
 
 
 def suggest_fastest(fit: FederatedFit) -> None:
-    """Logs the gain of ``visits="fastest"`` if the rule chooses several clients at once and no obstacle is known."""
+    """Logs the speed-up of ``visits="fastest"``, if simultaneous clients would be faster and no obstacle is known."""
     size, gain = _choose(fit)
     if size > 1 and fit.options.faults.visit_timeout is None:
         try:
@@ -140,7 +140,7 @@ def _describe(size: int, gain: float) -> str:
 
 
 def choose_clients(module: nn.Module, cohort: int, device: str) -> tuple[int, float]:
-    """Returns the number of simultaneous clients (1 for sequential visits), and the measured speedup.
+    """Returns the number of simultaneous clients (1 for one by one), and the measured speed-up.
 
     Example:
         >>> choose_clients(nn.Linear(784, 10), 30, "cpu"), choose_clients(nn.Linear(784, 10), 2, "cpu")

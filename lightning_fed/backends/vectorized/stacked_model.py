@@ -69,7 +69,7 @@ class StackedModel:
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
 
     def use_copies(self) -> None:
-        """Passes copies of the stack to training steps, to detect steps that use the module's tensors directly."""
+        """Gives copies of the stack to training steps, to detect steps that use the module's tensors directly."""
         copies = copy_state(self._rows)
         self._rows = copies
         self._step_inputs = {
@@ -77,10 +77,11 @@ class StackedModel:
         }
 
     def check_step(self) -> None:
-        """Checks that all clients' losses used the same parameters, if batches have different shapes.
+        """Raises ``RuntimeError`` unless the losses of all clients depend on the same parameters.
 
-        Raises ``RuntimeError`` otherwise. In sequential training, the optimizer skips a parameter without a gradient.
-        In a stack this client's row would have gradient zero, and momentum and weight decay would change the row.
+        The check is for batches with different shapes. In a visit of one client, the optimizer skips a parameter
+        without gradient. In the stack the client's row would have gradient zero, and momentum or weight decay would
+        change the row.
         """
         (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
         self._used_names = {}
@@ -94,7 +95,7 @@ class StackedModel:
 
     @torch.no_grad()
     def save_row(self, row: int) -> None:
-        """Saves the values of the client with index ``row`` after the last batch, while other clients continue."""
+        """Saves the values of the client with index ``row``, whose visit has ended, while other clients continue."""
         self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:
@@ -197,7 +198,7 @@ class StackedModel:
 
 
 def joint_loss(losses: Sequence[Tensor]) -> Tensor:
-    """Mean of the clients' losses, with the gradient of the sum, so that each client's gradient is unscaled.
+    """Mean of the clients' losses, with the gradient of the sum, as in separate training.
 
     Example:
         >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
@@ -212,7 +213,7 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
 
 
 def reduced(values: Tensor, reduction: str) -> Tensor:
-    """Reduces the first axis (clients) of logged values by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
+    """Reduces the first axis (the clients) of logged values by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
     if reduction in ("max", "min"):
         return values.amax(0) if reduction == "max" else values.amin(0)
     return values.sum(0) if reduction == "sum" else at_least_float32(values).mean(0)
@@ -252,7 +253,7 @@ def _add_name(names: set[str], name: str, gradient: Tensor) -> None:
 
 
 def empty_stack(value: Tensor, size: int) -> Tensor:
-    """Allocates a tensor for ``size`` tensors like ``value`` (shape, dtype), stacked along a new first axis."""
+    """Allocates a tensor for ``size`` tensors with the shape and dtype of ``value``, stacked along a new axis 0."""
     if value.ndim == 2:  # batched matrix products return transposed gradients
         return value.new_empty(size, *value.shape[::-1]).mT
     return value.new_empty(size, *value.shape)

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Runs the visits in a group batch by batch under ``torch.func.vmap``. A visit outside all groups trains alone."""
+    """Runs the visits in a group batch by batch with ``torch.func.vmap``. A group with one visit trains as usual."""
 
     _loader: GroupLoader
     may_end_early = False  # simultaneous visits end without an update
@@ -44,7 +44,7 @@ class StackedVisits(VisitDriver):
         self._model.enter(self.fit.trainer.optimizers)
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the training step once per batch shape, for all clients whose batch has this shape."""
+        """Runs the training step once per batch shape, for all clients with this batch shape."""
         if self.current is not None:  # a single visit, or a pass over the data before the first batch
             return super().train_step(training_step, args, kwargs)
         parts: list[StackedBatch] = list(args[0])

@@ -67,7 +67,7 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
 
 
 class _TwoClients:
-    """Training steps of two clients with different models on the same batch."""
+    """Training steps of two clients with different models on one batch, run simultaneously and one by one."""
 
     def __init__(self, module: L.LightningModule, names: Sequence[str]) -> None:
         self._module, self._names = module, names
