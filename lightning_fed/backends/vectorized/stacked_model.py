@@ -198,7 +198,7 @@ class StackedModel:
 
 
 def joint_loss(losses: Sequence[Tensor]) -> Tensor:
-    """Mean of the clients' losses, with the gradient of the sum, as in separate training.
+    """Mean over the clients' losses, with the gradient of the sum, as in separate training.
 
     Example:
         >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
@@ -253,7 +253,7 @@ def _add_name(names: set[str], name: str, gradient: Tensor) -> None:
 
 
 def empty_stack(value: Tensor, size: int) -> Tensor:
-    """Allocates a tensor for ``size`` tensors with the shape and dtype of ``value``, stacked along a new axis 0."""
+    """Allocates a tensor for stacking ``size`` tensors like ``value`` (shape, dtype) along a new first axis."""
     if value.ndim == 2:  # batched matrix products return transposed gradients
         return value.new_empty(size, *value.shape[::-1]).mT
     return value.new_empty(size, *value.shape)

@@ -1,4 +1,4 @@
-"""File with a client's last answer, to send the answer again if the network loses the answer."""
+"""File with a client's last answer, to send the answer again after a loss in the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """Update of a client's last visit; the answer to a repeated request (equal ``data``), without training."""
+    """File with a client's last update. A repeated request (equal ``data``) gets this answer, without training."""
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)
@@ -36,7 +36,7 @@ class AnswerFile:
             return None
 
     def store(self, answer: Packet) -> None:
-        """Replaces the stored answer. If the write fails and the network loses the answer, the client trains again."""
+        """Replaces the stored answer. If writing fails and the network loses the answer, the client trains again."""
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))

@@ -32,9 +32,9 @@ _PAUSE = 5.0  # seconds until the next look for connected clients
 class RemoteArrivals(RemoteClientSide):
     """Remote clients of an asynchronous rule.
 
-    A client receives the next order after the answer, without waiting for other clients. A client with an update in the
-    buffer, or without a valid answer, waits for the next model. A round ends after ``buffer`` valid updates, or if no
-    connected client is left.
+    After an answer a client receives the next train request without waiting for other clients. A client waits for the
+    next model if the client's update is in the buffer, or the answer was invalid or missing. A round ends after
+    ``buffer`` valid updates, or if no connected client is left.
     """
 
     def __init__(self, *parts: Any, folder: Path) -> None:
@@ -50,7 +50,7 @@ class RemoteArrivals(RemoteClientSide):
         return server
 
     def start(self, fit: FederatedFit) -> None:
-        """Refuses settings and callbacks that asynchronous rounds on a network do not support."""
+        """Refuses settings and callbacks that do not support asynchronous rounds on a network."""
         super().start(fit)
         callbacks, refused = federated_callbacks(fit.trainer), ""
         if self._rule.replay is not None:
@@ -69,7 +69,7 @@ class RemoteArrivals(RemoteClientSide):
             raise MisconfigurationException(f"Expected {name} with clients on other machines without {refused}.")
 
     def exchange(self, round: Round) -> None:
-        """Starts visits and receives answers until the round's end."""
+        """Starts visits and receives answers, until the round has enough updates."""
         server, order = round.fit.server, self._order
         number, waited = server.report.round, 0.0
         ended: dict[Client, RemoteVisit] = {}

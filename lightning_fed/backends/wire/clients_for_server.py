@@ -66,7 +66,7 @@ _Reply: TypeAlias = Request | tuple[ClientUpdate, Answer] | Fault
 
 
 class RemotePopulation(Population):
-    """Population of clients whose data are on other machines. Every access to client data is an error."""
+    """Population of clients with data on other machines. Every access to client data is an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise MisconfigurationException(
@@ -78,7 +78,10 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """Remote clients of a federation. ``client_store`` has the last round in which each client saved client state."""
+    """The clients of a federation on other machines, as used by the server's rounds.
+
+    ``client_store`` records the last round in which each client saved client state.
+    """
 
     has_server = True
 
@@ -94,7 +97,7 @@ class RemoteClientSide(RemoteSide):
         self._server_entries: State = {}
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns no visits, because clients train remotely. Lightning runs one empty batch to wait for answers."""
+        """Returns no visits, because clients train remotely. Lightning waits for the answers in one empty batch."""
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 
@@ -124,7 +127,7 @@ class RemoteClientSide(RemoteSide):
         self._train_request = self._common(frozen) | {"hyperparameters": start}
 
     def exchange(self, round: Round) -> None:
-        """Runs a round's visits on remote clients, in cohort order. An invalid answer excludes only the client."""
+        """Runs a round's visits on remote clients, in cohort order. An invalid answer excludes only this client."""
         fit, server = round.fit, round.fit.server
         self._prepare(round)
         secure_sum = self._start_sum(fit)
@@ -157,7 +160,7 @@ class RemoteClientSide(RemoteSide):
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
     def _run_visit(self, round: Round, remote: RemoteVisit, request: _Reply | None) -> Flow:
-        """Runs the server side of a visit. Yields for request, training and answer, as :meth:`ClientVisit.run` does."""
+        """Server side of a visit, as a generator: yields before the request, the training and the answer."""
         fit, server, client = round.fit, round.fit.server, remote.visit.client
         if request is not None:
             if not isinstance(request, Request):
@@ -363,7 +366,7 @@ class RemoteClientSide(RemoteSide):
 
 
 def is_lacking(reply: Packet | str) -> bool:
-    """True if the client does not store the entries omitted from the message."""
+    """True if the client reports that the entries omitted from the server's message are not stored on the client."""
     return isinstance(reply, Packet) and not reply.data and NOT_HELD in reply.text
 
 
@@ -388,7 +391,7 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Client's report on a visit: step counts of the optimizer and of each scheduler, and the loss scaler's state."""
+    """Client's report on a visit: steps of the optimizer and of each scheduler, and the loss scaler's state."""
 
     num_steps: int
     of_schedulers: list[int] | None = None
@@ -396,7 +399,7 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Reads step counts and the loss scaler's state from an answer. Refuses implausible values."""
+    """Reads step counts and the loss scaler's state from an answer (``said``). Implausible values are an error."""
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, but at most {most} are possible")
     after: Any = said.after
@@ -432,7 +435,7 @@ def _repeat_steps(optimizers: LocalOptimizers, steps: Sequence[int]) -> dict[str
 
 @dataclass
 class RemoteVisit:
-    """Visit on another machine: index in the round, hash of the client's request, server message, reported steps."""
+    """State of a visit on another machine: index, hash of the client's request, server message, reported steps."""
 
     visit: Visit
     position: int
@@ -442,7 +445,7 @@ class RemoteVisit:
 
 
 class _Unreadable(Fault):
-    """Reason for excluding a client that sent an unreadable reply."""
+    """A client's reply that could not be read: the reason for excluding the client."""
 
 
 def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise: str) -> None:
@@ -453,7 +456,7 @@ def _exclude(server: ServerInterface, client: Client, answer: _Reply, otherwise:
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> _Reply:
-    """Reads a client's reply: a request, an update with report, or a fault (also for an unreadable reply)."""
+    """Reads a client's reply: a request, an update with report, or a fault. An unreadable reply gives a fault."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:

@@ -1,4 +1,4 @@
-"""Client population and validation data for the server or client program of a federation."""
+"""Client names and validation data for the server program or the client program of a federation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fed.partitions.partitioned import FORWARDED
 
 
 class HalfData(EvaluationData):
-    """Datamodule with only validation data and batch hooks, for a federation's server or client program.
+    """Datamodule for a server or client program: validation data and batch hooks, but no training data.
 
     On a server without data, ``data=ClientsBatch()`` represents the clients' validation and test data.
     """
@@ -37,7 +37,7 @@ class HalfData(EvaluationData):
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Sets up ``data``, and returns clients and validation data. A ``partition`` splits a plain datamodule."""
+    """Sets up ``data``. Returns the clients and the validation data. A ``partition`` splits a plain datamodule."""
     partition = federation.partition
     if isinstance(data, Mapping):
         data = FederatedDataModule(data)

@@ -1,4 +1,4 @@
-"""File with model entries from earlier messages, on a client's node."""
+"""File on a client's machine with model entries from earlier messages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile:
-    """File with model entries sent only once by the server, shared by all clients on a node.
+    """File with model entries sent only once by the server, shared by all clients on a machine.
 
-    The file is needed because a new process may handle each message.
+    A file is necessary, because each message may be handled by a new process.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -60,12 +60,12 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Optimizer class names. For a wrapper, the class name of the wrapped optimizer."""
+    """Returns the class names of optimizers. For an optimizer that wraps another one, the wrapped class is named."""
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Loads received options such as ``lr`` into ``optimizers``. ``groups[i][j]``: group j of optimizer i."""
+    """Loads received options such as ``lr`` into ``optimizers``. ``groups[i][j]``: parameter group j of optimizer i."""
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
         raise ValueError(
@@ -93,6 +93,6 @@ def on_device(state: State, device: torch.device) -> State:
 
 
 def digest_request(request: Request) -> str:
-    """Hash of a client's request (rows and extras)."""
+    """Hash of a client's request: row indices and extra tensors."""
     parts = {"rows": request.rows, "extras": request.extras}
     return digest({f"{kind}:{name}": part[name] for kind, part in parts.items() for name in part})

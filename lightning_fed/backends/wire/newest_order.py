@@ -1,4 +1,4 @@
-"""File with the newest order for a client, to refuse late older orders."""
+"""File with a client's newest train request, to refuse late older requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_fed.messages import file_name
 
 
 def refuse_older_order(folder: Path, train_request: TrainRequest) -> None:
-    """Stores an order as the client's newest. Raises ``ClientFault`` if the client has received a newer order.
+    """Stores a train request as the client's newest. If a newer request is stored, raises ``ClientFault``.
 
-    An older order would replace client state of later rounds. Orders are compared by server start and round.
+    An older request would replace the client state of later rounds. Requests are compared by server start and round.
     """
     visit = train_request.visit
     path, order = folder / "orders" / file_name(visit.client), [train_request.start, visit.round]

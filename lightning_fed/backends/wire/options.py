@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_options(trainer: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
-    """Returns the user's arguments for ``L.Trainer``. Refuses ``reserved`` names, set by the federation."""
+    """Returns the user's arguments for ``L.Trainer``. Raises an error for ``reserved`` names, set by the federation."""
     if not (trainer is None or isinstance(trainer, Mapping)):
         raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")
     options = dict(trainer or {})

@@ -57,7 +57,7 @@ NOT_HELD = "it does not store the entries omitted from the message"
 
 
 class PacketError(ValueError):
-    """Raised for an invalid message, with a one-line reason that may quote received data."""
+    """Raised for an invalid message, with a reason in one line. The reason may quote received data."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(one_line(reason))
@@ -73,12 +73,12 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Request to train, sent with the broadcast: the visit and the start state.
+    """Request to train, sent with the broadcast: the visit, and the state of optimizers and schedulers at its start.
 
     Args:
         run: Name of the fit. Client state from other fits is ignored.
-        visit: The visit.
-            needed: First round whose client states the server may need. From earlier rounds, only the newest.
+        visit: The visit. needed: First round whose client states the server may need. From earlier rounds, the server
+            needs only the newest.
         seed: Seed of the federation, for the construction of the model.
         frozen: Hash of the entries that are never sent. Server and client must have equal values.
         hyperparameters: Optimizer options for the round, and initial states of per-step schedulers and loss scale.
@@ -86,9 +86,9 @@ class TrainRequest:
         held: Hash of the entries that the client stores and the message omits; empty without such entries.
         keeps: Whether the client must store the message's entries for later messages.
         peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
-        head: Number and digest of the last line in the site's record file that the server knows; at first ``None``.
+        head: Number and digest of the last line in the site's record file that the server knows; ``None`` at first.
         start: Number of the server's start. Later starts have larger numbers.
-        question: Query from a callback, outside of a round; ``None`` in a round.
+        question: Question from a callback, outside rounds; ``None`` in a round.
     """
 
     run: str
@@ -126,7 +126,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer. For an exception only the class, because the text may contain private details."""
+    """Reason for a missing answer. For an exception only the class, because a text may contain private details."""
 
     client: Client
     reason: str
@@ -136,7 +136,7 @@ class Fault:
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Creates a packet from a header (plain containers) and ``tensors``, nested dictionaries: group, name, tensor."""
+    """Creates a packet from a header (plain containers) and tensors. ``tensors`` maps group names to named tensors."""
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
     for group, state in tensors.items():
@@ -203,7 +203,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True unless a packet is a fault, or is short and unreadable.
+    """True if a packet is a client's answer: false for a fault and for a short unreadable packet.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
@@ -228,7 +228,7 @@ def is_client(key: object) -> bool:
 
 
 def find_bad_place(run: object, client: object, round: object) -> str | None:
-    """Describes an invalid run name, client or round number in a message; ``None`` if all are valid.
+    """Describes an invalid run name, client or round in a message, or returns ``None``.
 
     Example:
         >>> find_bad_place("0a", "ann", 3), find_bad_place("../0a", "ann", 3)
@@ -242,7 +242,7 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
 
 
 def is_head(head: object) -> bool:
-    """True if a value is ``None``, or number and digest of a line in a site's record file.
+    """True if a value is ``None``, or the number and digest of a line in a record file.
 
     Example:
         >>> is_head([3, 64 * "a"]), is_head(None), is_head([0, ""])
@@ -280,7 +280,7 @@ def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broad
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
-    """Reads a packet from :func:`write_train_request`. Without a broadcast, the result's broadcast is empty."""
+    """Reads a packet from :func:`write_train_request`. Without a broadcast in the packet, an empty one is returned."""
     header, tensors = read_packet(packet, kind)
     try:
         visit = Visit(**header.pop("visit"))
@@ -326,7 +326,7 @@ def _check_train_request(train_request: TrainRequest) -> None:
 
 
 def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") -> str | None:
-    """Describes the first learning rate (names with ``lr``) outside the allowed range, or returns ``None``.
+    """Describes the first learning rate (name with ``lr``) outside the allowed range, or returns ``None``.
 
     Example:
         >>> find_bad_rate({"groups": [[{"lr": 0.1, "momentum": 0.9}]], "schedulers": [{"base_lrs": [-1.0]}]})
@@ -344,7 +344,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Describes the size of a reply too large for the model, without reading the reply; else ``None``."""
+    """Describes why a reply is too large for the model, without reading the reply, or returns ``None``."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:
@@ -395,7 +395,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
 
 
 def unreadable(error: Exception) -> str:
-    """Returns the fault text for a client's unreadable answer, from the ``error`` raised while reading."""
+    """Returns the reason to exclude a client after an unreadable answer. ``error`` was raised while reading."""
     return one_line(f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}")
 
 

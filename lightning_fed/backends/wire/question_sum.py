@@ -38,7 +38,7 @@ def ask_sum(
     visits: Sequence[Visit],
     ask: Callable[[Sequence[Visit], list[Client]], Replies],
 ) -> Replies:
-    """Asks a question, and yields reasons for missing clients, and at most one update with the sum of all answers.
+    """Asks a question. Yields the reason for each missing client, and then one update with the sum of all answers.
 
     ``ask`` sends the question to the clients that shared secrets, and yields masked answers. ``members`` of the update
     are the clients in the sum. ``server.report`` must be separate from the round's report.
@@ -64,7 +64,7 @@ def ask_sum(
 
 
 def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Callable[[str], ClientSum]) -> None:
-    """Masks a client's answer in place. Raises ``ClientFault`` if the server requests an unmasked answer."""
+    """Masks a client's answer in place. If the server requests an unmasked answer, raises ``ClientFault``."""
     peers = train_request.peers
     if answer.metrics or (answer.extras and peers is None):
         raise ClientFault(NOT_MASKED)
@@ -79,7 +79,7 @@ def mask_answer(answer: ClientUpdate, train_request: TrainRequest, sum_of: Calla
 
 
 class _Total:
-    """Sum of masked answers, with the members that :class:`ServerSum` needs."""
+    """Running sum of masked answers, and the clients in the sum."""
 
     def __init__(self, least: int) -> None:
         self.least, self.fault = least, ""
@@ -87,7 +87,7 @@ class _Total:
         self.numbers: Numbers = np.zeros(0, dtype=object)
 
     def add(self, update: ClientUpdate) -> str:
-        """Adds an answer, or returns a reason for the exclusion."""
+        """Adds a client's masked answer, or returns the reason for excluding the client."""
         words = next(iter(update.extras.values()), torch.zeros(0))
         if not self.clients:
             self.numbers = np.array([0] * (words.numel() // WORDS), dtype=object)

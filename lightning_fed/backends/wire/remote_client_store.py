@@ -28,11 +28,10 @@ class RemoteClientStore(ClientStore):
         self.restore(0, {})
 
     def kept(self, client: Client) -> int:
-        """Version of the client's state: start round of the visit with the last valid update; -1 without one."""
+        """Version of the client's state: start round of the last visit with a valid update; -1 without such a visit."""
         return self._of_round.get(client, self._rounds.get(client, -1))
 
     def get(self, client: Client) -> State | None:
-        """Returns ``None``, because the state is on the client."""
         return None
 
     def put(self, client: Client, round: int, state: State) -> None:
@@ -57,7 +56,7 @@ class RemoteClientStore(ClientStore):
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values()), **heads}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores each client's round index from a checkpoint. Refuses a checkpoint from a fit in one process."""
+        """Restores the rounds of the last updates from a checkpoint. Refuses a checkpoint from a single-process fit."""
         if "folder" in state or state.get("states"):
             raise ValueError(
                 "Expected a checkpoint of a fit with remote clients, but got client states from a single-process fit."
@@ -71,5 +70,5 @@ class RemoteClientStore(ClientStore):
         self._last, self._checkpoints = round, [self._rounds]
 
     def needed(self, client: Client) -> int:
-        """Lowest needed version of the client's state, if a server resumes from the second-to-last checkpoint."""
+        """Lowest version of the client's state that the server needs to resume from the second-to-last checkpoint."""
         return self._checkpoints[0].get(client, -1) + 1

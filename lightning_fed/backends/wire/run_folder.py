@@ -36,9 +36,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def count_start(folder: Path) -> int:
-    """Returns a number for this start of the server, larger than in all earlier starts.
+    """Returns a number for this start of the server, larger than for all earlier starts.
 
-    The number is at least the time in seconds, and therefore grows also in a folder restored from a backup.
+    The number is at least the time in seconds, so that a folder restored from a backup also gets a larger number.
     """
     path = folder / "start"
     number = max(int(time.time()), int(path.read_text()) + 1 if path.exists() else 0)
@@ -47,7 +47,7 @@ def count_start(folder: Path) -> int:
 
 
 def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
-    """Returns ``clients``, or if ``clients`` is a number and the run resumes, the names stored in the folder."""
+    """Returns ``clients``. If ``clients`` is a number and the run resumes, returns the names stored in the folder."""
     path = folder / "clients.json"
     if not (folder / "last.ckpt").exists() or not path.exists():
         return clients

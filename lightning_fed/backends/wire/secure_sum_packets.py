@@ -100,7 +100,7 @@ def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
 
 
 def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
-    """Reads a client's byte strings or fault. Raises ``PacketError`` for an answer too large or from another client."""
+    """Reads the byte strings or the fault in a client's answer. An answer that is too large raises ``PacketError``."""
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(f"its answer is too large: {len(packet.text)} characters and {len(packet.data)} bytes")

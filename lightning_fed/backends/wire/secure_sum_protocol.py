@@ -92,7 +92,7 @@ class Secrets:
 
 @dataclass(frozen=True)
 class Share:
-    """Shares of a client's two secrets (pairing and seed), 16 bytes each."""
+    """Shares of the two secrets of a client (``pairing`` and ``seed``), 16 bytes each."""
 
     pairing: bytes
     seed: bytes
@@ -105,7 +105,7 @@ def make_secrets() -> Secrets:
 
 
 def check_public(public: bytes) -> None:
-    """Raises ``SumError`` if a published row contains a key unsuitable for a key exchange."""
+    """Raises ``SumError`` if the row published by a client contains a key unsuitable for a key exchange."""
     if len(public) != PUBLIC:
         raise SumError(f"its keys have {len(public)} bytes instead of {PUBLIC}")
     probe = os.urandom(KEY)
@@ -117,7 +117,7 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
     """Checks the clients' published rows (``peers``), before ``client`` with row ``own`` shares secrets.
 
     Raises ``SumError`` if the client is missing, keys are duplicates, or ``least`` is at most half of the clients,
-    because two halves could then restore different secrets.
+    because one half could then restore the seed, and the other half the pairing secret.
     """
     if peers.get(client) != own:
         raise SumError("its own keys are missing in the sum")
@@ -152,7 +152,7 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Decrypts a client's pair of shares. Raises ``SumError`` if sender, receiver or context does not match."""
+    """Decrypts another client's pair of shares. A wrong sender, receiver or context raises ``SumError``."""
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
@@ -164,7 +164,7 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
-    """Masks a client's vector in place. ``others`` are published rows of other clients with opened shares."""
+    """Masks a client's vector in place. ``others`` are the published rows of clients whose shares were opened."""
     vector += _numbers(_derive(secrets.seed, b"own", context), vector)
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
 
@@ -205,7 +205,7 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores the secret of ``dealer``, even if some shares are wrong, and finds the clients with wrong shares."""
+    """Restores a secret of the client ``dealer``, even if some shares are wrong. Also finds the wrong shares."""
 
     def is_right(secret: bytes) -> bool:
         if is_seed:

@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class ServerSum:
     """Server side of the secure sum of one round.
 
-    ``distrusted`` is the set of clients whose shares were unusable in a sum; this class adds clients to the set.
-    ``peers`` maps clients that shared secrets to published rows, in the order used by all clients.
+    ``distrusted`` is the set of clients whose shares were unusable in an earlier sum. The object adds clients to the
+    set. ``peers`` maps clients that shared secrets to published rows, in the order used by all clients.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """True if too few clients can open a client's shares. This client is then excluded from all sums of the run."""
+        """True if too few clients can open a client's shares. Later sums in the run then exclude this client."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
@@ -157,7 +157,7 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Sends requests to clients, and yields valid answers. If ``counts``, excludes clients without answers."""
+        """Sends requests to clients, and yields valid answers. If ``counts`` is true, other clients are excluded."""
         report = self._server.report
         requests = {
             client: SumRequest(stage, self._run, report.round, client, self._sum.least, **fields(client))

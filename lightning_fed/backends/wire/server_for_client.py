@@ -1,4 +1,4 @@
-"""Client side of a federation with a remote server: a Trainer's fit executes one visit or one query."""
+"""Client side of a federation with a remote server: each fit of a Trainer executes one visit or one query."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if server program and client program differ. The error text goes to the server, without private data."""
+    """Raised if server program and client program differ. The server receives the text, without private data."""
 
 
 def find_public_reason(error: Exception) -> str:
-    """Describes an exception for the server: usually only the class, because the text may name files."""
+    """Describes an exception for the server, in general only by class, because the text may contain file names."""
     if isinstance(error, HalvesMismatch):
         return str(error)
     return f"its program raised {type(error).__name__}; see the client's log"
@@ -111,7 +111,7 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Stores the reason for a missing update; for an ``error`` only the class, because texts may name files."""
+        """Stores the reason for a missing update. For an ``error`` only the class, because texts may name files."""
         self.fault = reason
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
             self.fault = reason.replace(describe(error), type(error).__name__)
@@ -128,8 +128,8 @@ class RemoteServerSide(RemoteSide):
     """Represents the server of a federation on a client, during one visit or one query.
 
     ``judge_entries`` raises an error before training if the site's policy forbids an entry. ``held`` provides model
-    entries from earlier messages. ``left`` is the final state of per-step schedulers and loss scaler, if a later visit
-    needs this state.
+    entries from earlier messages. ``left`` is the state of per-step schedulers and loss scaler after the visit, if a
+    later visit needs this state.
     """
 
     has_server = False
@@ -161,7 +161,7 @@ class RemoteServerSide(RemoteSide):
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Sets optimizers, schedulers and client store for a round. Raises ``ClientFault`` if client state is lost."""
+        """Sets optimizers, schedulers and client store for a round. If client state is lost, raises ``ClientFault``."""
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
             keep_schedulers(trainer, [])

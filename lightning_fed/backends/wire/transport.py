@@ -1,4 +1,4 @@
-"""Transport interface for a network to deliver packets and answers."""
+"""Interface of a network transport, which delivers packets to clients and returns the answers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Transport(ABC):
         """Waits for clients (names, or a number). Returns names. Raises ``TimeoutError`` after ``patience`` seconds."""
 
     def discover(self) -> None:  # noqa: B027 - optional
-        """Updates the list of connected clients, for a network without an own list. Returns immediately."""
+        """Updates the list of connected clients, for networks without such a list. Returns immediately."""
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
@@ -107,9 +107,9 @@ class Transport(ABC):
     ) -> Iterator[tuple[Client, Answer]]:
         """Sends packets to clients, and yields the answers in the order of the packets.
 
-        ``packets`` are consumed one at a time. ``again`` rebuilds the packet for a restarted client. An answer that
-        arrives early stays in the network: only one answer is in memory, and updates are summed in the same order in
-        every run. If ``min_clients`` is set, answers are fetched immediately and stored in temporary files.
+        ``packets`` are consumed one at a time. ``again`` creates the packet again for a restarted client. An answer
+        that arrives early stays in the network: only one answer is in memory, and updates are summed in the same order
+        in every run. If ``min_clients`` is set, answers are fetched immediately and stored in temporary files.
         """
         self.discover()
         self._count_late()
@@ -167,7 +167,8 @@ class Transport(ABC):
         """Returns the next answer to any of the messages, and removes the message.
 
         A client without an answer within the time limit after the message, or without a connection, is also returned,
-        with the reason. After ``seconds`` without an answer, returns ``None``. ``again`` rebuilds a packet.
+        with the reason. After ``seconds`` without an answer, returns ``None``. ``again`` creates a client's packet
+        again after a restart.
         """
         self._count_late()
         end = time.monotonic() + seconds
@@ -189,7 +190,7 @@ class Transport(ABC):
         return self._miss(message, again) if answer is None else answer
 
     def _miss(self, message: Message, again: Callable[[Client], Packet] | None) -> Answer | None:
-        """Checks the connection of a client without an answer. Returns a reason to stop waiting, or ``None``."""
+        """Checks the connection of a client that has not answered. Returns a reason to stop waiting, or ``None``."""
         now = time.monotonic()
         if now - message.checked_at < _LOOK:
             return None
@@ -233,7 +234,7 @@ class Transport(ABC):
 
 @dataclass
 class Message:
-    """Unanswered message: connection used for sending, and times of sending, last check, and the connection's loss."""
+    """Unanswered message: its connection, and the times of sending, of the last check, and of a lost connection."""
 
     client: Client
     kind: str
@@ -250,7 +251,7 @@ def _constant(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Moves an answer to a temporary file (unless the disk is full), and returns a function that reads the answer.
+    """Writes an answer to a temporary file (unless the disk is full). Returns a function that reads the answer.
 
     The file is deleted after reading, or with the last reference to the function.
     """
