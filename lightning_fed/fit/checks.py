@@ -22,14 +22,13 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.lazy_names import load_feature
-from lightning_fed.lightning.internals import callbacks_of, datamodule_of, find_callbacks, implements, is_overridden
+from lightning_fed.lightning.internals import callbacks_of, datamodule_of, find_callbacks, is_overridden
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import find_implausible
 from lightning_fed.process_group import ClientSharing
@@ -215,31 +214,6 @@ StrategyRegistry.register(
     _build_client_parallel,
     description="Federated training with clients in several processes.",
 )
-
-
-KNOWN_VERSIONS = ("2.5.", "2.6.")
-"""Versions of Lightning with a known training loop."""
-
-
-def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
-    """Describes the first Trainer setting or hook that prevents ``visits="fused"``, or returns ``None``."""
-    strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
-    interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
-    obstacles = {
-        f"Lightning {L.__version__} has an unknown loop": not L.__version__.startswith(KNOWN_VERSIONS),
-        f"{type(profiler).__name__} measures calls in Lightning's loop": (
-            not isinstance(profiler, PassThroughProfiler)
-        ),
-        f"{type(strategy).__name__} may change how a step is performed": (
-            type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
-        )
-        or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
-        "`val_check_interval` may validate after any batch": (interval != 1.0 or isinstance(interval, int)),
-        f"`{type(module).__name__}.on_train_batch_start` may end the epoch": (
-            implements(module, "on_train_batch_start", L.LightningModule)
-        ),
-    }
-    return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
 
 
 # Checkpoints

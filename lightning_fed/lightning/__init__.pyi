@@ -17,6 +17,7 @@ from lightning_fed.lightning.internals import (
     gradient_scale,
     has_gradient_hooks,
     ignored_warning,
+    implements,
     is_compiled,
     is_fitting,
     is_overridden,

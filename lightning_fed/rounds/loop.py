@@ -23,12 +23,11 @@ from lightning_fed.fit.checks import (
     check_round,
     check_trainer,
     find_loader_owner,
-    find_obstacle,
 )
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.lazy_names import load_feature
+from lightning_fed.lazy_names import find_feature, load_feature
 from lightning_fed.lightning.internals import (
     TRANSFER_HOOKS,
     OverriddenMethod,
@@ -57,7 +56,6 @@ from lightning_fed.lightning.internals import (
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import check_entries, freeze_batch_norm, thaw_batch_norm
 from lightning_fed.process_group import process_group_of, sharing_strategy
-from lightning_fed.rounds.batch_loop import BatchLoop, shorten_log
 from lightning_fed.rounds.client_models import measure_own_statistics
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_driver import VisitDriver
@@ -93,7 +91,7 @@ class RoundLoop:
         self.is_attached = self.is_planned = self.is_ready = self._is_started = False
         self.plan = VisitPlan()
         self.open_round: Round | None = None
-        self._batch_loop: BatchLoop | None = None
+        self._batch_loop: Any = None  # for fused visits
         self._waiting: list[Callable[[], object]] = []  # delayed callbacks
         self._partition: Partition | None = None
         self._reload_interval = 0  # the user's
@@ -205,9 +203,9 @@ class RoundLoop:
             )
             _log.info("BatchNorm: each client has separate statistics, because %s.", reason)
         self._start_averages()
-        self._batch_loop = self._fuse()
-        if self._batch_loop is not None:
-            fit.changes.callback(shorten_log(fit.trainer).restore)
+        if fit.options.visits_one_by_one != "lightning":
+            fused = find_feature("lightning_fed.backends.fused")
+            self._batch_loop = fused and fused.build_batch_loop(fit)
         fit.batch_norm.store_initial(fit.module, fit.policies)
         self._freeze_parameters()
         self._plan_visits()
@@ -248,18 +246,6 @@ class RoundLoop:
     def _freeze_parameters(self) -> None:
         for parameter in freeze_parameters(self.fit.module, self.fit.policies):
             self.fit.changes.callback(parameter.requires_grad_, True)
-
-    def _fuse(self) -> BatchLoop | None:
-        trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
-        obstacle = None if visits == "lightning" else find_obstacle(trainer, module)
-        if obstacle is not None and visits == "fused":
-            raise MisconfigurationException(
-                f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's "
-                "loop trains them, with the same result."
-            )
-        if obstacle is not None and trainer.is_global_zero:
-            _log.info("Visits are not fused, because %s.", obstacle)
-        return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
         """Checks that the Trainer uses the round's dataloader, not a dataloader passed directly to ``fit``.

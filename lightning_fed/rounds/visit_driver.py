@@ -22,7 +22,6 @@ from lightning_fed.lightning.internals import (
     exchange_max_steps,
     implements,
 )
-from lightning_fed.rounds.batch_loop import BatchLoop
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.rounds.visit_flow import ClientVisit
 
@@ -52,11 +51,11 @@ class VisitDriver:
         self._is_skipped = False  # after the module has ended the visit
         self._methods: dict[str, OverriddenMethod] = {}
 
-    def attach(self, close_round: Callable[[], bool], batch_loop: BatchLoop | None) -> None:
+    def attach(self, close_round: Callable[[], bool], batch_loop: Any) -> None:
         """Overrides the module's batch hooks until :meth:`detach`.
 
         ``close_round`` closes the round, and returns ``True`` for a new global model. ``batch_loop`` trains fused
-        visits.
+        visits (:class:`~lightning_fed.backends.fused.BatchLoop`).
         """
         module, self._close_round, self._batch_loop = self._module, close_round, batch_loop
         self._max_steps, self._has_one_client = self.fit.trainer.max_steps, self.fit.has_one_client
@@ -190,16 +189,8 @@ class VisitDriver:
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Ends a batch, as Lightning's last hook for the batch. Fused visits train all further batches here."""
         self._end_batch(outputs, batch, batch_idx)
-        batch_loop = self._batch_loop
-        if batch_loop is None or batch_loop.is_over:
-            return
-        batch_loop.prepare()
-        del outputs, batch
-        loader = self._loader
-        # Lightning does not know the length of a stream of batches.
-        while not (batch_loop.is_over or (loader.is_over and loader.current is not None and loader.current.is_stream)):
-            batch_loop.end_batch()
-            self._end_batch(*batch_loop.train())
+        if self._batch_loop is not None:
+            self._batch_loop.train_rest(self._loader, self._end_batch)
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         loader, planned = self._loader, self._loader.current

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lightning_fed
-from lightning_fed.rounds import loop
+from lightning_fed.backends import fused as fused_visits
 from tests.breadth import quick
 from tests.conftest import QUIET
 from tests.projects.changes import MOST_LINES, changed_lines, federate, with_callback, with_trainer
@@ -320,7 +320,7 @@ def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_tr
 def test_fused_visits_are_ordinary_ones(name, run, monkeypatch):
     source = federated(name, "trainer")
     fused, _ = run(source, name)
-    monkeypatch.setattr(loop, "find_obstacle", lambda *arguments: "a test says so")
+    monkeypatch.setattr(fused_visits, "find_obstacle", lambda *arguments: "a test says so")
     ordinary, _ = run(source, name)
     assert_same(state_of(fused.lightning_module), state_of(ordinary.lightning_module))
 

@@ -1,23 +1,30 @@
 """Faster replacement for Lightning's loop over training batches (fused visits).
 
 This file depends on private parts of Lightning's loop: order of calls in ``advance``, counters, fetcher and logger
-connector. ``tests/rounds/test_fused_visits.py`` compares both loops call by call.
+connector. ``tests/backends/test_fused_visits.py`` compares both loops call by call.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult  # noqa: TID251 - see above
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
     TRANSFER_HOOKS,
@@ -27,12 +34,18 @@ from lightning_fed.lightning.internals import (
     implements,
     is_overridden,
 )
+from lightning_fed.process_group import ClientSharing
+
+_log = logging.getLogger(__name__)
 
 _MODULE_HOOKS = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
     *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
 )
 _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+KNOWN_VERSIONS = ("2.5.", "2.6.")
+"""Versions of Lightning with a known training loop."""
 
 
 class BatchLoop:
@@ -48,9 +61,22 @@ class BatchLoop:
         self._loop = trainer.fit_loop.epoch_loop
         self._connector = trainer._logger_connector  # noqa: SLF001
 
+    def train_rest(self, loader: RoundLoader, end_batch: Callable[[Any, Any, int], None]) -> None:
+        """Trains the round's remaining batches, up to a batch after which Lightning validates or ends the fit.
+
+        ``end_batch`` ends each batch, given :meth:`train`'s results.
+        """
+        if self._is_over:
+            return
+        self.prepare()
+        # Lightning does not know the length of a stream of batches.
+        while not (self._is_over or (loader.is_over and loader.current is not None and loader.current.is_stream)):
+            self.end_batch()
+            end_batch(*self.train())
+
     @property
-    def is_over(self) -> bool:
-        """True if Lightning's own loop must handle the end of this batch, to validate or to end the fit."""
+    def _is_over(self) -> bool:
+        # Lightning's loop must handle the end of this batch, to validate or to end the fit.
         trainer, loop = self._trainer, self._loop
         is_last = loop._num_ready_batches_reached() if loop.max_steps == -1 else loop._is_training_done  # noqa: SLF001
         return is_last or trainer.should_stop or trainer.received_sigterm
@@ -213,14 +239,11 @@ class BatchLoop:
         return outputs
 
     def _loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
-        attributes, before = self._attributes, self._attributes["_current_fx_name"]
-        attributes["_current_fx_name"] = "training_step"
         if self._context is None:
-            output = self._module.training_step(*arguments)
+            output = self._call_module("training_step", *arguments)
         else:
             with self._context():
-                output = self._module.training_step(*arguments)
-        attributes["_current_fx_name"] = before
+                output = self._call_module("training_step", *arguments)
         if isinstance(output, Tensor):
             return output, {"loss": output.detach().clone()}
         result = ClosureResult.from_training_step_output(output)
@@ -230,6 +253,47 @@ class BatchLoop:
             )
             return None, {}
         return result.closure_loss, result.asdict()
+
+
+def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
+    """Returns the loop for fused visits, until the end of the fit. If fused visits are not possible, logs the reason.
+
+    With ``visits="fused"``, an obstacle to fused visits is an error.
+    """
+    trainer = fit.trainer
+    obstacle = find_obstacle(trainer, fit.module)
+    if obstacle is None:
+        fit.changes.callback(shorten_log(trainer).restore)
+        return BatchLoop(trainer, fit.module)
+    if fit.options.visits_one_by_one == "fused":
+        raise MisconfigurationException(
+            f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's "
+            "loop trains them, with the same result."
+        )
+    if trainer.is_global_zero:
+        _log.info("Visits are not fused, because %s.", obstacle)
+    return None
+
+
+def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
+    """Describes the first Trainer setting or hook that prevents ``visits="fused"``, or returns ``None``."""
+    strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
+    interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
+    obstacles = {
+        f"Lightning {L.__version__} has an unknown loop": not L.__version__.startswith(KNOWN_VERSIONS),
+        f"{type(profiler).__name__} measures calls in Lightning's loop": (
+            not isinstance(profiler, PassThroughProfiler)
+        ),
+        f"{type(strategy).__name__} may change how a step is performed": (
+            type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
+        )
+        or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
+        "`val_check_interval` may validate after any batch": (interval != 1.0 or isinstance(interval, int)),
+        f"`{type(module).__name__}.on_train_batch_start` may end the epoch": (
+            implements(module, "on_train_batch_start", L.LightningModule)
+        ),
+    }
+    return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
 
 
 def shorten_log(trainer: L.Trainer) -> OverriddenMethod:

@@ -25,9 +25,8 @@ from lightning_fed import (
     Federation,
     Vectorized,
 )
+from lightning_fed.backends import fused
 from lightning_fed.callbacks import FederatedProgressBar, progress_bar
-from lightning_fed.fit import checks
-from lightning_fed.rounds import batch_loop
 from tests import models
 from tests.breadth import quick
 from tests.recorders import MemoryLogger, StepCheckpoint, state_of
@@ -413,7 +412,7 @@ def test_lightning_logs_a_name_once(visits, fit, monkeypatch):
     module, trainer = fit(TABLE["logs"], visits)
     assert sorted(calls) == ["both", "each", "index", "most", "train_loss"]
     assert "log" not in vars(trainer.fit_loop.epoch_loop._results)  # noqa: SLF001
-    monkeypatch.setattr(checks, "KNOWN_VERSIONS", ("9.",))
+    monkeypatch.setattr(fused, "KNOWN_VERSIONS", ("9.",))
     assert outcome(*fit(TABLE["logs"], visits)) == outcome(module, trainer)
     assert len(calls) > 10
 
@@ -421,7 +420,7 @@ def test_lightning_logs_a_name_once(visits, fit, monkeypatch):
 def test_a_result_follows_a_value_to_another_device():
     trainer = L.Trainer(logger=False, accelerator="cpu")
     results = trainer.fit_loop.epoch_loop._results  # noqa: SLF001
-    batch_loop.shorten_log(trainer)
+    fused.shorten_log(trainer)
     for device in ("cpu", "cpu", "meta", "meta"):
         results.log("training_step", "loss", torch.ones((), device=device))
     (result,) = results.values()
@@ -511,7 +510,7 @@ def test_lightnings_loop_sees_one_batch_of_a_round(fit):
 def test_several_processes_are_no_obstacle(federated_trainer):
     """The backend's tests compare results."""
     trainer = federated_trainer(strategy="client_parallel", devices=1)
-    assert checks.find_obstacle(trainer, models.Module(models.mlp())) is None
+    assert fused.find_obstacle(trainer, models.Module(models.mlp())) is None
 
 
 class OtherStrategy(SingleDeviceStrategy):
@@ -548,7 +547,7 @@ def test_obstacles_are_named(obstacle, fit, caplog):
 
 
 def test_an_unknown_version_of_lightning_is_left_alone(fit, monkeypatch):
-    monkeypatch.setattr(checks, "KNOWN_VERSIONS", ("1.",))
+    monkeypatch.setattr(fused, "KNOWN_VERSIONS", ("1.",))
     with pytest.raises(
         MisconfigurationException, match=f"because Lightning {re.escape(L.__version__)} has an unknown loop"
     ):
