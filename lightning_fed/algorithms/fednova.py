@@ -38,8 +38,8 @@ class FedNova(ChannelRule):
     .. math:: x \leftarrow x - \tau \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    Here :math:`p_i` is the client's share of the examples, and :math:`\lVert a_i \rVert_1` the summed length of the
-    client's steps. SGD turns a visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length
+    Here :math:`p_i` is the client's share of all examples, and :math:`\lVert a_i \rVert_1` is the sum of the client's
+    step lengths. SGD turns a visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length
     is :math:`\sum_k \alpha_k`, one number per shared parameter. The client simulates the optimizer's steps with
     gradient 1:
 
@@ -120,7 +120,10 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Simulates a step with gradient 1; records the momentum :math:`b_k` and the accumulated length :math:`d_k`."""
+        """Simulates an optimizer step with gradient 1.
+
+        Returns momentum :math:`b_k` and accumulated length :math:`d_k`.
+        """
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -134,7 +137,7 @@ class FedNova(ChannelRule):
         return momentum, lengths
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Sends the accumulated length of the steps for each shared parameter, or 0 for a parameter without a step."""
+        """Sends the accumulated step length for each shared parameter; 0 if the parameter had no step."""
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad or name in visit.records:
                 _, lengths = visit.records.get(name, (0.0, [0.0] * max(1, visit.steps)))
@@ -163,7 +166,10 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Weighted sums of one entry's updates, divided by step lengths. Equal lengths give FedAvg's sums bit for bit."""
+    """Weighted sums of the updates for one entry, each divided by the client's step length.
+
+    If all lengths are equal, the result equals FedAvg bit for bit.
+    """
 
     def __init__(self) -> None:
         self.first = 0.0

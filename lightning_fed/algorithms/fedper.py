@@ -24,8 +24,8 @@ from lightning_fed.rule import Aggregator
 class FedPer(Method):
     """Federated averaging of all layers except the head, with a personal head per client.
 
-    All layers train together. Only the other layers (the base) are sent and averaged. Reference: Arivazhagan et al.,
-    2019.
+    All layers train together. Only the layers before the head (the base) are sent and averaged. Reference: Arivazhagan
+    et al., 2019.
 
     - Sends: the model without its head, both ways.
     - Keeps: a head per client.
@@ -52,14 +52,13 @@ class FedPer(Method):
 
 
 def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
-    """Converts the argument ``head`` to entry selectors; ``"auto"`` becomes a function that finds the classifier."""
+    """Converts ``head`` to selectors for state dict entries; ``"auto"`` selects the classifier's entries."""
     if head == "auto":
         return [_find_head]
     return head if isinstance(head, Sequence) and not isinstance(head, str) else [head]
 
 
 def _find_head(module: nn.Module) -> list[str]:
-    """Returns the entry names of a module's classifier. In a fit, a trial training step must confirm the choice."""
     remedy = "name the entries of the head, such as head='head.*'"
     name = find_classifier(module)
     if isinstance(module, L.LightningModule) and _is_in_fit(module):

@@ -29,7 +29,7 @@ class FedProx(Method):
 
     Args:
         mu: Strength :math:`\mu`; 0 gives FedAvg. The authors tune :math:`\mu` in {0.001, 0.01, 0.1, 0.5, 1}.
-        row_weighting: See :class:`FedAvg`.
+        row_weighting: Divisor for a row's summed change, see :class:`FedAvg`.
 
     Raises:
         ValueError: If ``mu`` is negative or not finite.

@@ -117,8 +117,8 @@ class FedRep(Method):
     A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
     (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent. Reference: Collins et al., ICML 2021.
 
-    After the last round the authors train each client's head once more on the final body. For such a round, resume from
-    the last checkpoint with all clients and ``body_epochs=0``.
+    After the last round the authors train each client's head once more on the final body. To train such a round, resume
+    from the last checkpoint with ``body_epochs=0`` and all clients in the cohort.
 
     - Sends: the model without the head, both ways.
     - Keeps: a head per client.

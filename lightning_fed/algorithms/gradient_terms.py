@@ -29,7 +29,7 @@ class GradientTerm(FederatedCallback):
 
     @property
     def factor(self) -> float:
-        """Factor by which the terms of all parameters are multiplied."""
+        """Factor that multiplies the terms of all parameters."""
         return 1.0
 
     @abstractmethod
@@ -55,7 +55,10 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds ``factor * term(parameter)``, times the loss scale, to an optimizer's gradients; skips terms ``None``."""
+    """Adds ``factor * term(parameter)``, scaled by the loss scale, to the gradients of an optimizer's parameters.
+
+    Parameters without a term (``None``) are skipped.
+    """
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

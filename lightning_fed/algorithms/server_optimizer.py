@@ -40,8 +40,8 @@ class ServerOptimizer(UpdateStep):
     Args:
         optimizer: Optimizer class, or the name in ``torch.optim``. The optimizer must not need a closure (unlike
             ``LBFGS``).
-        lazy_rows: If clients receive only some rows of an entry: whether rows that no client trains in a round stay
-            unchanged, with their optimizer state. Otherwise these rows have gradient zero, and momentum still moves the
+        lazy_rows: If clients receive only some rows of an entry: whether rows without training in a round stay
+            unchanged, with their optimizer state. If false, these rows have gradient zero, and momentum still moves the
             rows.
         **optimizer_kwargs: Arguments for the optimizer. Set ``lr``, because the default is meant for local training.
 
@@ -103,7 +103,6 @@ class ServerOptimizer(UpdateStep):
     def _step_in_pieces(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None, rows: int
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Performs the optimizer step of one entry in blocks of rows, to limit the size of temporary tensors."""
         new, after = torch.empty_like(old), dict[str, Any]()
         for start in range(0, len(old), rows):
             part = slice(start, start + rows)
@@ -144,7 +143,6 @@ class ServerOptimizer(UpdateStep):
         }
 
     def _try_step(self) -> None:
-        """Performs an optimizer step on a dummy parameter, to refuse invalid arguments before the first round."""
         name = self.optimizer.__name__
         try:
             value, _ = self._step_whole(torch.tensor([1.0]), torch.tensor([0.0]), {}, None)
@@ -158,7 +156,7 @@ class ServerOptimizer(UpdateStep):
             raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """True if the optimizer treats the elements of an entry independently, unlike ``Adafactor``."""
+        """True if the optimizer treats the elements of a tensor independently, unlike ``Adafactor``."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})

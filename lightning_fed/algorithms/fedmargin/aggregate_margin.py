@@ -28,8 +28,10 @@ class AggregateMeanMargin(Float64States):
     Args:
         num_classes: Number of classes :math:`C`.
         num_features: Length :math:`d` of a feature vector (channels of a feature map).
-        kind: Mean over all pairs of classes, or over the distances between each class and the nearest other class.
-        normalize: Whether to divide by the mean prototype norm, for independence of the feature scale.
+        kind: ``"pairs"`` for the mean over all pairs of classes, ``"nearest"`` for the mean over each class's distance
+            to the nearest other class.
+        normalize: Whether to divide by the mean prototype norm, so that the result does not depend on the feature
+            scale.
         ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         **kwargs: Arguments for ``torchmetrics.Metric``.
@@ -76,7 +78,10 @@ class AggregateMeanMargin(Float64States):
         self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, features: Tensor, labels: Tensor) -> None:
-        """Adds features ``(N, d)`` or ``(N, d, *size)``; labels ``(N,)`` or ``(N, *label_size)`` are resized."""
+        """Adds a batch of features ``(N, d)`` or ``(N, d, *size)``, with labels ``(N,)`` or ``(N, *label_size)``.
+
+        Label maps are resized to the size of the feature maps.
+        """
         if features.ndim > 1 and features.shape[1] != self.num_features:
             raise ValueError(f"Expected {self.num_features} features (`num_features`), but got {features.shape[1]}.")
         sums, counts = class_sums(

@@ -57,14 +57,14 @@ _CLIENTS_BY_NAME = 20
 
 @dataclass
 class MarginReport:
-    """Prototype margins and aggregation weights in one round. All lists have the order of ``clients``.
+    """FedMargin's prototype margins and client weights in one round. All lists have the order of ``clients``.
 
     Args:
         clients: Clients, in order of arrival.
-        lpm: Local prototype margins; NaN if missing.
-        apm: Aggregate prototype margins; NaN if missing.
-        attention: Aggregation weights, with sum 1.
-        amm: Mean margin between aggregate prototypes.
+        lpm: Local prototype margin for each client; NaN if missing.
+        apm: Aggregate prototype margin for each client; NaN if missing.
+        attention: Weight for each client in the average, with sum 1.
+        amm: Mean margin between the classes' aggregate prototypes.
     """
 
     clients: list[Client] = field(default_factory=list)
@@ -103,11 +103,12 @@ class FedMargin(Aggregator):
         class_reduction: Reduction over classes to one margin per client: mean, sum, mean by counts, or maximum.
         attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
         combine: Combination of LPM attention and APM attention: mean, product, only LPM, or only APM.
-        proto_weighting: Client weights for the mean of prototypes: feature vectors per class, examples, or equal.
+        proto_weighting: Client weights in the mean over client prototypes: feature vectors per class, examples, or
+            equal weights.
         proto_memory: Aggregation of prototypes over rounds: moving average, or mean over all rounds.
         size_weighting: Whether to multiply attention by the numbers of examples.
         server_lr: Step size :math:`\eta` towards the weighted mean.
-        amm: Kind of the logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
+        amm: Kind of the logged mean margin between aggregate prototypes: over all pairs, or to each nearest prototype.
 
     Raises:
         ValueError: If an option is unknown or outside its range; in a round, if a client measured another kind of
@@ -190,7 +191,10 @@ class FedMargin(Aggregator):
         self.updates += other.updates
 
     def aggregate(self) -> State:
-        """Moves the global model towards the clients' weighted mean. Excludes clients with outlying prototypes."""
+        """Moves the global model towards the client models' weighted mean.
+
+        Excludes clients with outlying prototypes.
+        """
         num_features = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
         faults = find_outlying_prototypes(extras) | find_mismatched_prototypes(extras, num_features)

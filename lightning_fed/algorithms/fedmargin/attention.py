@@ -19,7 +19,7 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 @torch.no_grad()
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
-    r"""Attention weights of the clients in a round, shape ``(K,)``, float64; sum 1. Larger margins give larger weights.
+    r"""Client weights from prototype margins, shape ``(K,)``, float64, with sum 1. Larger margins give larger weights.
 
     Reconstruction of "as prototypes deviate from reference prototypes [...], higher attention is applied" (paper).
 
@@ -32,8 +32,8 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     equal.
 
     Args:
-        margins: One margin per client, shape ``(K,)``; NaN if missing.
-        kind: Ratio, or softmax as in FedAtt.
+        margins: Prototype margin for each client, shape ``(K,)``; NaN if missing.
+        kind: ``"sum"`` for the ratio, ``"softmax"`` as in FedAtt.
 
     Raises:
         ValueError: If ``margins`` is empty, a margin is infinite or ``kind`` is unknown.
@@ -78,10 +78,12 @@ def combine_attention(
     (FedAvg).
 
     Args:
-        local: Attention :math:`a^L` computed from LPM, shape ``(K,)``, see :func:`margin_attention`.
-        aggregate: Attention :math:`a^A` computed from APM, shape ``(K,)``.
+        local: Attention :math:`a^L` computed from local prototype margins (LPM), shape ``(K,)``, see
+            :func:`margin_attention`.
+        aggregate: Attention :math:`a^A` computed from aggregate prototype margins (APM), shape ``(K,)``.
         combine: Mean, product, or only LPM, or only APM. If the product is 0 for all clients, the weights are equal.
-        num_samples: Numbers of examples to multiply by before normalization; ``None`` to use only attention.
+        num_samples: Numbers of examples by which attention is multiplied before normalization; if ``None``, only
+            attention is used.
 
     Raises:
         ValueError: If ``combine`` is unknown or the numbers of clients differ.

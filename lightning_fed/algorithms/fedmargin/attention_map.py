@@ -24,9 +24,9 @@ _MAX_LABELS = 50
 
 
 class AttentionMap(PeriodicPictures, FederatedCallback):
-    """Draws FedMargin's attention by client and round as a heat map, and logs the picture to TensorBoard.
+    """Draws FedMargin's attention (client weights) by client and round as a heat map, and logs the map to TensorBoard.
 
-    A row is a client (numbers before names), a column a round. The viridis colours range from 0 to the largest
+    Rows are clients (numbers before names), and columns are rounds. The viridis colours range from 0 to the largest
     attention so far; grey marks clients absent from a round. Axis labels need matplotlib (extra ``demo``). Other
     loggers receive no pictures. The Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
 
@@ -84,7 +84,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Returns the sorted clients, and the attention with shape ``(clients, rounds)``; NaN for absent clients."""
+    """Returns the clients, sorted, and their attention, shape ``(clients, rounds)``; NaN if a client was absent."""
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
     )
@@ -95,7 +95,7 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
 
 
 def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
-    """Draws the result of :func:`attention_table`, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
+    """Draws a table from :func:`attention_table` as an RGB image ``(3, H, W)``, uint8; axes require matplotlib."""
     rows, columns = values.shape
 
     def label(axes: Axes) -> None:

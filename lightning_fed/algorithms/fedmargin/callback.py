@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClassPrototypes(RevertingCallback, FederatedCallback):
-    """Measures class prototypes (feature means by class), and the prototypes' movement during training.
+    """Measures class prototypes (feature means by class), and the movement of the prototypes during training.
 
     In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
     with the update, for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged as
@@ -70,10 +70,11 @@ class ClassPrototypes(RevertingCallback, FederatedCallback):
             key ``"target"``, ``"label"``, ``"mask"`` or ``"y"``, or the plural of such a key. Labels are integers,
             shape ``(N,)`` or ``(N, [1,] *size)``; label maps are resized to the features by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
-        max_batches: Maximum number of batches in an exact pass; if ``None``, all.
+        max_batches: Maximum number of batches in an exact pass; if ``None``, all batches.
         margin: Kind of margin per class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction over classes in LPM.
-        lpm_before: Prototypes *before* in the LPM: from the downloaded weights, or from the client's last visit.
+        lpm_before: Prototypes *before* in the LPM: measured with the downloaded weights, or from the client's last
+            visit.
 
     Saved state: the feature ``layer``. With a plain Trainer :attr:`prototypes` contains the last epoch's prototypes.
 

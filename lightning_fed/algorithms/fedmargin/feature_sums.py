@@ -23,7 +23,7 @@ from lightning_fed.features.layers import FeatureLayer, tap_features, without_co
 
 @dataclass(frozen=True)
 class FeatureSumOptions:
-    """Options for feature sums: classes, void label, excluded classes, and the position of the labels in a batch."""
+    """Options for the sums of features by class. ``target`` is the position of the labels in a batch."""
 
     num_classes: int
     ignore_index: VoidLabel
@@ -36,7 +36,7 @@ class FeatureSumOptions:
 
 
 class FeatureSums:
-    """Sums and counts of feature vectors by class."""
+    """Sums and numbers of feature vectors for each class, accumulated over batches."""
 
     def __init__(self, options: FeatureSumOptions) -> None:
         self._options = options
@@ -84,7 +84,7 @@ def measure_feature_sums(
     batches: Iterable[Any],
     options: FeatureSumOptions,
 ) -> FeatureSums:
-    """Sums features by class in a pass over the data that does not affect training.
+    """Sums a model's feature vectors for each class in one pass over the data, without effect on training.
 
     Each ``training_step`` is stopped after the feature layer. A batch is skipped if ``training_step`` returns ``None``.
     """
@@ -114,11 +114,11 @@ def measure_feature_sums(
 
 
 class _FeaturesReached(BaseException):
-    """Stops ``training_step`` after the feature layer. Not an ``Exception``, because steps may catch exceptions."""
+    """Stops ``training_step`` after the feature layer. Steps with ``except Exception`` do not catch a BaseException."""
 
 
 class TrainingFeatureSums:
-    """Feature sums by class over the first and the last training epoch, or over both halves of a single epoch."""
+    """Feature sums by class in two parts of training: first and last epoch, or the halves of a single epoch."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)
@@ -132,7 +132,7 @@ class TrainingFeatureSums:
         self._num_started += 1
 
     def take(self, features: Tensor) -> None:
-        """Adds the features of a training batch to the sums; later forward passes of the batch are ignored."""
+        """Adds features from a batch's first forward pass to the sums, and ignores the batch's later forward passes."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -144,16 +144,16 @@ class TrainingFeatureSums:
             self.last.add(features, batch)
 
     def end_batch(self, is_trained: bool) -> None:
-        """Ends a training batch: features are ignored until the next batch. Skips a batch with ``is_trained=False``."""
+        """Ends a training batch. ``is_trained`` is false if ``training_step`` skipped the batch."""
         if self._batch is not None and not is_trained:
             self._num_skipped += 1
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Raises ``ValueError`` if a training batch gave no features, unless the batch was skipped.
+        """Raises ``ValueError`` if the feature layer did not run in a training batch, except for skipped batches.
 
-        With manual optimization, skipped batches cannot be detected. The error is then only raised if no batch gave
-        features.
+        With manual optimization, skipped batches cannot be detected. The error is then only raised if the layer ran in
+        no batch.
         """
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:

@@ -45,7 +45,8 @@ def class_margins(
         query: Prototypes Q.
         reference: Prototypes R.
         margin: Kind of margin.
-        fallback: For "hypothesis" and "relative": prototypes used as other classes if the reference has only one class.
+        fallback: For "hypothesis" and "relative": prototypes of other classes, used if ``reference`` has only one
+            class.
 
     Raises:
         ValueError: If ``margin`` is unknown or shapes differ.
@@ -95,7 +96,7 @@ def local_prototype_margin(
         before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last visit.
         margin: Kind of margin per class, see :func:`class_margins`.
         class_reduction: Reduction over classes: mean, sum, mean weighted by the counts in ``after``, or maximum.
-        fallback: Prototypes with other classes, for a client with one class, see :func:`class_margins`.
+        fallback: Prototypes of other classes for a client with a single class, see :func:`class_margins`.
 
     Raises:
         ValueError: If an option is unknown or shapes differ.
@@ -155,7 +156,8 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
 
     Args:
         prototypes: Aggregate prototypes.
-        kind: Mean over all pairs, or over distances to the nearest other class.
+        kind: ``"pairs"`` for the mean over all pairs of classes, ``"nearest"`` for the mean over each class's distance
+            to the nearest other class.
         normalize: Whether to divide by the mean prototype norm.
 
     Raises:

@@ -14,7 +14,10 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """Center ``(d,)`` and orthonormal axes ``(k, d)`` of a projection, in float64. Axes without variance are zeros."""
+    """Center, shape ``(d,)``, and orthonormal axes, shape ``(k, d)``, of a projection, both float64.
+
+    An axis is zero if the points have no further direction with variance.
+    """
 
     center: Tensor
     axes: Tensor
@@ -24,7 +27,7 @@ class PrincipalAxes(NamedTuple):
         return (points.double() - self.center) @ self.axes.T
 
     def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:
-        """Rotates or reflects the axes within their subspace to match ``reference`` (Schoenemann 1966)."""
+        """Rotates or reflects the axes within their subspace to be near the ``reference`` axes (Schoenemann 1966)."""
         left, _, right = torch.linalg.svd(reference.axes @ self.axes.T)
         return PrincipalAxes(self.center, left @ right @ self.axes)
 

@@ -27,7 +27,7 @@ _MAX_COUNT = 2**48  # maximum count per client, so that sums over thousands of c
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """Packs prototypes into extra tensors for an update. Absent classes are omitted.
+    """Converts class prototypes to extra tensors for an update. Classes without feature vectors are omitted.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -43,7 +43,7 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Unpacks prototypes for ``num_classes`` classes from an update's extras; ``None`` if the update has no prototypes.
+    """Reads the prototypes for ``num_classes`` classes in an update's extra tensors; ``None`` if the update has none.
 
     Raises:
         ValueError: If the shapes are inconsistent, or a class is outside the allowed range.
@@ -65,7 +65,7 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
 
 
 def lpm_key(margin: str, class_reduction: str) -> str:
-    """Dictionary key for a local prototype margin in an update's extras: ``"prototypes:lpm:semantic:mean"``.
+    """Name of a local prototype margin (LPM) among an update's extra tensors.
 
     Example:
         >>> lpm_key("semantic", "mean")
@@ -75,7 +75,7 @@ def lpm_key(margin: str, class_reduction: str) -> str:
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Describes malformed prototypes in an update's extras; ``None`` if valid or missing.
+    """Describes the fault of malformed prototypes in an update's extra tensors; ``None`` if valid or missing.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -110,7 +110,7 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients with a margin or prototypes far larger than the median. Returns a description by client.
+    """Finds clients whose margin or prototypes are far larger than the median. Returns a description for each client.
 
     With three or more clients, values above 100 times the median exclude a client. Margins that compare classes
     ("hypothesis", "relative", "gain") are signed and can be near 0 for most clients. These margins are therefore
@@ -150,10 +150,10 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 def find_mismatched_prototypes(
     packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
 ) -> dict[_Client, str]:
-    """Finds clients whose number of features differs from the majority. Returns a description by client.
+    """Finds clients whose prototypes have another length than most. Returns a description for each client.
 
-    The most frequent number of features is correct. In a tie, the number in earlier prototypes (``known``) is correct,
-    otherwise the larger number.
+    The most frequent length is correct. In a tie the length in the prototypes of earlier rounds (``known``) is correct.
+    If this length is unknown or not in the tie, the largest length is correct.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}

@@ -150,7 +150,6 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         self._view = None if view is None else PrincipalAxes(**view)
 
     def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
-        """Averages the clients' prototypes. Clients with malformed prototypes are skipped and logged."""
         num_classes = _find_class_prototypes(trainer).classes_found
         assert num_classes is not None
         sent = {client: self._sent[client] for client in clients}

@@ -40,7 +40,7 @@ class Prototypes(NamedTuple):
 
     @property
     def present(self) -> Tensor:
-        """Mask of present classes, shape ``(C,)``, boolean."""
+        """Mask of the classes with at least one feature vector, shape ``(C,)``, boolean."""
         return self.counts > 0
 
 
@@ -169,7 +169,7 @@ def aggregate_prototypes(
 
 @torch.no_grad()
 def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: PrototypeMemory = "ema") -> Prototypes:
-    r"""Updates aggregate prototypes (feature means by class over all rounds) with a new round's prototypes.
+    r"""Updates aggregate prototypes (feature means by class over all rounds) with the prototypes of a new round.
 
     .. math:: \bar P_t[c] = \begin{cases}
         \beta \bar P_{t-1}[c] + (1 - \beta) P_t[c] & \text{if } c \text{ was known and is seen now} \\
@@ -212,9 +212,10 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
-    r"""Reference for the clients' prototypes in the aggregate prototype margin (APM).
+    r"""Prototypes with which client prototypes are compared in the aggregate prototype margin (APM).
 
-    Aggregate prototypes :math:`\bar P_{t-1}`, or for new classes the round's prototypes :math:`P_t` (a reconstruction).
+    These are the aggregate prototypes :math:`\bar P_{t-1}`, or for classes seen for the first time the round's
+    prototypes :math:`P_t`. The paper does not define the reference; this definition is a reconstruction.
 
     Raises:
         ValueError: If shapes differ.

@@ -216,7 +216,6 @@ class SampledSoftmax(FederatedCallback):
             head.hold(self._held)
 
     def _positives(self, trainer: L.Trainer, client: Client) -> Tensor:
-        """Returns a client's classes :math:`P_k`, sorted; the first call reads the data."""
         if client not in self._client_classes:
             if self.classes is None:
                 labels = self._labels(trainer, client)
@@ -261,7 +260,6 @@ class SampledSoftmax(FederatedCallback):
 
 
 def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """Replaces the tensor ``old`` inside a nested batch by ``new``. Refuses a batch without ``old``."""
     count = 0
 
     def replace(value: Tensor) -> Tensor:

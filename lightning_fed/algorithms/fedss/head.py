@@ -24,8 +24,6 @@ _SCALE = 20.0  # from section A.2 of the paper
 
 
 class _Batch(NamedTuple):
-    """Classes in the training logits of the current batch, as indices of the layer's weight rows."""
-
     held: SampledClasses
     columns: Tensor | None = None  # positions among the held classes; None for all
     target: Tensor | None = None
@@ -120,11 +118,11 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @property
     def held(self) -> SampledClasses | None:
-        """Classes that belong to the rows of the layer's weight; ``None`` if the weight has rows for all classes."""
+        """The classes whose rows the layer's weight contains; ``None`` if the weight has a row for every class."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Sets the classes that belong to the layer's parameter rows, in row order.
+        """Sets the classes whose rows the layer's weight contains, in row order.
 
         Before the call, set the parameters' data to these rows. After restoring all rows, call :meth:`release`.
         """
@@ -135,7 +133,7 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Starts a training batch. Returns the labels as column indices of the next forward passes' logits, int64.
+        """Starts a training batch. Returns the labels as column indices for the logits in forward passes, int64.
 
         Args:
             target: The batch's class labels, integers, all among the client's classes. Negative labels do not change.
@@ -159,7 +157,7 @@ class SampledSoftmaxHead(LogitsLayer):
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes logits. The cross-entropy of the training logits (the client's classes) is the FedSS loss."""
+        """Computes logits. In training the logits are corrected, so that their cross-entropy is the FedSS loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
                 f"Expected labels in training, because `margin={self.margin}` depends on the labels: call "
@@ -170,7 +168,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Computes the client's loss (see ``objective`` in FedSS), or the full softmax loss if no classes are held.
+        """Computes the client's loss, or in a layer with rows for all classes the ordinary softmax loss.
 
         The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
 

@@ -63,7 +63,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the number to add to the logits of sampled negatives (eq. 3), or 0 without negatives.
+    r"""Computes the number to add to the logits of sampled negative classes (eq. 3), or 0 without negative classes.
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
@@ -97,7 +97,7 @@ def sampled_logits(
     *,
     objective: Objective = "fedss",
 ) -> Tensor:
-    r"""Corrects a client's logits, shape ``(N, S)``; the cross-entropy of the result is the FedSS loss.
+    r"""Corrects a client's logits, shape ``(N, S)``, so that their cross-entropy is the FedSS loss.
 
     Logits of negatives become :math:`o'_j = o_j - \ln(m q)`. Logits of excluded classes become :math:`-\infty`: for
     "posonly" the negatives, for "negonly" all positives except the target. Examples without a target exclude no
@@ -176,7 +176,7 @@ def sampled_softmax_loss(
     objective: Objective = "fedss",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Computes the loss of a client with logits for some of the classes (eqs. 2, 5 to 8), at least float32.
+    r"""Computes a client's loss from logits for only some classes (equations 2 and 5 to 8), in at least float32.
 
     .. math::
         \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad

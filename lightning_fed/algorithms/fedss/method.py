@@ -25,7 +25,7 @@ class FedSS(Method):
 
     - Sends: the model both ways, with class vectors only for the client's classes and ``num_negatives`` other classes;
       the class indices up.
-    - Keeps: the momentum on the server, one float64 value per model parameter.
+    - Keeps: on the server the momentum, one float64 number per model parameter.
     - Costs: less than ordinary training, because a client trains only some rows of the last layer.
     - For: very many classes.
 
@@ -35,7 +35,7 @@ class FedSS(Method):
         resample: Whether to draw negatives once per ``"round"`` or for each ``"batch"``.
         server_momentum: Server momentum.
         server_lr: Server learning rate.
-        lazy_rows: Whether rows that no client trains in a round stay unchanged, also with momentum.
+        lazy_rows: Whether rows without training in a round stay unchanged, also with momentum.
         row_weighting: Divisor for a row's summed change, see :class:`~lightning_fed.algorithms.FedAvg`.
         head: Name of the ``SampledSoftmaxHead``; ``"auto"`` for a model with one such layer.
         target: Position of the labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.

@@ -51,11 +51,11 @@ class SampledClasses:
 
     @property
     def needs_target(self) -> bool:
-        """True if corrected logits depend on the example's label (objective "negonly")."""
+        """True if the correction of an example's logits depends on the label, as with the objective "negonly"."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses classes outside 0 to ``num_classes - 1``, and with the objective "full" missing classes."""
+        """Refuses classes outside 0 to ``num_classes - 1``. With the objective "full" all classes are required."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")
@@ -69,7 +69,7 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """Returns a copy with the classes at ``columns``: int64, strictly increasing, including all positives."""
+        """Returns a copy with only the classes at the increasing indices ``columns``. Positive classes must remain."""
         _check_increasing("columns", columns)
         count = len(self.classes)
         if len(columns) and (columns[0] < 0 or columns[-1] >= count):

@@ -92,7 +92,6 @@ class FeSEM(Aggregator):
         self.start(RoundInfo(-1), {})
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round; ``state`` is the global model, the starting point for clients without a centre."""
         self._info, self._state = info, state
         self.centers = [move_beside(center, state) for center in self.centers]
         self._names = self._compared_names(state)
@@ -120,7 +119,6 @@ class FeSEM(Aggregator):
             self._store_candidate(key, update)
 
     def aggregate(self) -> State:
-        """Computes the new centres, and returns the mean of the centres weighted by client examples."""
         self._num_samples = self._num_samples | {client: size for client, (_, size) in self.received.items()}
         if not self.centers:
             return self._first_centers()
@@ -135,7 +133,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Maps each centre index to the assigned clients' number of examples; ``None``: clients without a centre."""
+        """Maps centre indices to the assigned clients' example count; key ``None`` for clients without centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)
@@ -170,7 +168,6 @@ class FeSEM(Aggregator):
         self._num_samples = dict(zip(clients, state.get("num_samples", []), strict=True))
 
     def _first_centers(self) -> State:
-        """Initialises the centres from the models of the round's clients. Returns the mean over these models."""
         mean = self.means[0].mean()
         self._moved = 0
         updates = [self.candidates[key] for key in sorted(self.candidates)]

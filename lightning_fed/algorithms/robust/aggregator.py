@@ -30,13 +30,13 @@ _MAX_CLIENTS_BY_NAME = 20
 
 @dataclass
 class MixedUpdate(ClientUpdate):
-    """Weighted sum of several client updates; ``shares`` maps each client to the weight in the sum."""
+    """Weighted sum over several clients' updates; ``shares`` maps each client to the weight in the sum."""
 
     shares: dict[Client, float] = field(default_factory=dict)
 
 
 def shares_of(update: ClientUpdate) -> dict[Client, float]:
-    """Weights by client in a mixed update; weight 1 for an ordinary client update."""
+    """Maps the clients in a mixed update to their weights; an ordinary update contains one client with weight 1."""
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
@@ -49,9 +49,9 @@ class RobustAggregator(Aggregator):
     the ``num_malicious`` smallest and largest values. The result for an integer entry is the majority value, or else
     the lower median.
 
-    A rule with ``least = (a, b)`` requires ``a f + b`` updates, or one update if f = 0. In a round with fewer updates
-    all clients are excluded for this reason, and the round fails. The f malicious clients include every client with a
-    refused update (NaN, wrong shape, implausible norm). A missing client may be honest.
+    A rule with the class attribute ``least = (a, b)`` requires ``a f + b`` updates, or one update if f = 0. A round
+    with fewer updates fails. The f malicious clients include every client with a refused update (NaN, wrong shape,
+    implausible norm). A missing client may be honest.
 
     Args:
         num_malicious: Number f of malicious clients per round; if ``None``, the largest number that the rule tolerates.
@@ -74,9 +74,9 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines client updates (the rows of ``steps``); at most f = ``num_malicious`` updates are malicious.
+        """Combines the rows of ``steps`` (client updates); at most ``num_malicious`` updates are malicious.
 
-        Returns new float64 entries by name, and for each update the fraction used in the result, from 0 to 1.
+        Returns the new model's entries in float64, and for each update the fraction of values used in the result.
         """
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -97,7 +97,10 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Combines the round's updates. Excludes updates with infinite norm, or all updates if too few remain."""
+        """Combines the round's updates.
+
+        Raises ``BadUpdates`` for updates with infinite norm, or if too few updates remain.
+        """
         clients = self.clients
         states = [self.updates[client] for client in clients]
         names = number_entries(self._state)
@@ -125,7 +128,11 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Assumed number of malicious updates among ``count``: f minus refused clients (f = ``None``: maximum)."""
+        """Assumed number of malicious updates among ``count`` updates.
+
+        If ``num_malicious`` is given, each client with a refused update reduces this number. By default the maximum is
+        assumed.
+        """
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least
@@ -152,7 +159,7 @@ class RobustAggregator(Aggregator):
 
     @property
     def clients(self) -> list[Client]:
-        """Clients with an update in this round, without trusted clients. The order does not depend on arrival times."""
+        """Clients with an update in this round, except trusted clients, in an order independent of arrival times."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:
@@ -185,12 +192,12 @@ class RobustAggregator(Aggregator):
 
 
 def number_entries(state: State) -> list[str]:
-    """Names of the floating-point and complex entries in a state."""
+    """Names of the floating-point and complex entries in a state dict."""
     return [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """Elementwise lower median of integer tensors, which equals the majority value if one exists."""
+    """Elementwise lower median over integer tensors: the value in more than half of the tensors, if one exists."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

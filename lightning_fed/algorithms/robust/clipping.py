@@ -26,8 +26,9 @@ class NormClipping(Method):
 
     .. math:: w_{t+1} = w_t + \frac{1}{n} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right)
 
-    A malicious client can still shift the model by up to C / n per round. BatchNorm's running statistics are averaged
-    without protection. Reference: Sun et al., 2019, section 3 ("norm thresholding").
+    Here C is ``max_norm``, and n is the number of clients in the round. A malicious client can still shift the model by
+    up to C / n per round. BatchNorm's running statistics are averaged without protection. Reference: Sun et al., 2019,
+    section 3 ("norm thresholding").
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

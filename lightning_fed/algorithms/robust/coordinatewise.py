@@ -21,8 +21,8 @@ from lightning_fed.method import register
 class Median(RobustAggregator):
     """Coordinate-wise median of client models. For an even number of clients, the mean of the middle two values.
 
-    Requires at least ``2 * num_malicious + 1`` clients; ``num_malicious`` does not change the result. Reference: Yin et
-    al., ICML 2018.
+    The rule requires at least ``2 * num_malicious + 1`` clients. ``num_malicious`` does not affect the median.
+    Reference: Yin et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -50,9 +50,10 @@ class Median(RobustAggregator):
 
 @register
 class TrimmedMean(RobustAggregator):
-    """Coordinate-wise mean of the clients' models without the ``f`` smallest and ``f`` largest values.
+    """Coordinate-wise mean of the client models without the f smallest and f largest values, f = ``num_malicious``.
 
-    Requires at least ``2 f + 1`` clients. For f = 0 the rule equals :class:`FairAvg`. Reference: Yin et al., ICML 2018.
+    The rule requires at least 2 f + 1 clients. For f = 0 the rule equals :class:`FairAvg`. Reference: Yin et al., ICML
+    2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Squared Euclidean distances between n client updates, shape ``(n, n)``, from their inner products.
+    """Squared Euclidean distances between n client updates, from the inner products ``gram``, both shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
@@ -35,10 +35,11 @@ def squared_distances(gram: Tensor) -> Tensor:
 
 
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
-    """Krum's scores: sum of squared distances to the nearest ``n - f - 2`` other clients (at least one client).
+    """Krum's score for each client: the sum of squared distances to the nearest n - f - 2 clients (at least one).
 
-    ``distances`` are squared, shape ``(n, n)``; f is ``num_malicious``. Reference: Blanchard, El Mhamdi, Guerraoui &
-    Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017, section 4.
+    ``distances`` are squared, shape ``(n, n)``; n is the number of clients, and f is ``num_malicious``. Reference:
+    Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
+    NeurIPS 2017, section 4.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [9.0]]).double()
@@ -67,7 +68,7 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 
 
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
-    """Selects ``n - 2f`` clients by repeated Krum with f = ``num_malicious``, and returns the sorted indices.
+    """Selects n - 2 f of n clients by repeated Krum with f = ``num_malicious``. Returns the sorted indices.
 
     Ties are broken by the order of the clients in :func:`krum_order`. Reference: El Mhamdi, Guerraoui & Rouault, "The
     Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018, section 4.
@@ -178,9 +179,9 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
     .. math:: g = \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    Weights are 0 if all scores are 0. ``norms`` are the clients' norms, and ``products`` the inner products with the
-    trusted update :math:`u_0`. Reference: Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via
-    Trust Bootstrapping", NDSS 2021, equations 2 to 4.
+    Weights are 0 if all scores are 0. ``norms`` contains the norms of the client updates :math:`u_i`, and ``products``
+    the inner products with the trusted update :math:`u_0`. Reference: Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust
+    Federated Learning via Trust Bootstrapping", NDSS 2021, equations 2 to 4.
 
     Example:
         >>> weights, scores = trust_weights(torch.tensor([2.0, 1.0]), torch.tensor([2.0, -1.0]), trusted_norm=1.0)
@@ -239,10 +240,11 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
-    """Mixing matrix: replaces each update by the mean of the ``n - f`` nearest updates, including this update.
+    """Matrix, shape ``(n, n)``, that replaces each update by the mean of the n - f nearest updates, including itself.
 
-    The number f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by
-    Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm 2 ("NNM").
+    Here n is the number of updates, and f is ``num_malicious``. Reference: Allouah, Farhadkhani, Guerraoui, Gupta,
+    Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023, Algorithm
+    2 ("NNM").
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [9.0]]).double()
@@ -256,10 +258,10 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
 
 
 def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Tensor:
-    """Mixing matrix that averages random groups of s = ``bucket_size`` of n clients, shape ``(ceil(n / s), n)``.
+    """Matrix, shape ``(ceil(n / s), n)``, to average the updates in random groups with s = ``bucket_size`` clients.
 
-    The last group may be smaller. Reference: Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous
-    Datasets via Bucketing", ICLR 2022, Algorithm 1.
+    Here n is the number of clients. The last group may be smaller. Reference: Karimireddy, He & Jaggi,
+    "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022, Algorithm 1.
 
     Example:
         >>> bucketing(3, 2, np.random.default_rng(0)).sum(1)
@@ -274,10 +276,11 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 
 
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
-    r"""Diagonal mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms.
+    r"""Diagonal matrix to clip the :math:`\lfloor 2 f (n - f) / n \rfloor` of n updates with the largest norms.
 
-    Updates are clipped to the largest norm of the other updates. Reference: Allouah, Guerraoui, Gupta, Jellouli,
-    Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025, Algorithm 2 ("ARC").
+    Updates are clipped to the largest norm among the other updates; f is ``num_malicious``. Reference: Allouah,
+    Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning", ICLR 2025,
+    Algorithm 2 ("ARC").
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()

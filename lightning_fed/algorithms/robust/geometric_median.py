@@ -22,9 +22,9 @@ class GeometricMedian(RobustAggregator):
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
-    Requires at least ``2 f + 1`` clients. All clients have equal weight (in the paper, weights by examples).
-    ``num_malicious`` affects only BatchNorm's running statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms
-    1 and 2.
+    The rule requires at least 2 f + 1 clients for f = ``num_malicious``. All clients have equal weight (in the paper,
+    weights by examples). Besides this check ``num_malicious`` affects only BatchNorm's running statistics. Reference:
+    Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

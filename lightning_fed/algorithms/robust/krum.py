@@ -27,9 +27,10 @@ from lightning_fed.method import register
 
 @register
 class Krum(RobustAggregator):
-    """Model of the client with the smallest sum of squared distances to its ``n - f - 2`` nearest neighbors.
+    """Client model with the smallest sum of squared distances to the nearest n - f - 2 client models.
 
-    Requires at least ``2 f + 3`` clients. Reference: Blanchard et al., NeurIPS 2017, section 4.
+    Here n is the round's number of clients, and f is ``num_malicious``. The rule requires at least 2 f + 3 clients.
+    Reference: Blanchard et al., NeurIPS 2017, section 4.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -60,7 +61,8 @@ class Krum(RobustAggregator):
 class MultiKrum(RobustAggregator):
     """Mean over the clients with the lowest :class:`Krum` scores.
 
-    Requires at least ``2 f + 3`` clients; equals :class:`FairAvg` for f = 0. Reference: Blanchard et al., NeurIPS 2017.
+    The rule requires at least 2 f + 3 clients for f = ``num_malicious``. For f = 0 the result equals :class:`FairAvg`.
+    Reference: Blanchard et al., NeurIPS 2017.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -69,7 +71,7 @@ class MultiKrum(RobustAggregator):
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
-        num_selected: Number of clients in the mean; if ``None``, ``n - f``.
+        num_selected: Number of clients in the mean; if ``None``, the round's number of clients minus f.
 
     Raises:
         ValueError: If ``num_selected`` is not a positive integer.
@@ -102,10 +104,11 @@ class MultiKrum(RobustAggregator):
 
 @register
 class Bulyan(RobustAggregator):
-    """Coordinate-wise mean of the values nearest to the median, over clients selected by repeated Krum.
+    """Coordinate-wise mean over the values nearest to the median, from clients selected by repeated Krum.
 
-    Krum selects ``n - 2 f`` clients. For each coordinate the ``n - 4 f`` values nearest to the median are averaged.
-    Requires at least ``4 f + 3`` clients; equals :class:`FairAvg` for f = 0. Reference: El Mhamdi et al., ICML 2018.
+    With n clients and f = ``num_malicious``, Krum selects n - 2 f clients. For each coordinate the n - 4 f values
+    nearest to the median are averaged. The rule requires at least 4 f + 3 clients. For f = 0 the result equals
+    :class:`FairAvg`. Reference: El Mhamdi et al., ICML 2018.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.

@@ -29,8 +29,8 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class Mixture(CollectingStep):
     """Base class of update steps that replace each update by a weighted sum of the round's updates, in float64.
 
-    BatchNorm's running statistics and integer entries are not mixed, unless ``joins`` is true. Then a mixed update
-    represents several clients, with the mean of their statistics and the majority of their integers.
+    If ``joins`` is false, BatchNorm's running statistics and integer entries are not mixed. If ``joins`` is true, a
+    mixed update represents several clients, with the mean of their statistics and the majority of their integers.
     """
 
     refuses = ("has_clusters", "has_versions", "resizes")
@@ -39,10 +39,10 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Weights of client updates in the new updates, shape ``(new, clients)``, from inner products ``gram``."""
+        """Returns the weights of old updates in new updates, shape ``(new, old)``, from the inner products ``gram``."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules with trusted clients, and rules without a single global model."""
+        """Refuses aggregation rules with a trusted client or with several global models."""
         if rule.always:
             raise OptionError(
                 f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the step would mix the trusted "
@@ -94,14 +94,18 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Assumed number of malicious updates among ``count``: f minus refused clients, by default just below half."""
+        """Assumed number of malicious updates among ``count`` updates.
+
+        If ``num_malicious`` is given, each client with a refused update reduces this number. By default the largest
+        number below half is assumed.
+        """
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
 
 
 class NearestNeighborMixing(TolerantMixture):
-    """Replaces each update by the mean of the ``n - f`` nearest updates, including this update (NNM, AISTATS 2023).
+    """Replaces each of n updates by the mean of the n - f nearest updates, including itself (NNM, AISTATS 2023).
 
     Args:
         num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.
@@ -115,7 +119,7 @@ class NearestNeighborMixing(TolerantMixture):
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` updates with the largest norms to the next lower norm (ARC).
+    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` of n updates with the largest norms to the next norm (ARC).
 
     Args:
         num_malicious: Number f of malicious clients; if ``None``, the largest number below one half.

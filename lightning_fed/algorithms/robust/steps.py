@@ -18,8 +18,8 @@ _ROUNDING = 1e-12  # tolerance for a sum of weights
 class Steps:
     """Client updates (local minus global) as rows of a matrix that is computed in chunks and never stored.
 
-    In addition to the n client states, only some float64 columns and the n x n inner products are stored. Results are
-    new states: the global model plus a combination of updates, in float64.
+    Memory is needed only for the n client states, some columns of the matrix in float64, and the n x n inner products.
+    Results are new states in float64: the global model plus a combination of updates.
 
     Args:
         start: Global model.
@@ -55,7 +55,7 @@ class Steps:
         return self.gram.diagonal().sqrt()
 
     def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
-        """Finds clients whose update has an infinite norm. Returns the reason for exclusion by client."""
+        """Finds clients whose update has an infinite norm. Returns the reason for exclusion for each client."""
         is_good = self.norms.isfinite().tolist()
         return {
             client: "its update has an infinite norm" for client, good in zip(clients, is_good, strict=True) if not good
@@ -73,7 +73,10 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus the sum of client updates times ``weights``; ``plus`` is another pair (weight, update)."""
+        """Returns the global model plus the sum of client updates times ``weights``, shape ``(clients,)``.
+
+        ``plus`` is one further pair of weight and update, such as the previous round's update.
+        """
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines updates coordinate by coordinate. Returns a new state, and each update's fraction of used values.
+        """Combines updates coordinate by coordinate. Returns a new state, and each update's share of used values.
 
         Args:
             combine: Maps n updates at k coordinates, shape ``(n, k)``, to the combined values, shape ``(k,)``, and for
@@ -131,7 +134,7 @@ class Steps:
 
 
 def step_between(start: State, state: State, names: Sequence[str]) -> State:
-    """Returns ``state - start`` for the named entries, in float64."""
+    """Returns the difference ``state - start`` for the entries ``names``, in float64."""
     return {name: to_float64(state[name]) - to_float64(start[name]) for name in names}
 
 
