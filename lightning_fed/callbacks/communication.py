@@ -179,10 +179,7 @@ class CommunicationReport(FederatedCallback):
         return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Mean traffic by part, followed by the total; empty before the first visit.
-
-        The parts are model parts, ``"(request)"`` and ``"(extras)"``.
-        """
+        """Mean traffic by part (model parts, requests, extras), then the total; empty before the first visit."""
         if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])

@@ -58,10 +58,7 @@ class LocalOptimizers:
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Returns the number of steps of each per-step scheduler in a visit, or ``None`` if unknown.
-
-        ``final_state`` are the schedulers' states after the visit.
-        """
+        """Number of steps per scheduler in a visit with the scheduler states ``final_state``; ``None`` if unknown."""
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
         counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
         known = [after - before for before, after in counts if before is not None and after is not None]
@@ -75,9 +72,7 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets optimizers, schedulers and loss scale to the round's start.
-
-        Then loads optimizer buffers from ``packed``.
+        """Resets optimizers, schedulers and loss scale to the round's start, and loads the buffers in ``packed``.
 
         ``rows`` lists pairs of a sliced parameter and the indices of the client's rows.
         """

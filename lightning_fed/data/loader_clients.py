@@ -240,10 +240,7 @@ class _Streams:
 
     @property
     def leading(self) -> int:
-        """Index of the dataloader whose length is the length of the pass.
-
-        In mode ``"min_size"`` this is the shortest dataloader, in the other modes the longest.
-        """
+        """Index of the dataloader with the length of a pass: the shortest in mode ``"min_size"``, else the longest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
@@ -253,7 +250,7 @@ class _Streams:
 
 
 def inside(container: Any) -> Iterable[Any]:
-    """Returns the elements in a mapping, list or tuple, or an empty list for other objects."""
+    """Returns the elements in a mapping, list or tuple, or an empty list."""
     if isinstance(container, Mapping):
         return container.values()
     return container if isinstance(container, list | tuple) else ()

@@ -68,10 +68,7 @@ class PlannedVisit:
 
 @dataclass(slots=True)
 class VisitBatch:
-    """Batch of a visit, or an error with the traceback as text.
-
-    ``is_last`` marks the last batch from a loader without length.
-    """
+    """Batch of a visit, or an error. ``is_last`` marks the last batch from a dataloader without length."""
 
     position: int
     batch: Any = None

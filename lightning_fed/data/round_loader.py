@@ -115,10 +115,7 @@ class RoundLoader:
         return self.population.stream(self.visits[self._first_of_stream :])
 
     def fetch(self, stream: Iterator[VisitBatch], positions: range, batches_left: int) -> tuple[Any, int]:
-        """Returns the next batch for the visits ``positions``, and the number of batches left in these visits.
-
-        The number is 0 if a dataloader without length has ended.
-        """
+        """Returns the next batch, and the number of remaining batches: 0 if a dataloader without length has ended."""
         planned = self.visits[positions[0]]
         is_given_up = planned.fault is not None or planned.is_over
         batch = None if is_given_up else self._fetch(stream, positions[0])

@@ -64,19 +64,13 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """Base class of the option ``visits`` for simultaneous clients, such as :class:`~lightning_fed.Vectorized`.
-
-    ``clients`` is the number of clients that train at the same time.
-    """
+    """Base class of the option ``visits`` for ``clients`` simultaneous clients: :class:`~lightning_fed.Vectorized`."""
 
     clients: int
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Plans simultaneous visits before the first round. If clients cannot train at once, logs the reason.
-
-        Returns a :class:`~lightning_fed.rounds.loop.VisitPlan`, or ``None`` if clients cannot train at once.
-        """
+        """Plans simultaneous visits before the first round. If not possible, logs the reason and returns ``None``."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,8 @@ class Faults:
     Args:
         min_clients: Minimum number of valid updates per round; with fewer updates the global model does not change.
         max_failed_rounds: Number of consecutive rounds without a new model, due to failed clients, after which the fit
-            ends with an error. A round in which all clients raise the same error ends the fit at once. A fit in which
-            no round succeeds ends with an error. If ``None``, the fit continues after any failure.
+            ends with an error. A round in which all clients raise the same error ends the fit at once. A fit without
+            any successful round ends with an error. If ``None``, the fit continues after any failure.
         visit_timeout: Time limit for a visit in seconds, also if loading data or the training step hangs; by default no
             limit. Requires Unix, and a fit in the main thread.
 

@@ -64,10 +64,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by attribute path. A tensor with several paths appears once.
-
-    The path is the name in ``named_parameters()``, and may differ from the name in ``state_dict()``.
-    """
+    """Parameters and buffers by attribute path, each tensor once. Paths may differ from names in ``state_dict``."""
     paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
     return {path: tensor for tensor, path in reversed(paths.items())}
 

@@ -323,10 +323,7 @@ class RehearsalTransport(Transport):
     def _judge(
         self, place: str, message: Message | None, answer: Answer, times: tuple[float, float], can_repeat: bool
     ) -> None:
-        """Compares ``answer`` (or the reason for a missing answer) with the simulated delivery of a message.
-
-        ``times`` are the start of waiting and the deadline.
-        """
+        """Compares ``answer`` (or the reason for a missing answer) with the simulated delivery of a message."""
         now, (turn, end), check = self._world.now, times, self._check
         if message is not None and message.given_up_at is not None:  # the client's turn may come later
             now = message.given_up_at

@@ -118,10 +118,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Checks and records a server message (``order``) or an answer (``reply``).
-
-        Returns the packet to send instead of a visit, or the allowed answer; ``None`` begins the visit.
-        """
+        """Checks and records a server message or an answer. Returns the packet to send; ``None`` begins the visit."""
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)

@@ -47,10 +47,7 @@ class OrderBounds:
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:
-        """Returns the reason to refuse a train request, or ``None`` for an allowed request.
-
-        ``batches_per_epoch`` is ``None`` if the number is unknown.
-        """
+        """Returns the reason to refuse a train request, or ``None``. An unknown ``batches_per_epoch`` is ``None``."""
         visit = train_request.visit
         if visit.steps is None and self.max_epochs is not None and visit.epochs > self.max_epochs:
             return f"the server asks for {visit.epochs} epochs, but this client allows {self.max_epochs}"
