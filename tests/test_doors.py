@@ -361,9 +361,9 @@ def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
 
 def test_methods_say_what_they_set():
     """A user's value is refused unless equal or empty, as recipes pass empty values."""
-    with pytest.raises(ValueError, match=r"no `batch_norm` for `FedBN`, which sets it, but got 'average'"):
+    with pytest.raises(ValueError, match=r"no `batch_norm` for `FedBN`, which sets this argument, but got 'average'"):
         Federation(FedBN(), batch_norm="average")
-    with pytest.raises(ValueError, match=r"no `personal` for `FedPer`, which sets it, but got \['a'\]"):
+    with pytest.raises(ValueError, match=r"no `personal` for `FedPer`, which sets this argument, but got \['a'\]"):
         FederatedTrainer(FedPer("head.*"), personal=["a"], **QUIET)
     assert Federation(FedBN(), batch_norm="personal").options.batch_norm == "personal"
     assert Federation(FedPer("head.*"), personal=[]).options.personal == ("head.*",)

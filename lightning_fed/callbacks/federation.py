@@ -609,7 +609,7 @@ def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str,
             raise ValueError(f"Expected the settings of `{method.name}` to be among {_SETTINGS}, but got {name!r}.")
         given, default = arguments[name], parameters[name].default
         if given not in (default, value) and (given or default):  # an empty list in a recipe is treated as not given
-            raise ValueError(f"Expected no `{name}` for `{method.name}`, which sets it, but got {given!r}.")
+            raise ValueError(f"Expected no `{name}` for `{method.name}`, which sets this argument, but got {given!r}.")
     return {**arguments, **method.settings}
 
 

@@ -43,7 +43,7 @@ class PlannedRound:
         """Returns the reason for a client's failure: the error in ``item``. Logs the traceback of the first error."""
         assert item.error is not None
         if item.trace:
-            item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
+            item.error.add_note(f"Raised while loading the data of client {client!r}:\n{item.trace}")
         population.log_raised("data", client, item.trace or f"{describe(item.error)}\n")
         if isinstance(item.error, VisitTimeout):
             return str(item.error)

@@ -215,7 +215,7 @@ class VisitDriver:
     def _end_early(self, planned: PlannedVisit, num_batches: int) -> None:
         planned.is_over, planned.num_batches = True, num_batches
         if planned.fault is None and not num_batches:
-            planned.fault = "`on_train_batch_start` returned -1 before it had trained"
+            planned.fault = "`on_train_batch_start` returned -1 before the client's first training step"
         self.end(self._loader.group)
 
     def cut(self, planned: PlannedVisit) -> None:

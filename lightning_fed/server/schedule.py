@@ -203,7 +203,9 @@ class Schedule:
         for client in always:
             if client not in chosen:
                 if client not in clients:
-                    raise OptionError(f"Expected a client {client!r}, needed in every round, but got none.")
+                    raise OptionError(
+                        f"Expected the clients to include {client!r}, which every round needs, but found no such client."
+                    )
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 

@@ -195,7 +195,10 @@ def describe(study: Study) -> str:
         f"`{methods[0]}` hurts at {', '.join(losers)}." if losers else f"No site is shown to lose with `{methods[0]}`."
     ]
     if study.totals:
-        lines = ["The secure sum hides the sites: only the mean over sites is known. Every site has the site's gain."]
+        lines = [
+            "The secure sum hides the gains of single sites: only the mean over sites is known here. Each site has a table "
+            "with the site's gain."
+        ]
     for place, (rows, over) in enumerate(zip(tables, pooled, strict=True)):
         kind = "primary comparison" if place == 0 else "exploratory"
         lines += [f"`{over.method}` against `{baseline}` ({kind}):", _table(study, rows, over)]
@@ -249,14 +252,15 @@ def _note(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:
     notes = [
         f"`{study.metric}` at each site, {'one seed' if seeds == 1 else f'mean over {seeds} seeds'}. Gain: difference"
         f" to `{over.baseline}` on the same cases{direction}.",
-        "The intervals cover the choice of cases, for the models trained here. Verdicts: 5 % error over all sites"
-        " (Holm); `shown from` is the smallest gain with a power of 80 % at a site of this size.",
+        "The intervals show the uncertainty from the choice of cases, for the models trained here. Over all sites, the"
+        " probability of any false verdict is at most 5 % (Holm). `shown from` is the smallest true gain that is found"
+        " with 80 % probability at a site of this size.",
     ]
     if isinstance(over.gain, Estimate) and over.count > 1:
         notes.append("All sites: random effects (DerSimonian and Laird; Hartung and Knapp).")
     left_out = [row.site for row in rows if row.gain is not None and not row.gain.variance > 0]
     if left_out:
-        notes.append(f"The mean excludes {', '.join(left_out)}: the gain has no variance.")
+        notes.append(f"The mean excludes {', '.join(left_out)}, because the gain's variance is 0 or unknown.")
     if seeds == 1:
         notes.append("Another seed gives other models: `--seeds 5` adds seeds and keeps finished runs.")
     sent = [f"`{name}` {number:.3g}" for name, number in study.megabytes.items()]

@@ -140,7 +140,7 @@ class SiteStudy(AskableCallback):
                 _log.warning("The study excludes the answer of client %r: %s.", client, error)
         missing, reveals = "", federation.server.chain.reveals
         if reveals == "model":
-            missing = "central privacy hides the scores of single sites; each site has the site's table"
+            missing = "central privacy hides the scores of single sites; a table of a site's gain is only at the site"
         elif not seeds or len(models) < 2 or models[-1] != LOCAL:
             missing = f"a table needs {LOCAL!r} and another model with an equal seed, but the study has {models}"
         elif reveals == "sum":

@@ -120,7 +120,7 @@ def test_the_mean_excludes_sites_without_a_variance():
     assert (pooled.count, float(pooled.gain.value)) == (3, pytest.approx(mean))
     half = stats.t.ppf(0.975, 2) * np.sqrt(variance)
     assert pooled.interval == pytest.approx((mean - half, mean + half))
-    assert "The mean excludes equal: the gain has no variance." in describe(made_up())
+    assert "The mean excludes equal, because the gain's variance is 0 or unknown." in describe(made_up())
     one = pool_sites([row for row in rows if row.site == "a"])
     assert one.interval == next(row.interval for row in rows if row.site == "a")
     assert pool_sites([row for row in rows if row.site == "tiny"]).gain is None

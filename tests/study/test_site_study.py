@@ -218,7 +218,7 @@ def test_a_secure_sum_gives_the_mean_over_sites(secured):
     assert [float(row[name]) for name in ("gain", "low", "high")] == pytest.approx([mean, mean - half, mean + half])
     table = (folder / "server" / "study.md").read_text()
     assert "| all sites | 5 sites |" in table
-    assert "The secure sum hides the sites" in table
+    assert "The secure sum hides the gains of single sites" in table
     assert "`fedavg` against `local`" in (folder / "sites" / "sites" / "tiny.md").read_text()
     used = json.loads((folder / "sites" / "sites" / "north.json").read_text())["tau_squared"]
     assert used[_name_sum({"metric": "test_loss", "seeds": [3, 4]})]["fedavg"] > 0

@@ -246,7 +246,7 @@ class RehearsalTransport(Transport):
             answer = replace(answer)  # only the server's process has this copy
             self._in_memory = [held for held in self._in_memory if held() is not None]
             if self._in_memory and not any("stays in memory" in text for _, _, text in self._world.log):  # a full disk
-                self._check(False, f"an earlier answer is in the server's memory with that to {name}")
+                self._check(False, f"the server's memory holds an earlier answer together with the answer to {name}")
             self._in_memory.append(ref(answer))
         return answer
 

@@ -92,7 +92,7 @@ class _Total:
         if not self.clients:
             self.numbers = np.array([0] * (words.numel() // WORDS), dtype=object)
         if words.shape != (len(self.numbers), WORDS) or words.dtype != torch.int32 or len(update.extras) > 1:
-            return "its answer is no list of masked numbers"
+            return "its answer is not a list of masked numbers"
         self.numbers += to_numbers(words)
         self.clients.append(update.client)
         return ""

@@ -74,9 +74,9 @@ def test_masks_belong_to_the_named_sum():
 def test_answers_of_another_form_are_excluded():
     total, right = _Total(2), {"study/sum": encode([1.0, 2.0])}
     for extras in ({}, {"a": torch.ones(2, 8)}, {"a": torch.tensor(3)}, right | {"b": encode([1.0])}):
-        assert "no list of masked numbers" in total.add(ClientUpdate("eve", 1, {}, extras))
+        assert "not a list of masked numbers" in total.add(ClientUpdate("eve", 1, {}, extras))
     assert total.add(ClientUpdate("ann", 1, {}, right)) == ""
-    assert "no list of masked numbers" in total.add(ClientUpdate("eve", 1, {}, {"study/sum": encode([1.0])}))
+    assert "not a list of masked numbers" in total.add(ClientUpdate("eve", 1, {}, {"study/sum": encode([1.0])}))
     assert (total.clients, decode(to_words(total.numbers))) == (["ann"], [1.0, 2.0])
 
 
