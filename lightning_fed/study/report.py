@@ -196,8 +196,8 @@ def describe(study: Study) -> str:
     ]
     if study.totals:
         lines = [
-            "The secure sum hides the gains of single sites: only the mean over sites is known here. Each site has a table "
-            "with the site's gain."
+            "The secure sum hides the gains of single sites: only the mean over sites is known here. "
+            "Each site has a table with the site's gain."
         ]
     for place, (rows, over) in enumerate(zip(tables, pooled, strict=True)):
         kind = "primary comparison" if place == 0 else "exploratory"

@@ -336,5 +336,7 @@ def test_clients_that_always_take_part():
         assert "c7" not in cohort.dropped
         joined += trusted in plain.visits
     assert 0 < joined < 30
-    with pytest.raises(ValueError, match="Expected the clients to include 'zoe', which every round needs, but found"):
+    with pytest.raises(
+        ValueError, match="Expected the clients to include 'zoe', which every round needs, but got none"
+    ):
         schedule.cohort(0, clients, always=("zoe",))
