@@ -261,7 +261,7 @@ def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
     With ``visits="fused"``, an obstacle to fused visits is an error.
     """
     trainer = fit.trainer
-    obstacle = find_obstacle(trainer, fit.module)
+    obstacle = find_obstacle(trainer, fit.module, fit.has_one_client)
     if obstacle is None:
         fit.changes.callback(shorten_log(trainer).restore)
         return BatchLoop(trainer, fit.module)
@@ -275,7 +275,7 @@ def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
     return None
 
 
-def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
+def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_one_client: bool) -> str | None:
     """Describes the first Trainer setting or hook that prevents ``visits="fused"``, or returns ``None``."""
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
     interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
@@ -288,7 +288,9 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule) -> str | None:
             type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
         )
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
-        "`val_check_interval` may validate after any batch": (interval != 1.0 or isinstance(interval, int)),
+        "`val_check_interval` may validate after any batch": (
+            has_one_client and (interval != 1.0 or isinstance(interval, int))
+        ),
         f"`{type(module).__name__}.on_train_batch_start` may end the epoch": (
             implements(module, "on_train_batch_start", L.LightningModule)
         ),

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, find_callbacks, is_overridden
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import find_implausible
-from lightning_fed.process_group import ClientSharing
+from lightning_fed.process_group import ClientSharing, process_group_of
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,6 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
         if any(planned.is_stream for planned in visits):
             _check_shares(trainer, "limit_train_batches", "val_check_interval")
         return
-    _check_validation(trainer, sum(planned.num_batches for planned in visits))
     for window in windows:
         for planned in visits[:-1]:
             if planned.num_batches % window:
@@ -144,17 +143,40 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
             )
 
 
-def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
+def validate_after_rounds(
+    trainer: L.Trainer, visits: Sequence[PlannedVisit], known: tuple[int, int], revert: Callable[..., object]
+) -> tuple[int, int]:
+    """Replaces ``val_check_interval`` by ``check_val_every_n_epoch``: validation follows complete rounds.
+
+    Returns the interval in batches and in rounds. ``known`` is the result of an earlier call, also before a resume.
+    ``revert`` receives a function and arguments, to restore the Trainer's attributes after the fit.
+    """
     interval: Any = getattr(trainer, "val_check_interval", None)
     every = trainer.check_val_every_n_epoch
-    is_in_batches = isinstance(interval, int) and not isinstance(interval, bool)
-    fits = interval % num_batches == 0 if is_in_batches and num_batches else interval == 1.0 and every is not None
-    if not fits:
+    if interval is None:
         raise MisconfigurationException(
-            "Validation inside a round would evaluate the model of one client: leave `val_check_interval` at 1.0, or "
-            f"set it to a multiple of the {num_batches} batches in a round, and use `check_val_every_n_epoch` to "
-            f"validate every n rounds, but got val_check_interval={interval!r} and check_val_every_n_epoch={every!r}."
+            "Expected `val_check_interval` to be a number of batches or a share of a round, because validation follows "
+            "complete rounds, but got a duration: use `check_val_every_n_epoch` to validate every n rounds."
         )
+    if interval == 1.0 and not isinstance(interval, int):
+        return known
+    num_batches = sum(process_group_of(trainer).gather(sum(planned.num_batches for planned in visits)))
+    if not num_batches or (every is not None and interval > num_batches):  # Lightning raises an error
+        return known
+    if known[0] != interval:
+        known = interval, every or max(1, interval // num_batches)
+    for name, value in (("val_check_interval", 1.0), ("check_val_every_n_epoch", known[1])):
+        revert(setattr, trainer, name, getattr(trainer, name))
+        setattr(trainer, name, value)
+    if trainer.is_global_zero:
+        _log.info(
+            "val_check_interval=%r: validation follows every %d. round, because inside a round (%d batches) the module "
+            "contains the model of one client.",
+            interval,
+            known[1],
+            num_batches,
+        )
+    return known
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:

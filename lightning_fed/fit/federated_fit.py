@@ -38,7 +38,7 @@ from lightning_fed.server.schedule import Cohort, Schedule, Visit
 from lightning_fed.server.server import ServerInterface
 
 # State stored in checkpoints without conversion.
-_SAVED = ("generators", "rounds", "number", "is_plain", "fastest")
+_SAVED = ("generators", "rounds", "number", "is_plain", "fastest", "validation")
 _SAVED_OF_BATCH_NORM = ("initial_statistics", "decision", "num_measured", "model_round", "norm_layers")
 
 
@@ -212,6 +212,7 @@ class FederatedFit:
         batch_norm: Treatment of BatchNorm's running statistics.
         fastest: Choice for ``visits="fastest"``: number of simultaneous clients (0 before the choice), and the measured
             speed-up.
+        validation: Interval between validations, in batches (the user's) and in rounds.
         averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a plain fit.
     """
 
@@ -247,7 +248,7 @@ class FederatedFit:
         self.changes = ExitStack()
         self.warned: set[str] = set()
         self.batch_norm = BatchNormState(options.batch_norm, options.batch_norm, decision)
-        self.fastest = 0, 1.0
+        self.fastest, self.validation = (0, 1.0), (0, 0)
 
     @property
     def module(self) -> L.LightningModule:

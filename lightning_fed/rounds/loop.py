@@ -23,6 +23,7 @@ from lightning_fed.fit.checks import (
     check_round,
     check_trainer,
     find_loader_owner,
+    validate_after_rounds,
 )
 from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.failed_rounds import FailedRounds
@@ -203,6 +204,7 @@ class RoundLoop:
             )
             _log.info("BatchNorm: each client has separate statistics, because %s.", reason)
         self._start_averages()
+        self.find_population()
         if fit.options.visits_one_by_one != "lightning":
             fused = find_feature("lightning_fed.backends.fused")
             self._batch_loop = fused and fused.build_batch_loop(fit)
@@ -228,7 +230,6 @@ class RoundLoop:
         visits = fit.options.visits_at_once
         if visits is None:
             return
-        self.find_population()
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
         self.plan = visits.plan(fit) or self.plan
@@ -353,6 +354,8 @@ class RoundLoop:
         )
         if remote is None:
             check_round(fit.trainer, loader.visits, len(fit.population.clients))
+        if remote is None and len(fit.population.clients) > 1:
+            fit.validation = validate_after_rounds(fit.trainer, loader.visits, fit.validation, fit.changes.callback)
         if loader.is_endless:
             loader.on_end = partial(end_with_batch, fit.trainer)
         loader.on_start = partial(self._start_round, loader, cohort)

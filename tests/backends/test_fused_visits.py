@@ -510,7 +510,7 @@ def test_lightnings_loop_sees_one_batch_of_a_round(fit):
 def test_several_processes_are_no_obstacle(federated_trainer):
     """The backend's tests compare results."""
     trainer = federated_trainer(strategy="client_parallel", devices=1)
-    assert fused.find_obstacle(trainer, models.Module(models.mlp())) is None
+    assert fused.find_obstacle(trainer, models.Module(models.mlp()), False) is None
 
 
 class OtherStrategy(SingleDeviceStrategy):

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import Availability, FederatedCallback, Federation
+from lightning_fed import Availability, FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.data import IID, LoaderDataModule
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, StepCheckpoint, assert_same, state_of
@@ -203,3 +203,68 @@ def test_an_error_at_the_end_of_a_round(where, federated_trainer, tmp_path):
         kept = {client: trainer.federation.client_state(client) for client in models.SIZES}
         ends.append((state_of(module), kept, trainer.callback_metrics["comm/total_up_bytes"]))
     torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+class Validations(L.Callback):
+    """Records round and weights of each validation. ``hook`` saves a checkpoint in round 6 and stops the fit."""
+
+    def __init__(self, hook=None, path=None):
+        self.seen, self.path = [], path
+        if hook is not None:
+            setattr(self, hook, self.stop)
+
+    def on_validation_epoch_start(self, trainer, pl_module):
+        self.seen.append((trainer.current_epoch, state_of(pl_module)))
+
+    def stop(self, trainer, *arguments):
+        if trainer.current_epoch == 5:
+            trainer.save_checkpoint(self.path)
+            raise KeyError("stop")
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
+def test_validation_by_batches_follows_complete_rounds(hook, plain_trainer, tmp_path, caplog):
+    """The first round has 10 batches, so 24 batches are 2 rounds, also after a resume in a round with 2 batches."""
+    clients = models.as_datasets(models.vectors({"a": 80, "b": 16}))
+    options = {"max_steps": 31, "max_epochs": -1, "val_check_interval": 24, "check_val_every_n_epoch": None}
+
+    def fit(watch, **arguments):
+        own = models.Module(models.mlp())
+        trainer = plain_trainer(callbacks=[Federation(clients_per_round=1, seed=1), watch], **options)
+        try:
+            trainer.fit(own, datamodule=FederatedDataModule(clients, clients["a"], batch_size=8), **arguments)
+        finally:
+            assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (24, None)
+        return trainer.global_step, state_of(own)
+
+    whole, stopped, resumed = Validations(), Validations(hook, tmp_path / "x.ckpt"), Validations()
+    with caplog.at_level("INFO", "lightning_fed"):
+        end = fit(whole)
+    assert end[0] == 10 + 2 + 2 + 10 + 2 + 2 + 2 + 2
+    assert [round for round, _ in whole.seen] == [1, 3, 5, 7]
+    assert caplog.text.count("val_check_interval=24: validation follows every 2. round") == 1
+    assert "not fused" not in caplog.text
+    with pytest.raises(KeyError, match="stop"):
+        fit(stopped)
+    torch.testing.assert_close(fit(resumed, ckpt_path=tmp_path / "x.ckpt"), end, rtol=0, atol=0)
+    states = dict(stopped.seen) | dict(resumed.seen)
+    torch.testing.assert_close(states, dict(whole.seen), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("interval", [0.25, 1, 3, 9])
+def test_validations_inside_a_round_become_one_after_the_round(interval, plain_trainer):
+    """As with Lightning's `check_val_every_n_epoch=2`."""
+    clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
+    watch = Validations()
+    options = {"max_epochs": 4, "val_check_interval": interval, "check_val_every_n_epoch": 2}
+    trainer = plain_trainer(callbacks=[Federation(), watch], **options)
+    trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients, clients["a"], batch_size=8))
+    assert [round for round, _ in watch.seen] == [1, 3]
+
+
+def test_an_interval_above_the_rounds_batches_is_lightnings_error(plain_trainer):
+    clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
+    trainer = plain_trainer(max_epochs=1, callbacks=[Federation()], val_check_interval=11)
+    with pytest.raises(ValueError, match="If you want to validate based on the total training batches"):
+        trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients, clients["a"], batch_size=8))

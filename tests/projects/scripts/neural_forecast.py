@@ -1,4 +1,4 @@
-"""Forecasts in the style of neuralforecast: a model sets `max_steps`, and the method `fit` makes the Trainer."""
+"""Forecasts in the style of neuralforecast: the model creates a Trainer with `max_steps` and `val_check_interval`."""
 
 import lightning as L
 import torch
@@ -33,11 +33,12 @@ class SeriesModule(L.LightningDataModule):
 
 
 class NBeats(L.LightningModule):
-    def __init__(self, h=4, input_size=12, max_steps=24, windows_batch_size=32, **trainer_kwargs):
+    def __init__(self, h=4, input_size=12, max_steps=24, val_check_steps=12, windows_batch_size=32, **trainer_kwargs):
         super().__init__()
         self.save_hyperparameters("h", "input_size", "max_steps")
         self.h, self.input_size, self.windows_batch_size = h, input_size, windows_batch_size
-        self.trainer_kwargs = {"max_steps": max_steps, **trainer_kwargs}
+        steps = {"max_steps": max_steps, "val_check_interval": min(val_check_steps, max_steps)}
+        self.trainer_kwargs = {**steps, "check_val_every_n_epoch": None, **trainer_kwargs}
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(input_size, 32), nn.ReLU(), nn.Linear(32, input_size + h)) for _ in range(2)
         )
