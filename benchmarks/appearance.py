@@ -32,6 +32,7 @@ from lightning_fed.datasets import CamVid, Shapes
 from lightning_fed.method import Method
 from lightning_fed.metrics import SegmentationScores
 from lightning_fed.modules import UnseenStatistics, recalibrate_batch_norm
+from lightning_fed.report.figures import save_figure
 from lightning_fed.tasks import SegmentationTask
 
 EPOCHS, BATCH, CLIENTS = 2, 8, 6
@@ -330,8 +331,7 @@ def draw(results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]], path: 
         axes.set_yticks(range(len(bars)), list(bars), fontsize=7)
         axes.invert_yaxis()
         axes.set(title=f"{setting}, {start}", xlim=(0, 1), xlabel="mean IoU")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.data import ByGroup, Dirichlet
 from lightning_fed.datasets.camvid import CamVid
+from lightning_fed.report.figures import INK, save_figure
 from lightning_fed.tasks.segmentation import SegmentationTask
 
 BATCH_SIZE = 8
@@ -233,7 +234,7 @@ def draw(path: Path, arguments: argparse.Namespace) -> None:
     from matplotlib import pyplot as plt
 
     colours = {"average": "tab:red", "recalibrate": "tab:blue", "groupnorm": "tab:green", "personal": "tab:purple"}
-    colours |= {"frozen": "tab:brown", "central": "0.3", "central-groupnorm": "0.65"}
+    colours |= {"frozen": "tab:brown", "central": INK, "central-groupnorm": "0.65"}
     shown = [s for s in SETTINGS.values() if result_path(arguments, s.name, "average", 0).exists()]
     figure, panels = plt.subplots(
         1, len(shown), figsize=(4.2 * len(shown), 3.4), sharey=True, squeeze=False, layout="constrained"
@@ -253,8 +254,7 @@ def draw(path: Path, arguments: argparse.Namespace) -> None:
         axes.grid(alpha=0.3)
     panels[0, 0].set_ylabel("validation mIoU of the global model")
     panels[0, 0].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def spread(results: list[dict[str, Any]], name: str) -> str:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from lightning_fed import FederatedTrainer
 from lightning_fed.data import Dirichlet
 from lightning_fed.datasets.mnist import FashionMNIST
+from lightning_fed.report.figures import save_figure
 from lightning_fed.server.schedule import Schedule
 from lightning_fed.tasks.classification import ClassificationTask
 
@@ -174,8 +175,7 @@ def draw(path: Path, ours: dict[str, Any], by_hand: dict[str, Any], central: dic
     axes.set(xlabel="round", ylabel="validation accuracy", title="Fashion-MNIST, Dirichlet 0.1, 10 of 100 clients")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from common import PAIRED, load_json, machine, paired, parser, picture, prepare,
 
 from lightning_fed.algorithms import FedMA, Method
 from lightning_fed.compare import CENTRAL, MethodChoice, Plan, load_results, run_comparison
+from lightning_fed.report.figures import save_figure
 from lightning_fed.steps import UniformWeights
 
 ROOT = Path(__file__).parents[1]
@@ -423,8 +424,7 @@ def draw_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], path: Path) ->
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -448,8 +448,7 @@ def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     for axes in panels:
         axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def curves(runs: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, float]]]:

@@ -52,6 +52,7 @@ from lightning_fed.data import LabelsPerClient
 from lightning_fed.datasets.omniglot import Omniglot
 from lightning_fed.metrics.retrieval import MeanAveragePrecisionAtR
 from lightning_fed.modules import SampledSoftmaxHead
+from lightning_fed.report.figures import save_figure
 
 WIDTH, CLIENTS, COHORT, ROUNDS, BATCH = 64, 128, 16, 400, 32
 CLASSES = 964
@@ -360,8 +361,7 @@ def draw(found: Found, path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize="small")
     panels[2].legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def tuned(arguments: argparse.Namespace) -> str:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fed.algorithms.fedss import gradient_noise, sample_negatives, sampled_softmax_loss
 from lightning_fed.datasets.omniglot import Omniglot
+from lightning_fed.report.figures import save_figure
 
 CLASSES, BATCH, COHORT = 964, 32, 16
 SIZES = (0, 5, 10, 20, 50, 100, 200, 500, 900)
@@ -112,8 +113,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.set(yscale="log", xlabel="negatives per client", ylabel="gradient noise (L2)")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def main() -> None:

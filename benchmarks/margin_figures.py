@@ -23,6 +23,7 @@ from common import machine, parser, prepare, run_all, spread, table, write_secti
 from lightning_fed.compare import CENTRAL, MethodChoice
 from lightning_fed.compare.run import Run, quiet, train
 from lightning_fed.metrics.functional import median_distance, softmax_entropy
+from lightning_fed.report.figures import INK, save_figure
 
 METHODS = ("fedavg", "fairavg", "fedmargin")
 MEASURES = {"train_loss": "training loss", "amm": "aggregate margin", "mmd": "discrepancy to central features"}
@@ -86,12 +87,12 @@ def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.fill_between(numbers, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
         if measure == "amm":
             central = statistics.fmean(run["curves"][CENTRAL][0][measure] for run in results)
-            axes.axhline(central, color="0.3", linewidth=0.8, label=CENTRAL)
+            axes.axhline(central, color=INK, linewidth=0.8, label=CENTRAL)
         axes.set(xlabel="round", ylabel=words)
         axes.grid(alpha=0.3)
     handles, labels = panels[1].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
@@ -122,7 +123,7 @@ def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
             axes.imshow(values[row].numpy(), **options)
             axes.set_axis_off()
             axes.set_title(words if row == 0 else "", fontsize="small")
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def report(results: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:

@@ -22,6 +22,7 @@ from lightning_fed.data.population import seeded_generators
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import copy_state
 from lightning_fed.numerics.seeds import client_key, derive_seed
+from lightning_fed.report.figures import save_figure
 
 FILE = "newcomers.json"
 EPOCHS_SHOWN = (1, 2, 5, 10)
@@ -171,7 +172,7 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="local epoch", ylabel="val_acc", title="clients that were never seen")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def _mean_at(seeds: Sequence[Sequence[Sequence[float]]], number: int) -> float:

@@ -19,11 +19,11 @@ from lightning_fed.callbacks.picture_grid import default_colors
 from lightning_fed.data import Dirichlet, PartitionedData
 from lightning_fed.datasets import Shapes
 from lightning_fed.features.extraction import evaluating
+from lightning_fed.report.figures import save_figure
 from lightning_fed.tasks import SegmentationTask
 
 ROUNDS, CLIENTS = 48, 24
 SHOWN = (1, 12, ROUNDS)
-INK = "0.5"  # readable on white and on black
 OUT = Path(__file__).parents[1] / "assets" / "demo.png"
 
 
@@ -109,11 +109,8 @@ def main():
     curve = left.subplots()
     curve.plot(range(1, ROUNDS + 1), kept.scores, color="tab:purple", linewidth=2)
     curve.set(xlabel="round", xlim=(1, ROUNDS), ylim=(0, 1))
-    curve.set_title("mIoU of the global model", fontsize=11, color=INK)
+    curve.set_title("mIoU of the global model", fontsize=11)
     curve.spines[["top", "right"]].set_visible(False)
-    curve.spines[["left", "bottom"]].set_color(INK)
-    curve.tick_params(colors=INK)
-    curve.xaxis.label.set_color(INK)
     grid = grids.subplots(len(columns), len(rows), squeeze=False)
     for column, (name, pictures) in enumerate(rows.items()):
         for row, (client, _) in enumerate(columns.values()):
@@ -121,11 +118,11 @@ def main():
             axes.imshow(pictures[row], interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             if row == 0:
-                axes.set_title(name, fontsize=11, color=INK)
+                axes.set_title(name, fontsize=11)
             if column == 0:
                 shown_names = [names[label] for label in np.unique(truth[row]) if label]
-                axes.set_ylabel(f"client {client}\n{', '.join(shown_names)}", fontsize=10, color=INK)
-    figure.savefig(OUT, dpi=90, transparent=True)
+                axes.set_ylabel(f"client {client}\n{', '.join(shown_names)}", fontsize=10)
+    save_figure(figure, OUT)
 
 
 if __name__ == "__main__":

@@ -118,9 +118,8 @@ def draw_matrix(
         return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
     from matplotlib.cm import ScalarMappable  # requires the extra `demo`
     from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    figure = new_figure(size)
     axes = figure.subplots()
     axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
     label(axes)
@@ -134,12 +133,11 @@ def label_grid(
     """Adds names and a legend to a grid of equal tiles, uint8, shape ``(3, H, W)``, if matplotlib is installed."""
     if not has_matplotlib():
         return grid
-    from matplotlib.figure import Figure  # requires the extra `demo`
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch  # requires the extra `demo`
 
     height, width = grid.shape[1] / len(rows), grid.shape[2] / len(columns)
     size = (1.8 * len(columns) + 0.6, 1.8 * len(rows) * height / width + 0.7 + 0.2 * math.ceil(len(legend) / 4))
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    figure = new_figure(size)
     axes = figure.subplots()
     axes.imshow(grid.permute(1, 2, 0).numpy(), interpolation="nearest")
     axes.set_xticks([width * (place + 0.5) for place in range(len(columns))], columns)
@@ -156,6 +154,15 @@ def save_picture(picture: Tensor, path: Path) -> None:
     """Writes a picture, uint8, shape ``(3, H, W)``, as PNG file."""
     with atomic_write(path) as partial:
         Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()).save(partial, format="png")
+
+
+def new_figure(size: tuple[float, float]) -> Figure:
+    """Creates an empty matplotlib figure; ``size`` is in inches, with 100 pixels per inch."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("Figures need matplotlib: pip install 'lightning-fed[demo]'.") from error
+    return Figure(figsize=size, dpi=100, layout="constrained")
 
 
 def figure_pixels(figure: Figure) -> Tensor:

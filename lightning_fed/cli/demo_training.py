@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.client_segmentations import ClientSegmentations
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.compare.run import RoundCurve, quiet
@@ -60,7 +59,7 @@ class DemoResult:
 
 def run_demo(
     data_dir: Path | None = None,
-    rounds: int | None = None,
+    rounds: int = 16,
     out: Path = Path("runs/demo"),
     *,
     num_clients: int = 24,
@@ -75,10 +74,8 @@ def run_demo(
     missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"The demo needs {' and '.join(missing)}: pip install 'lightning-fed[demo]'")
-    if rounds is not None:
-        check_count("rounds", rounds)
     data: ArrayDataModule
-    rounds, mean, std = rounds or 16, None, None
+    mean, std = None, None
     if data_dir is None:
         data = Shapes(num_train=num_scenes, num_val=1, num_test=1, batch_size=8, eval_batch_size=32)
         split = Dirichlet(num_clients, alpha=1.0)

@@ -107,26 +107,23 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
 
 def draw_epsilon(recipe: Recipe, path: Path) -> None:
     """Draws the privacy loss epsilon over the rounds: for the planned noise, half the noise, and twice the noise."""
-    from lightning_fed.callbacks.pictures import has_matplotlib
-
-    if not has_matplotlib():
-        raise OptionError("Expected matplotlib for a figure: pip install 'lightning-fed[demo]'.")
-    from matplotlib.figure import Figure  # requires the extra `demo`
+    from lightning_fed.callbacks.pictures import new_figure
+    from lightning_fed.report.figures import INK, save_figure
 
     privacy, budget, rounds = _plan(recipe)
     numbers = _some_rounds(rounds, 40)
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = new_figure((6, 4))
     axes = figure.subplots()
     for factor, style in ((0.5, "--"), (1.0, "-"), (2.0, ":")):
         other = replace(budget, noise_multiplier=factor * budget.noise_multiplier)
         label = f"noise multiplier {other.noise_multiplier:.3g}"
         axes.plot(numbers, [other.epsilon(number) for number in numbers], style, color="C0", label=label)
     if privacy.max_epsilon is not None:
-        axes.axhline(privacy.max_epsilon, color="0.3", linewidth=0.8, label=f"max_epsilon {privacy.max_epsilon:g}")
+        axes.axhline(privacy.max_epsilon, color=INK, linewidth=0.8, label=f"max_epsilon {privacy.max_epsilon:g}")
     axes.set(xlabel="round", ylabel=f"epsilon (delta {budget.delta:g})", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:

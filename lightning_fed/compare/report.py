@@ -12,8 +12,10 @@ from typing import Any
 
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.evaluation.tables import csv_text
+from lightning_fed.callbacks.pictures import new_figure
 from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.console import markdown_table
+from lightning_fed.report.figures import INK, save_figure
 from lightning_fed.study.statistics import difference_of_sums, paired_sums
 
 _log = logging.getLogger(__name__)
@@ -146,10 +148,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # requires the extra `demo`
-
     parts, monitor = _parts(results), results[0]["monitor"]
-    figure = Figure(figsize=(max(5 * len(parts), 8), 5), layout="constrained")
+    figure = new_figure((max(5 * len(parts), 8), 5))
     panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
     central = [_score(run, last) for run in results if run["method"] == CENTRAL]
     for axes, part in zip(panels, parts, strict=True):
@@ -167,15 +167,15 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
             axes.fill_between(rounds, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
         if central:
             goal = _goal(results[0]["mode"], target, statistics.fmean(central))
-            axes.axhline(statistics.fmean(central), color="0.3", linewidth=0.8, label=CENTRAL)
-            axes.axhline(goal, color="0.3", linewidth=0.8, linestyle=":", label=f"{target:.0%} of {CENTRAL}")
+            axes.axhline(statistics.fmean(central), color=INK, linewidth=0.8, label=CENTRAL)
+            axes.axhline(goal, color=INK, linewidth=0.8, linestyle=":", label=f"{target:.0%} of {CENTRAL}")
         axes.set(title=f"{part:.0%} stragglers" if len(parts) > 1 else "", xlabel="round")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(monitor)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=2)  # saves width
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def _short_name(method: str) -> str:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.callbacks.pictures import new_figure
 from lightning_fed.console import markdown_table
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets
 from lightning_fed.data.partition import MapDataset, Partition
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.features.batches import as_classes, find_inputs, find_target
 from lightning_fed.messages import Client
+from lightning_fed.report.figures import save_figure
 from lightning_fed.server.schedule import Visit
 
 _PICTURES = 3
@@ -98,16 +100,10 @@ class ClientReport:
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
         """Draws one row per client, with the first images and the class shares, in any file format of matplotlib."""
-        try:
-            from matplotlib.figure import Figure  # requires the extra `demo`
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "Drawing needs matplotlib: `pip install 'lightning-fed[demo]'`.", name="matplotlib"
-            ) from error
         shares = torch.tensor([self._shares(summary) for summary in self.clients])
         widest = max(1, self.num_classes)
         widths = 1.6 + 1.1 * _PICTURES, 0.8 + 0.45 * widest
-        figure = Figure(figsize=(sum(widths), 1.2 + 1.1 * len(self.clients)), layout="constrained")
+        figure = new_figure((sum(widths), 1.2 + 1.1 * len(self.clients)))
         left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=widths)[0]
         axes = left.subplots(len(self.clients), _PICTURES, squeeze=False)
         for row, summary in zip(axes, self.clients, strict=True):
@@ -125,8 +121,7 @@ class ClientReport:
             axis.set_yticks(range(len(self.clients)), [str(summary.client) for summary in self.clients])
             bar = right.colorbar(drawn, ax=axis, label="share of the class")
             bar.set_ticks([0, 0.1**0.5, 0.5**0.5, 1], labels=["0", "10 %", "50 %", "100 %"])
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
+        save_figure(figure, Path(path))
 
     def _shares(self, summary: ClientSummary) -> list[float]:
         shares: list[float] = (summary.counts / summary.counts.sum().clamp_min(1)).tolist()

@@ -13,10 +13,11 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.atomic_files import atomic_write, write_text_atomically
+from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.evaluation.tables import csv_text
-from lightning_fed.callbacks.pictures import has_matplotlib
+from lightning_fed.callbacks.pictures import has_matplotlib, new_figure
 from lightning_fed.console import markdown_table
+from lightning_fed.report.figures import INK, save_figure
 from lightning_fed.study.answers import Answer, Kind, answer_site, estimate
 from lightning_fed.study.statistics import Estimate, effect_of_sums, holm, random_effects
 
@@ -207,24 +208,19 @@ def describe(study: Study) -> str:
 
 def draw_forest(rows: Sequence[SiteGain], path: Path) -> None:
     """Draws a forest plot: a row with gain and confidence interval per site, and the mean gain in the last row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
-    from matplotlib.figure import Figure
-
     shown = [row for row in rows if row.gain is not None]
-    figure = Figure(figsize=(7, 1.2 + 0.35 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((7, 1.2 + 0.35 * len(shown)))
     axes = figure.add_subplot()
-    axes.axvline(0, color="0.5", linewidth=0.8)
+    axes.axvline(0, color=INK, linewidth=0.8)
     for place, row in enumerate(shown):
         assert row.gain is not None
-        color = {"hurts": "tab:red", "helps": "tab:green"}.get(row.verdict, "0.3")
+        color = {"hurts": "tab:red", "helps": "tab:green"}.get(row.verdict, INK)
         axes.plot(row.interval, [-place, -place], color=color)
         axes.plot([float(row.gain.value)], [-place], "s" if row.site else "D", color=color)
     names = [f"{row.site}, n = {row.count}" if row.site else f"mean over {row.count} sites" for row in shown]
     axes.set_yticks([-place for place in range(len(shown))], names)
     axes.set_xlabel(f"gain of {rows[0].method} over {rows[0].baseline}")
-    with atomic_write(path) as partial:
-        figure.savefig(partial, format="png", dpi=120)
+    save_figure(figure, path)
 
 
 def _table(study: Study, rows: Sequence[SiteGain], over: SiteGain) -> str:

@@ -275,15 +275,21 @@ def test_scores_are_counted_where_the_logits_are():
 
 @pytest.mark.parametrize("has_axes", [True, False])
 def test_the_heat_map_has_a_row_for_each_class_of_each_client(has_axes, monkeypatch):
-    monkeypatch.setattr("lightning_fed.callbacks.pictures.has_matplotlib", lambda: has_axes)
+    drawn, render = [], pictures.figure_pixels
+    monkeypatch.setattr(pictures, "figure_pixels", lambda figure: drawn.append(figure) or render(figure))
+    monkeypatch.setattr(pictures, "has_matplotlib", lambda: has_axes)
+    values = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [0.5, torch.nan]])  # b x; a x; a y
     rows = [(0, "b", "x", 1.0, 1.0), (0, "a", "x", 0.0, 0.0), (0, "a", "y", 0.5, 0.5), (3, "b", "x", 0.0, 0.0)]
     picture = heat_map(rows)
     assert picture.dtype == torch.uint8
     if has_axes:
-        assert min(picture.shape[1:]) > 100
+        (axes, _) = drawn[0].axes
+        assert [text.get_text() for text in axes.get_yticklabels()] == ["b · x", "a · x", "a · y"]
+        assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "4"]
+        cells = torch.as_tensor(np.array(axes.get_images()[0].get_array())).permute(2, 0, 1)
+        assert torch.equal(cells, pictures.paint_numbers(values))
         return
     cells = picture[:, ::14, ::14]
-    values = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [0.5, torch.nan]])  # b x; a x; a y
     assert torch.equal(cells, pictures.paint_numbers(values))
     by_label = heat_map(rows, ["y", "x"])[:, ::14, ::14]
     assert torch.equal(by_label, pictures.paint_numbers(values[[0, 2, 1]]))

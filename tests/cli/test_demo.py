@@ -128,7 +128,7 @@ def test_options_of_the_command(monkeypatch, tmp_path):
     main(["demo"])
     main(["demo", "--data", "d", "--rounds", "3", "--out", "o"])
     assert seen == [
-        {"data_dir": None, "rounds": None, "out": Path("runs/demo")},
+        {"data_dir": None, "rounds": 16, "out": Path("runs/demo")},
         {"data_dir": Path("d"), "rounds": 3, "out": Path("o")},
     ]
 
@@ -157,11 +157,6 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
         main(["demo"])
     assert stopped.value.code == 1
     assert "The demo needs tensorboard: pip install 'lightning-fed[demo]'" in capsys.readouterr().err
-
-
-def test_rounds_are_checked():
-    with pytest.raises(ValueError, match="Expected `rounds` to be at least 1, but got 0"):
-        run_demo(rounds=0)
 
 
 def test_the_command_for_tensorboard_works_without_an_activated_environment(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 
@@ -867,10 +866,23 @@ def made_up(mode="max", seeds=3):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_pictures_of_what_not_every_comparison_has(monkeypatch, tmp_path):
-    """Without a central run; with more methods than colours; with rounds without the value."""
+def test_the_numbers_in_the_curves(monkeypatch, tmp_path):
+    """With all runs; without a central run; with more methods than colours; with rounds without the value."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    report.draw(made_up(), tmp_path / "all.png", 0.8, 3)
+    for axes, part in zip(figures.pop().axes, (0.0, 0.5), strict=True):
+        *curves, central, goal = axes.lines
+        for line, band, method in zip(curves, axes.collections, ("fedavg", "fedmargin"), strict=True):
+            runs = [run for run in made_up() if (run["method"], run["stragglers"]) == (method, part)]
+            scores = np.array([[values["acc"] for values in run["rounds"]] for run in runs])
+            assert list(line.get_xdata()) == [1, 2, 3, 4, 5, 6]
+            assert line.get_ydata() == pytest.approx(scores.mean(0))
+            corners = {(round(x), y) for x, y in band.get_paths()[0].vertices.tolist()}
+            assert corners == set(zip([*range(1, 7)] * 2, [*scores.min(0), *scores.max(0)], strict=True))
+        ends = [[values["acc"] for values in run["rounds"]][-3:] for run in made_up() if run["method"] == "central"]
+        assert central.get_ydata() == pytest.approx([np.mean(ends)] * 2)
+        assert goal.get_ydata() == pytest.approx([0.8 * np.mean(ends)] * 2)
     federated = [run for run in made_up() if run["method"] != "central"]
     report.draw(federated, tmp_path / "a.png", 0.8, 3)
     many = [{**run, "method": f"{run['method']} {copy}"} for run in federated for copy in range(6)]

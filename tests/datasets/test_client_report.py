@@ -2,13 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed.data import ByGroup, FederatedDataModule, Look, PartialLabels
-from lightning_fed.datasets import report_clients, report_partition
+from lightning_fed.datasets import client_report, report_clients, report_partition
 from lightning_fed.partitions.loader_split import split_loader
 
 GROUPS = ["a"] * 3 + ["b"] * 40  # larger than a batch
@@ -45,16 +45,33 @@ def test_counts_distances_and_looks():
     assert not report_partition(ByGroup(GROUPS), DATASET).clients[0].counts[1]
 
 
-def test_it_sees_what_the_partition_changes(tmp_path):
+def test_it_sees_what_the_partition_changes():
     blurred = Look(PartialLabels(ByGroup(GROUPS), 3, 1), blur=3.0, seed=1)
     plain, changed = report_partition(ByGroup(GROUPS), DATASET), report_partition(blurred, DATASET)
     for before, after in zip(plain.clients, changed.clients, strict=True):
         assert after.sharpness < before.sharpness
         assert len(after.present) <= 1
         assert after.num_ignored > before.num_ignored
-    changed.save_picture(tmp_path / "new" / "clients.png")
-    with Image.open(tmp_path / "new" / "clients.png") as picture:
-        assert min(picture.size) > 100
+
+
+def test_the_picture_has_the_images_and_the_shares_of_the_classes(tmp_path, monkeypatch):
+    figures, save = [], client_report.save_figure
+    monkeypatch.setattr(client_report, "save_figure", lambda figure, path: figures.append(figure) or save(figure, path))
+    report = report_partition(ByGroup(GROUPS), DATASET, num_classes=5, class_names=["sky", "road"])
+    report.save_picture(tmp_path / "new" / "clients.png")
+    assert (tmp_path / "new" / "clients.png").read_bytes().startswith(b"\x89PNG")
+    *tiles, shares, bar = figures[0].axes
+    shown = [torch.as_tensor(np.array(axes.get_images()[0].get_array())) for axes in tiles]
+    assert torch.equal(torch.stack(shown), IMAGES[[0, 1, 2, 3, 4, 5]].movedim(1, -1))
+    assert [axes.get_ylabel() for axes in tiles[::3]] == ["a\n3", "b\n40"]
+    (map_,) = shares.get_images()
+    drawn = torch.as_tensor(np.array(map_.get_array())).square()  # the colours show square roots
+    counts = torch.stack([summary.counts for summary in report.clients]).double()
+    assert torch.allclose(drawn.double(), counts / counts.sum(1, keepdim=True), atol=1e-6)
+    assert [text.get_text() for text in shares.get_xticklabels()] == ["sky", "road", "2", "3", "4"]
+    assert [text.get_text() for text in shares.get_yticklabels()] == ["a", "b"]
+    places = [map_.norm(place) ** 2 for place in bar.get_yticks()]
+    assert [f"{place:.0%}".replace("%", " %") for place in places] == ["0 %", "10 %", "50 %", "100 %"]
 
 
 def test_clients_of_their_own_with_labels_and_with_masks_per_class():

@@ -142,7 +142,7 @@ def test_the_files_of_a_study(tmp_path, monkeypatch):
     drawn, plot = [], Axes.plot
 
     def noting(axes, x, *args, **kwargs):
-        drawn.append((list(x), kwargs["color"]))
+        drawn.append((list(x), args[0][0], kwargs["color"]))
         return plot(axes, x, *args, **kwargs)
 
     monkeypatch.setattr(Axes, "plot", noting)
@@ -153,9 +153,11 @@ def test_the_files_of_a_study(tmp_path, monkeypatch):
         rows = list(csv.DictReader(file))
     assert len(rows) == 6 * 6  # pairs; five sites and the mean
     rows = [row for row in rows if (row["method"], row["baseline"], row["gain"] != "") == ("fedavg", "local", True)]
-    intervals = [(x, color) for x, color in drawn if len(x) == 2]
-    assert [x for x, _ in intervals] == [pytest.approx([float(row["low"]), float(row["high"])]) for row in rows]
-    colors = {"hurts": "tab:red", "helps": "tab:green", "no difference shown": "0.3"}
-    assert [color for _, color in intervals] == [colors[row["verdict"]] for row in rows]
+    colors = {"hurts": "tab:red", "helps": "tab:green", "no difference shown": "0.5"}
+    for place, row in enumerate(rows):
+        color = colors[row["verdict"]]
+        assert drawn[2 * place] == (pytest.approx([float(row["low"]), float(row["high"])]), -place, color)
+        assert drawn[2 * place + 1] == (pytest.approx([float(row["gain"])]), -place, color)
+    assert len(drawn) == 2 * len(rows)
     with Image.open(tmp_path / "forest.png") as picture:
         assert picture.size[1] > 200

@@ -28,6 +28,7 @@ from lightning_fed.callbacks.pictures import (
     figure_pixels,
     has_matplotlib,
     log_picture,
+    new_figure,
     tensorboards,
 )
 from lightning_fed.console import round_number
@@ -196,11 +197,9 @@ def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:
-    from matplotlib.figure import Figure  # requires the extra `demo`
-
     points = view.project(means)
     plane_variance, variance = (float((values - values.mean(0)).square().sum()) for values in (points, means.double()))
-    figure = Figure(figsize=(6, 6), dpi=100, layout="constrained")
+    figure = new_figure((6, 6))
     axes = figure.subplots()
     for (x, y), (name, color) in zip(points.tolist(), shown, strict=True):
         axes.scatter(x, y, s=100, color=[v / 255 for v in color], edgecolors="black", linewidths=0.5, zorder=4)
