@@ -22,7 +22,7 @@ _LEAST_GAIN = 1e-6  # relative to the inner product of networks within a group; 
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""Returns the order of neurons (int64) with the smallest distance (largest inner product) to reference neurons.
+    r"""Returns the order of neurons (int64) with the largest sum of inner products with the reference neurons.
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
@@ -74,7 +74,7 @@ def align_networks(
     generator: np.random.Generator,
     sweeps: int = 30,
 ) -> list[list[Tensor]]:
-    r"""Finds an order of neurons for each network and group that moves the networks closer to the mean network.
+    r"""Finds an order of neurons for each network and permutation group, to move the networks closer to their mean.
 
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
@@ -125,7 +125,6 @@ def align_networks(
 
 
 def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
-    """Returns the order of one group's neurons nearest to the mean network; ``None`` if this is the current order."""
     roles: tuple[Role, ...] = ("out", "vec", "in")
     reference, features = (neuron_features(values, group, roles) for values in (mean, state))
     if not features:

@@ -71,7 +71,6 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
-    """Checks that the module runs on ``example`` with the layer widths of ``state``, and restores the module."""
     device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
     example = move_tensors(example, device)
     args, kwargs = split_inputs(example)
@@ -122,13 +121,13 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the model state in a checkpoint's content; ``content`` may also be a model state."""
+    """Returns the model state in a checkpoint's content; ``content`` may also be a bare model state."""
     state: dict[str, Any] = content.get("state_dict", content)
     return state
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Raises ``ValueError`` if the module and ``state`` have different entry names; the message contains ``label``."""
+    """Raises ``ValueError`` if a module and a state have different entry names. The message names ``label``."""
     expected, actual = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
@@ -140,7 +139,7 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
 
 
 def with_state(content: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint's content with the model state replaced, and without optimizer and loop states."""
+    """Copies a checkpoint's content with ``state`` as model state, and without the states of optimizers and loops."""
     if "state_dict" not in content:
         return dict(state)
     return {name: value for name, value in content.items() if name not in _OF_ONE_RUN} | {"state_dict": dict(state)}

@@ -16,7 +16,7 @@ from lightning_fed.matching.tracer import Tracer
 
 
 class _Neuron(NamedTuple):
-    """One neuron: sorted positions on each axis, and the normalization groups (``blocks``) that contain the neuron."""
+    """One neuron: positions on each axis of a parameter, and groups of group normalizations (``blocks``)."""
 
     positions: dict[Axis, list[int]]
     blocks: frozenset[Constraint]
@@ -77,7 +77,10 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Splits neurons into groups of exchangeable neurons, and returns each group with its number of blocks."""
+    """Splits neurons into sets in which all neurons can be exchanged, each with its number of blocks.
+
+    A block contains the neurons in one group of a group normalization. Only whole blocks can be exchanged.
+    """
     # Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)
     for neuron in family:
@@ -98,7 +101,10 @@ def _role(roles: Iterable[str]) -> Role:
 
 
 def _named(groups: list[PermutationGroup], leads: list[Axis]) -> list[PermutationGroup]:
-    """Names each group after its layer, and adds a position or axis if a layer has several groups."""
+    """Names each permutation group after a layer.
+
+    If a layer has several groups, the name ends with a position or axis.
+    """
     starts = [int(group.entries[lead].positions[0, 0]) for group, lead in zip(groups, leads, strict=True)]
     layers = [name.rpartition(".")[0] or name for name, _ in leads]
     naming_schemes = [

@@ -27,7 +27,7 @@ _CHANNELWISE = (
 
 
 def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Resizes a module's layers to the shapes in a state. Entry names missing in the module are ignored.
+    """Resizes a module's layers to the shapes in a state. Entries without counterpart in the module are ignored.
 
     If an entry has a different number of axes, or widths are inconsistent within a layer or along an ``nn.Sequential``,
     ``ValueError`` is raised and the module does not change.
@@ -54,7 +54,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 class WidthRatio(NamedTuple):
-    """Two layer widths with a ratio fixed by the architecture, and for each the name of a layer or entry."""
+    """Two layer widths with a constant ratio, each with the name of a layer or of a state dict entry."""
 
     producer: str
     out_width: int
@@ -63,7 +63,7 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds widths with fixed ratios, within a layer and between consecutive layers of an ``nn.Sequential``.
+    """Finds layer widths with constant ratios, within layers and between consecutive layers of an ``nn.Sequential``.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
@@ -80,7 +80,7 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
 
 
 def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
-    """Yields coupled widths within a layer: rows of weight and bias, and in recurrent layers also hidden columns."""
+    """Yields equal widths within a layer: rows of weight and bias, and in recurrent layers also hidden columns."""
     shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
@@ -98,7 +98,6 @@ def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
 
 
 def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """Yields pairs of (entry name, axis) in a recurrent layer; the two axes of a pair always have equal widths."""
     suffix = next(name for name in names if name.startswith("weight_hh"))[len("weight_hh") :]
     rows, outputs = ("weight_ih" + suffix, 0), ("weight_hh" + suffix, 1)
     for name in names:
@@ -115,7 +114,6 @@ def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple
 
 
 def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
-    """Yields width ratios between a layer's outputs and the next layer's inputs, for known layer types."""
     producer: tuple[str, int] | None = None
     is_channels = is_flat = False  # otherwise the width is on the last axis
     for key, layer in layers._modules.items():  # noqa: SLF001  includes repeated layers

@@ -27,7 +27,7 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""Averages client states after matching; each neuron is averaged over the clients with this neuron (the owners).
+    r"""Averages client states after matching: each neuron is averaged over the clients with a matched neuron (owners).
 
     With assignments :math:`S_k` and client *k*'s state :math:`\tilde w_k` (missing neurons: 0), row *i* of an entry is
 
@@ -93,7 +93,7 @@ def agreement(
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> list[float]:
-    r"""Share of the clients' squared neuron norms that averaging preserves, for each group.
+    r"""Share of the clients' squared neuron norms that averaging preserves, for each permutation group.
 
     With incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, and the matched mean :math:`\bar w`,
 

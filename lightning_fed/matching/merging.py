@@ -38,8 +38,8 @@ class MergedGroup(NamedTuple):
         before: Number of neurons in each network.
         width: Number of neurons in the merged network.
         matched: Fraction of neurons matched with another network.
-        agreement: Fraction of squared neuron norms preserved by averaging.
-        seconds: Matching time in seconds, without alignment sweeps.
+        agreement: Share of squared neuron norms preserved by averaging.
+        seconds: Time for matching this group, without alignment sweeps.
     """
 
     name: str
@@ -81,7 +81,8 @@ class MatchedAverage:
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Larger values add more neurons; if ``None``, the default of ``score``.
         passes: Maximum matching passes over the networks per group.
-        sweeps: Maximum number of alignment sweeps over all networks. With ``"grow"`` sweeps precede the matching.
+        sweeps: Maximum number of passes in :func:`~lightning_fed.matching.align_networks`. With ``"grow"`` these passes
+            precede the matching.
         batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average them.
         inputs: Inputs in a batch: index, key or function; ``None``: the first element or a key such as ``"image"``.
         seed: Seed for the network order.

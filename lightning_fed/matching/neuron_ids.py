@@ -21,11 +21,12 @@ Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 
 
 class UnionFind:
-    """Disjoint sets of ids with constraints. Only neurons with equal constraints are exchangeable.
+    """Disjoint sets of neuron ids with constraints. Only neurons with equal constraints can be exchanged.
 
-    - ``"apart"``: neurons in one slice of a tensor; other slices of the tensor are used separately.
-    - ``"within"``: reduced together (by a mean, a norm or attention), so the result depends on the number of neurons.
-    - ``"block"``: reduced within one group of a group normalization; whole groups can be exchanged.
+    - ``"apart"``: neurons in one slice of a tensor, if the slices are used in different operations.
+    - ``"within"``: neurons in a common reduction (mean, norm or attention), so the result depends on the number of
+      neurons.
+    - ``"block"``: neurons in one group of a group normalization. Only whole groups can be exchanged.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,10 @@ class UnionFind:
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Unites the ids at equal positions of two broadcast id tensors, except the id of constants (``NEUTRAL``)."""
+        """Unites the ids at equal positions of two tensors, which are broadcast to the same shape.
+
+        Skips ids of constants.
+        """
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():
@@ -78,7 +82,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """Activation with one neuron id per element; ``ids`` has length 1 along dimensions with constant ids."""
+    """Activation with the id of a neuron for each element. ``ids`` has length 1 along dimensions with equal ids."""
 
     ids: Tensor
     shape: tuple[int, ...]
@@ -100,13 +104,13 @@ class TracedActivation:
         return {dim for dim, length in enumerate(self.ids.shape) if length > 1}
 
     def expanded(self) -> Tensor:
-        """Expands the ids to the activation's shape, without a copy."""
+        """Returns the ids in the activation's shape, without a copy."""
         return self.ids.expand(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """View of a state entry with permuted axes: ``axes[dim]`` is the entry's axis for the view's dimension ``dim``."""
+    """View of a parameter with permuted axes: dimension ``dim`` of the view is axis ``axes[dim]`` of the parameter."""
 
     name: str
     lengths: tuple[int, ...]

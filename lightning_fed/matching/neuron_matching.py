@@ -41,12 +41,12 @@ class NeuronMatch(NamedTuple):
     """Assignment of client neurons to global neurons.
 
     Attributes:
-        assignments: For each client the neurons' global indices, int64, shape ``(L_j,)``.
+        assignments: For each client the index of each neuron's global neuron, int64, shape ``(L_j,)``.
         means: Mean over the client neurons of each global neuron, shape ``(L, D)``.
         estimate: Most probable global neurons, shape ``(L, D)``: the means, shrunk towards the prior mean.
         owners: Number of clients with each global neuron (owners), int64, shape ``(L,)``.
-        variance: Variances used, shape ``(J, D)``.
-        prior_variance: Prior variances used, shape ``(D,)``.
+        variance: Client variances in the matching, shape ``(J, D)``.
+        prior_variance: Prior variances in the matching, shape ``(D,)``.
         passes: Number of passes over all clients after the first matching.
     """
 
@@ -163,8 +163,6 @@ def match_neurons(
 
 
 class _Matcher:
-    """State of the matching: the global neuron of each client neuron. Scalar precisions are stored as one column."""
-
     def __init__(
         self,
         neurons: list[Tensor],
@@ -312,7 +310,6 @@ class _Matcher:
 
 
 def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
-    """Checks the clients' neurons, and converts all tensors to the dtype and device of the first client."""
     if not len(clients):
         raise ValueError("Expected `clients` to contain the neurons of at least one client, but got none.")
     for number, neurons in enumerate(clients):
@@ -345,7 +342,7 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Initial variances, shape ``(D,)``: half the variance of each block; infinite for constant blocks."""
+    """Initial variances, shape ``(D,)``: half the variance of the values in a block, or infinite without variance."""
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
     for client_neurons in neurons:
@@ -364,7 +361,6 @@ def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
 def _estimate(
     matcher: _Matcher, mean: Tensor, sizes: list[int], is_noise_known: bool, is_prior_known: bool
 ) -> tuple[Tensor, Tensor]:
-    """Maximum-likelihood client and prior variances, shapes ``(J, D)`` and ``(D,)``. Known variances do not change."""
     members = torch.full((len(matcher.owners), len(matcher.neurons)), -1, device=mean.device)
     count = 0
     for client, indices in enumerate(matcher.assignments):
@@ -405,9 +401,9 @@ def _maximise_likelihood(
 ) -> tuple[Tensor, Tensor]:
     """Estimates the variances of one block by expectation maximization over the global neurons.
 
-    ``products``, shape ``(L, J, J)``, are for each global neuron the inner products of the client neurons minus the
-    prior mean, with 0 for missing neurons. ``owned`` has shape ``(L, J)``, ``noise`` ``(J,)``. Known variances do not
-    change.
+    ``products``, shape ``(L, J, J)``, contains for each of L global neurons the inner products between the neurons of J
+    clients, after subtracting the prior mean. The products of missing neurons are 0. ``owned``, shape ``(L, J)``, marks
+    existing neurons. ``noise`` contains the clients' variances, shape ``(J,)``. Known variances do not change.
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

@@ -46,7 +46,7 @@ class StateMatch(NamedTuple):
         groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets these widths in a module.
         assignments: For each network and group the neurons' indices in the merged network: int64, shape ``(neurons,)``.
         agreement: Fraction of the squared neuron norms that averaging preserves, for each group.
-        seconds: Matching time for each group in seconds, without sweeps.
+        seconds: Time for matching each group, without alignment sweeps.
     """
 
     state: dict[str, Tensor]
@@ -57,7 +57,7 @@ class StateMatch(NamedTuple):
 
     @property
     def owners(self) -> dict[str, Tensor]:
-        """Number of networks that share a merged neuron, by group: int64, shape ``(neurons,)``."""
+        """Number of networks with a neuron matched to each merged neuron, by group: int64, shape ``(neurons,)``."""
         return {
             name: torch.bincount(torch.cat([assignment[name] for assignment in self.assignments]), minlength=size)
             for name, size in self.groups.sizes.items()
@@ -105,7 +105,7 @@ def match_states(
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         max_growth: Maximum width of a group as a multiple of a single network's width; if ``None``, no limit;
             ``"auto"`` for 1.25 with the marginal score, and no limit with the published score.
-        sweeps: Maximum number of alignment sweeps over all networks and groups.
+        sweeps: Maximum number of alignment sweeps over all networks and groups; 0 for none.
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 

@@ -41,22 +41,22 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """Rule for tensors with a single repeated value, such as zeros, whose elements belong to no neuron."""
+    """Traces tensors with one repeated value, such as zeros, whose elements belong to no neuron."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
 def same(tracer: Tracer, call: Call) -> Any:
-    """Rule for operations that only change dtype, memory or name, and do not change neuron ids."""
+    """Traces operations that only change dtype, memory or name, so neuron ids do not change."""
     return call.args[0]
 
 
 def pointwise(tracer: Tracer, call: Call) -> Any:
-    """Rule for elementwise operations: unites the neuron ids of the operands."""
+    """Traces elementwise operations: the elements of all operands at one position belong to one neuron."""
     return call.results(tracer.pointwise(call.tensors, call.shape))
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Rule for pooling, interpolation and padding over spatial dimensions, independent for each channel."""
+    """Traces pooling, interpolation and padding over spatial dimensions, which treat each channel independently."""
     activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
@@ -66,7 +66,10 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Rule for reductions over some or all dimensions; the maximum or minimum of two tensors is elementwise."""
+    """Traces reductions over some or all dimensions.
+
+    The maximum or minimum of two tensors is an elementwise operation.
+    """
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])
@@ -80,7 +83,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """Rule for softmax over one dimension: neurons may only be permuted within this dimension."""
+    """Traces softmax over one dimension: neurons may only be permuted within this dimension."""
     activation = tracer.activation(call.tensors[0])
     dim = call.arguments["dim"] % len(activation.shape)
     if dim in activation.varying:
@@ -89,7 +92,7 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Rule for operations that move, repeat or remove elements: applies the operation to the neuron ids."""
+    """Traces operations that move, repeat or remove elements, by applying the operation to the neuron ids."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]
@@ -114,7 +117,7 @@ def move(tracer: Tracer, call: Call) -> Any:
 
 
 def concatenation(tracer: Tracer, call: Call) -> Any:
-    """Rule for concatenation along one dimension: neuron ids are concatenated."""
+    """Traces concatenation along one dimension, by concatenating the neuron ids."""
     activations = [tracer.activation(value) for value in call.tensors]
     is_neutral = [bool((activation.ids == NEUTRAL).all()) for activation in activations]
     if sum(is_neutral) > 1:  # possibly constants with different values
@@ -137,7 +140,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """Rule for padding with a constant or with elements of the tensor."""
+    """Traces padding with a constant or with elements of the tensor."""
     activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
     padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}

@@ -27,13 +27,13 @@ Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
 
 class GroupEntry(NamedTuple):
-    """Positions of a group's neurons on one axis of an entry.
+    """Positions of a permutation group's neurons on one axis of a state dict entry.
 
     Attributes:
         positions: Indices on the axis, int64, shape ``(neurons, copies)``.
         role: ``"out"`` for axes with neurons as outputs (rows of a weight), ``"in"`` for axes with neurons as inputs
             (columns), ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
-        length: Axis length, including positions of other groups.
+        length: Axis length, including the neurons of other permutation groups.
     """
 
     positions: Tensor
@@ -48,7 +48,7 @@ class PermutationGroup:
     Attributes:
         name: Name of the layer with these neurons as outputs.
         size: Number of neurons.
-        entries: Neuron indices for each :class:`Axis` with neurons in the group.
+        entries: Positions of the neurons for each axis of a state dict entry with neurons in the group.
         blocks: Number of consecutive blocks with equal size (groups in a group normalization); a neuron must stay in
             its block.
         is_growable: Whether neurons can be added.
@@ -229,7 +229,7 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Returns feature vectors of a group's neurons for matching, by entry and axis, shape ``(neurons, features)``.
+    """Returns the weights for a group's neurons as feature vectors, by entry and axis, shape ``(neurons, features)``.
 
     Entries in which the group is on two axes (an LSTM's hidden-to-hidden weights) are excluded, because these features
     depend on the order of neurons. Integer entries and running statistics are also excluded. To use the result in
@@ -265,12 +265,12 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """True if an entry is used to compare neurons; false for integers and running statistics."""
+    """True if a state dict entry is used to compare neurons; false for integers and running statistics."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 
 class _Run(NamedTuple):
-    """Neurons at adjacent positions of an axis: neuron i is at the positions ``start + i * repeat + [0, repeat)``."""
+    """Adjacent positions on an axis: neuron i has ``repeat`` positions from ``start + i * repeat``."""
 
     group: int
     column: int
@@ -279,7 +279,10 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """Splits positions ``(neurons, copies)`` into runs (first column, start, repeat); ``None`` if irregular."""
+    """Splits positions, shape ``(neurons, copies)``, into blocks of adjacent positions.
+
+    Returns the first column, start and length per neuron for each block, or ``None`` if positions are not adjacent.
+    """
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:
@@ -300,7 +303,7 @@ def _rearranged(
     after: Sequence[PermutationGroup],
     sources: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Rearranges the neurons in a state. ``sources`` contains the old indices by group, or -1 for a new neuron."""
+    """Rearranges the neurons in a state. ``sources`` contains by group the old index for each new neuron, or -1."""
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:
             continue
@@ -323,7 +326,7 @@ def _rearranged(
 
 
 def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
-    """Index tensor for a rearranged axis: the old position for each new position, or -1 for a new neuron."""
+    """Returns for each new position on an axis the old position, or -1 for an added neuron."""
     length, new_length = pieces[0][0].length, pieces[0][1].length
     is_other, is_new_other = torch.ones(length, dtype=torch.bool), torch.ones(new_length, dtype=torch.bool)
     index = torch.full((new_length,), -1)

@@ -20,10 +20,11 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance relative t
 
 
 class PermutationCheck:
-    """Checks permutation groups by running a module with perturbed values. Use within :func:`restored_afterwards`.
+    """Checks permutation groups by running the module. The checks change the module: use :func:`restored_afterwards`.
 
-    All values in the state and the inputs are perturbed. Otherwise zeros and ones from the initialisation, or dead
-    channels, would hide dependencies. The module runs in evaluation mode in float64, or in float32 if float64 fails.
+    Random numbers are added to all values in the state and the inputs. Zeros and ones from the initialisation, or
+    channels without activity, would hide dependencies. The module runs in evaluation mode in float64, or in float32 if
+    float64 fails.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -48,7 +49,7 @@ class PermutationCheck:
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Finds growable groups for which additional neurons cause an error or change the outputs."""
+        """Finds groups with ``is_growable`` for which additional neurons cause an error or change the outputs."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 
@@ -126,7 +127,7 @@ class PermutationCheck:
 
 
 def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Splits an example into positional and named inputs."""
+    """Converts an example (a tensor, a tuple, or a dictionary) to positional and named inputs."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
@@ -153,7 +154,10 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Finds failing groups by bisection with ``fails``. If groups fail only together, all are returned."""
+    """Finds the groups with ``fails([group])`` true, by bisection.
+
+    If groups only fail together, returns all of them.
+    """
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

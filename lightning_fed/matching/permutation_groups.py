@@ -35,8 +35,8 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 class PermutationGroups:
     """Permutation groups of a module (sets of neurons that can be permuted), in execution order.
 
-    States are dictionaries such as ``module.state_dict()``, possibly without some entries. Orders, sizes and indices
-    are dictionaries by group name.
+    The Python methods accept states such as ``module.state_dict()``, also with missing entries. Orders, sizes and
+    indices are dictionaries by group name.
 
     Attributes:
         groups: Permutation groups.
@@ -123,7 +123,7 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """Group names: the layer with the neurons as outputs, and a position if a layer has several groups."""
+        """Group names: the layer with the neurons as outputs. If a layer has several groups, a position is added."""
         return [group.name for group in self.groups]
 
     @property
@@ -233,7 +233,7 @@ def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tra
 def _checked(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[PermutationGroup]
 ) -> list[PermutationGroup]:
-    """Returns groups whose permutation preserves the module's outputs. Failing groups are named in a warning."""
+    """Returns the groups whose permutation preserves the module's outputs. A warning names all other groups."""
     if not groups:
         return []
     try:

@@ -18,7 +18,7 @@ StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers matched in one round: names of the permutation groups (layer outputs), and names of the entries."""
+    """Layers matched in one round: the names of the permutation groups and of the state dict entries."""
 
     groups: tuple[str, ...]
     entries: tuple[str, ...]
@@ -88,10 +88,10 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """Finds the entries of output layers. Output layers follow all hidden layers, and have the last layer's row count.
+    """Finds the state dict entries of output layers among ``names``, the entries in the last stage.
 
-    Layers between hidden and output layers, running statistics and integer entries are not returned. ``names`` are
-    entry names in the last stage; ``form`` contains all exchanged entries.
+    Output layers come after all layers with permutable neurons, and have as many rows as the last layer. Running
+    statistics and integer entries are not returned. ``form`` contains all exchanged entries.
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

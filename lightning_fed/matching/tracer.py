@@ -27,7 +27,7 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One operation, with traced activations in place of tensors.
+    """One operation in a traced network. Tensors are replaced by traced activations.
 
     ``arguments`` contains all arguments by name. ``shapes`` contains the shape of each result, or ``None`` for a result
     that is not a tensor.
@@ -59,17 +59,17 @@ class Call:
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Packs activations in the structure of the return value; a result without an activation is ``None``."""
+        """Returns activations in the structure of the return value. ``None`` replaces a missing activation."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
 
 class Tracer:
-    """Follows a network's operations, and unites or pins neuron ids (one id per position on a parameter axis).
+    """Traces neurons through a network's operations. Each position on a parameter axis has an id.
 
-    ``axes`` and ``roles`` are in network order. ``elements`` contains ids for entries traced per element. ``unknown``
-    contains the number of calls of each operation without a rule. All inputs of such operations are pinned (not
-    permuted).
+    Ids of the same neuron are united; ids of neurons that must not be permuted are pinned. ``axes`` and ``roles`` have
+    the network's order. ``elements`` contains the ids for entries with one id per element. ``unknown`` counts the calls
+    of each operation without a rule. All inputs of such operations are pinned.
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -159,7 +159,7 @@ class Tracer:
     # --- helpers for rules -----------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Unites an activation's ids over all dimensions except ``dim``. Returns ids of shape ``(length,)``."""
+        """Unites the ids over all dimensions except ``dim``. Returns one id for each position along ``dim``."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
@@ -175,12 +175,12 @@ class Tracer:
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Unites the ids on a parameter's axis with the input neurons' ``ids``. Pins positions without a neuron."""
+        """Unites the ids on a parameter's axis with the ids of input neurons. Positions without a neuron are pinned."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Unites the ids of vectors with one value per neuron (bias, normalization) with ``ids``. Skips ``None``."""
+        """Unites the ids of vectors with one value per neuron, such as a bias, with ``ids``. Skips ``None``."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
@@ -200,7 +200,7 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """Returns the activation after a reduction over ``dims``. The reduced dimensions remain with length 1."""
+        """Returns the activation after a reduction over ``dims``; these dimensions remain with length 1."""
         inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()
@@ -211,7 +211,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Restricts permutations to neurons at equal positions along ``dims``."""
+        """Allows a permutation only among neurons at equal positions along ``dims``."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:
@@ -234,7 +234,10 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """Returns the ids after an elementwise operation. Each operand is broadcast along its ``broad`` dimensions."""
+        """Returns the ids after an elementwise operation.
+
+        ``first_broad`` and ``second_broad`` are the dimensions in which an operand has length 1 and is repeated.
+        """
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner
