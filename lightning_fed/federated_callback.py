@@ -120,8 +120,8 @@ class FederatedCallback(TrainerCallback):
     ) -> Iterator[None] | None:
         """Client side, after the last batch: may add extra tensors and metrics to the update, but not change entries.
 
-        A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
-        on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
+        To train a second model on the last batches of the visit, implement the hook as a generator: every ``yield``
+        waits for the training step on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
 
         Raising :class:`ClientFault` excludes the client.
         """

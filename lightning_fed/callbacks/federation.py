@@ -218,7 +218,7 @@ class Federation(TrainerCallback):
         self._reset(self._fit.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """True if ``"auto"`` implies separate BatchNorm statistics (secure sum, central privacy or FedSS)."""
+        """True if ``batch_norm="auto"`` implies separate statistics (secure sum, central privacy or FedSS)."""
         callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
         sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
         return self._fit.needs_own_statistics(module, sliced)
@@ -644,7 +644,7 @@ def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
 
 
 def scheduler_steps(trainer: L.Trainer) -> int | float:
-    """Number of steps in a fit of a learning-rate scheduler with ``interval="step"``.
+    """Number of steps of a learning-rate scheduler with ``interval="step"`` in a fit.
 
     Use the number as ``total_steps`` of ``OneCycleLR``, or as ``num_training_steps`` of a warm-up, in
     ``configure_optimizers``. In a federation, a round advances the scheduler by the (median) number of steps in one

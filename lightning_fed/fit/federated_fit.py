@@ -58,7 +58,7 @@ class RemoteSide(ABC):
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Returns the round's clients for this process. The function ``drawn`` draws the clients on all machines."""
+        """Returns the clients of a round for this process. ``drawn()`` returns the clients for all processes."""
         return drawn()
 
     @abstractmethod

@@ -64,7 +64,7 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """Base class of the option ``visits`` for ``clients`` simultaneous clients: :class:`~lightning_fed.Vectorized`."""
+    """Base class of values for the option ``visits`` with several clients (``clients``) that train at once."""
 
     clients: int
 

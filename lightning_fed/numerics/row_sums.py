@@ -71,7 +71,7 @@ class RowSums:
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
         """Returns a copy of the table ``base``, shape ``(n, *)``, with the weighted means in the added rows.
 
-        For ``"global"``, ``total`` replaces the sum of the added weights as divisor.
+        With ``weighting="global"`` the divisor is ``total``, by default the sum of all added weights.
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()

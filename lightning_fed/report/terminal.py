@@ -35,7 +35,7 @@ def draw_tables(text: str, width: int | None = None) -> str:
 
 
 def split_tables(text: str) -> list[tuple[bool, list[str]]]:
-    """Splits a text into groups of lines. The flag of a group is true for a Markdown table."""
+    """Splits a text into groups of lines, each with a flag: true if the lines are a Markdown table."""
     return [(is_table, list(lines)) for is_table, lines in groupby(text.split("\n"), _is_row)]
 
 

@@ -204,7 +204,7 @@ class Schedule:
             if client not in chosen:
                 if client not in clients:
                     raise OptionError(
-                        f"Expected the clients to include {client!r}, which every round needs, but got none with this name."
+                        f"Expected the clients to include {client!r}, needed in every round, but got no such client."
                     )
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))

@@ -330,7 +330,7 @@ class Server(ServerInterface):
     def finish_round(self) -> State | None:
         """Aggregates the round's updates. Returns the new shared entries, or ``None`` without a valid aggregate.
 
-        If the rule returns ``None``, returns the state passed to :meth:`start_round`.
+        If the rule computes no new model in this round, returns the state passed to :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()

@@ -73,8 +73,9 @@ class SiteScores(AskableCallback):
         patient: Key of the patient names in a dictionary batch; ``None`` if all cases are independent.
 
     Attributes:
-        scores: For each site: the fingerprints of the cases (``cases``), ``patients``, and ``scores``; for an area
-            under the ROC curve ``positives`` and ``negatives``; otherwise ``value`` and bootstrap ``replicates``.
+        scores: Maps each site to the fingerprints of the cases (``cases``), the ``patients``, and the numbers:
+            ``scores`` of single cases for a mean over cases, ``positives`` and ``negatives`` for an area under the ROC
+            curve, ``value`` and bootstrap ``replicates`` for other metrics.
 
     Raises:
         MisconfigurationException: If the fit uses several processes, if clients' models are hidden, or if a site has no

@@ -337,6 +337,6 @@ def test_clients_that_always_take_part():
         joined += trusted in plain.visits
     assert 0 < joined < 30
     with pytest.raises(
-        ValueError, match="Expected the clients to include 'zoe', which every round needs, but got none"
+        ValueError, match="Expected the clients to include 'zoe', needed in every round, but got no such"
     ):
         schedule.cohort(0, clients, always=("zoe",))

@@ -117,7 +117,7 @@ class DistributedLog(RevertingCallback):
         self._position, self._values.batch = position, None
 
     def take_entries(self) -> LogPart:
-        """Returns the values logged since :meth:`start_round`, on the CPU. Lightning handles later values."""
+        """Returns the values logged since :meth:`start_round`, on the CPU. Later values are passed to Lightning."""
         entries, values = self._entries, self._values
         self._entries, self._values, self._is_on = {}, LoggedValues(), False
         for entry in entries.values():

@@ -64,7 +64,7 @@ def deliver_values(flow: Generator[Any, Any, None], values: list[Any]) -> None:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronises processes once per round. ``balance`` (``"batches"`` or ``"time"``) is equalised over processes."""
+    """Synchronises processes once per round. ``balance``: the quantity to balance, ``"batches"`` or ``"time"``."""
 
     visit_costs: VisitCosts  # measured costs, used to balance the processes
 

@@ -160,12 +160,12 @@ class RankSide(RemoteServerSide):
 
 class _ReadHeldFile(HeldFile):
     def store(self, state: State) -> None:
-        """Does nothing, because the first process writes."""
+        """Does nothing, because only the first process writes the file."""
 
 
 class _ReadStore(FolderStore):
     def put(self, client: Any, round: int, state: State) -> None:
-        """Does nothing, because the first process writes."""
+        """Does nothing, because only the first process writes client state."""
 
 
 def answer_visit(arguments: tuple[Any, ...]) -> Any:

@@ -123,7 +123,7 @@ class KeepRounds(FederatedCallback):
 
 
 def load_round(folder: Path, round: int) -> tuple[dict[str, Any], list[ClientUpdate]]:
-    """Loads a kept round, with all received updates, without executing code from the files."""
+    """Loads a round's models and all received updates, stored by :class:`KeepRounds`, without executing code."""
     path = folder / f"round-{round:06d}"
     if not (path / _ROUND).exists() or not (path / RECORD).exists():
         raise FileNotFoundError(f"Expected a complete round in {str(path)!r}: `KeepRounds` keeps rounds on the server.")

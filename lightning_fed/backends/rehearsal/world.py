@@ -218,8 +218,8 @@ class Machine:
 class World:
     """Virtual clock and queue of events; replaces the module ``time`` in backends.
 
-    :meth:`Machine.work` moves only one process ahead of ``now``, by ``offset`` seconds. ``scale`` is the ratio between
-    the real model's bytes and the simulated bytes. ``log`` contains events as (seconds, machine, text).
+    ``offset`` is the lead of the running process over the clock ``now``, in seconds. ``scale`` is the ratio between the
+    real model's bytes and the simulated bytes. ``log`` contains events as (seconds, machine, text).
     """
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:

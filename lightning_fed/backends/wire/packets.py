@@ -126,7 +126,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason for a missing answer. For an exception only the class, because a text may contain private details."""
+    """Reason for a missing answer: for an exception only its class, because the text may contain private data."""
 
     client: Client
     reason: str
@@ -369,7 +369,7 @@ def write_update(update: ClientUpdate, answer: Answer) -> Packet:
 
 
 def write_fault(fault: Fault) -> Packet:
-    """Creates a packet from a fault."""
+    """Creates a packet with the reason for a missing answer."""
     return write_packet("fault", asdict(fault))
 
 

@@ -64,7 +64,7 @@ shares."""
 
 
 def write_sum_request(request: SumRequest) -> Packet:
-    """Creates a packet from a request."""
+    """Creates a packet from the server's request for a step of a secure sum."""
     header = {name: value for name, value in vars(request).items() if name != "rows"}
     return write_packet("sum", header, rows={"rows": _to_tensor(request.rows, ROW_BYTES[request.stage])})
 

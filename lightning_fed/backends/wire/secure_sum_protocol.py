@@ -135,8 +135,8 @@ def share_secrets(
 ) -> tuple[dict[Client, bytes], Share]:
     """Shares a client's secrets. Any ``least`` clients can restore either secret; fewer clients cannot.
 
-    Returns an encrypted share for each other client, and the client's own share. ``peers`` maps clients to rows, in a
-    fixed order on all clients; ``context`` is from :func:`context_of`.
+    Returns an encrypted share for each other client, and the client's own share. ``peers`` maps clients to published
+    rows (public keys), in a fixed order on all clients. ``context`` is from :func:`context_of`.
     """
     count = len(peers)
     pairing = [part for _, part in Shamir.split(least, count, secrets.pairing, ssss=False)]

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """Raised if server program and client program differ. The server receives the text, without private data."""
+    """Raised if server program and client program differ. The server receives the error text, without private data."""
 
 
 def find_public_reason(error: Exception) -> str:
@@ -111,7 +111,7 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Stores the reason for a missing update. For an ``error`` only the class, because texts may name files."""
+        """Stores the reason for a missing update: for an ``error`` only its class, because texts may name files."""
         self.fault = reason
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
             self.fault = reason.replace(describe(error), type(error).__name__)

@@ -120,7 +120,7 @@ def is_mergeable(metric: Metric) -> bool:
 
 @contextmanager
 def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Context in which ``metric.compute()`` of each metric returns ``change(metric, compute)``."""
+    """Context that replaces ``metric.compute()`` by ``change(metric, compute)``, for each metric."""
     before = [(metric, metric.compute) for metric in metrics]
     for metric, compute in before:
         vars(metric)["compute"] = partial(change, metric, compute)
