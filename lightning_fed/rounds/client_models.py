@@ -136,7 +136,7 @@ def ask(
                         local.load_global(sent)
                     notify_model_loaded(trainer, module, visit.client if own else None)
                     seed_everything(visit.seed)
-                    with fit.limit_visit():
+                    with fit.clock.visit():
                         return callback.on_client_question(trainer, module, visit.client, question)
 
                 try:

@@ -103,7 +103,7 @@ class VisitDriver:
         if planned.fault is not None:
             return self._skip_batch()
         try:
-            with self._loader.interrupting():
+            with self._loader.clock.interrupting():
                 if args:
                     args = (visit.prepare_batch(args[0]), *args[1:])
         except (ClientFault, VisitTimeout) as error:
@@ -113,7 +113,7 @@ class VisitDriver:
         parameters = () if self._module.automatic_optimization else self._module.parameters()
         switches = [(parameter, parameter.requires_grad) for parameter in parameters]
         try:
-            with self._loader.interrupting():
+            with self._loader.clock.interrupting():
                 output = training_step(*args, **kwargs)
         except Exception as error:
             self._fail(planned, error)
@@ -127,10 +127,9 @@ class VisitDriver:
         """Ends the visits in ``group`` after the last batch, or without batches."""
         planned = group[0]
         clock = self._loader.clock
-        if clock is not None:
-            if planned.fault is None and clock.is_up:
-                planned.fault = str(clock.timeout())
-            clock.stop()
+        if planned.fault is None and clock.is_up:
+            planned.fault = str(clock.timeout())
+        clock.stop()
         if self.group is group:
             while self.current is not None and self.current.step is not None:  # again, for a skipped first batch
                 self._advance()
@@ -140,8 +139,7 @@ class VisitDriver:
 
     def close(self) -> None:
         self.detach()
-        if self._loader.clock is not None:
-            self._loader.clock.stop()
+        self._loader.clock.stop()
         if self.current is not None:
             self.current.close()
         self.group, self.current = (), None
@@ -179,7 +177,7 @@ class VisitDriver:
             self._methods["backward"].original(*args, **kwargs)
             return
         try:
-            with self._loader.interrupting():
+            with self._loader.clock.interrupting():
                 self._methods["backward"].original(*args, **kwargs)
         except Exception as error:
             self._fail(visit.planned, error)
