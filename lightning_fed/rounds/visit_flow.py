@@ -73,7 +73,7 @@ class ClientVisit:
     ) -> None:
         self._fit, self.local, self.optimizers, self._untrained = fit, local, optimizers, untrained
         self._trainer, self._module = fit.trainer, fit.module
-        self._callbacks = federated_callbacks(fit.trainer)
+        self._callbacks, self._is_alone = federated_callbacks(fit.trainer), fit.has_one_client
         self.planned, self.memory = planned, State()
         self.main_batches: int | None = None
         self.trains_second_model = False
@@ -192,10 +192,9 @@ class ClientVisit:
         return state
 
     def _check_trained(self, num_losses: int, received: State, state: State) -> None:
-        is_alone = self._fit.has_one_client
         if not any(optimizer.param_groups for optimizer in self._trainer.optimizers):  # Lightning's has no groups
-            check_changes(self._module, self.planned, received, state, is_alone or bool(self.local.personal))
-        elif not num_losses and self._module.automatic_optimization and not is_alone:
+            check_changes(self._module, self.planned, received, state, self._is_alone or bool(self.local.personal))
+        elif not num_losses and self._module.automatic_optimization and not self._is_alone:
             self.planned.fault = no_loss(self.planned)
             raise ClientFault(self.planned.fault)
         fault = self.local.find_personal_fault(self.planned.visit.client)
