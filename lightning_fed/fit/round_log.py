@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fed.console import round_number
 from lightning_fed.lightning.internals import hide_metrics, log_position, show_metrics
@@ -58,6 +59,7 @@ class RoundLog:
         self.total_up_bytes = 0
         self.total_down_bytes = 0
         self._last: dict[str, float] = {}
+        self._first_counts: dict[str, int | None] = {}
         self._passing: dict[str, list[str]] = {}  # names by kind, removed when the kind gets new names
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,12 +67,14 @@ class RoundLog:
             "up_bytes": self.total_up_bytes,
             "down_bytes": self.total_down_bytes,
             "last": dict(self._last),
+            "first_counts": dict(self._first_counts),
             "passing": dict(self._passing),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
+        self._first_counts = dict(state["first_counts"])
 
     def show(self, trainer: L.Trainer) -> None:
         """Writes the latest values to ``callback_metrics``, after a round and after loading a checkpoint."""
@@ -98,29 +102,24 @@ class RoundLog:
             self.put(trainer, report.round, measured)
             self.total_up_bytes, self.total_down_bytes = totals
             return
-        self.totals.update(
-            rounds=1,
-            clients=len(report.received),
-            failed=len(report.failed),
-            dropped=len(cohort.dropped),
-            up_bytes=report.up_bytes,
-            down_bytes=report.down_bytes,
-        )
-        values: dict[str, float] = {
+        counts = {
             "fed/clients": len(report.received),
-            "fed/stragglers": sum(visit.is_straggler for visit in cohort.visits),
             "fed/dropped": len(cohort.dropped),
             "fed/failed": len(report.failed),
-            "fed/num_samples": sum(report.received.values()),
             "comm/up_bytes": report.up_bytes,
             "comm/down_bytes": report.down_bytes,
+        }
+        self.totals.update(rounds=1, **{name.partition("/")[2]: count for name, count in counts.items()})
+        values: dict[str, float] = {
+            **counts,
+            "fed/stragglers": sum(visit.is_straggler for visit in cohort.visits),
+            "fed/num_samples": sum(report.received.values()),
             "comm/total_up_bytes": totals[0],
             "comm/total_down_bytes": totals[1],
         }
         weights = {client: report.counted[client] for client in report.norms if client in report.received}
         if weights:
-            total = sum(weight * report.norms[client] for client, weight in weights.items())
-            mean_norm = total / sum(weights.values())
+            mean_norm = sum(weight * report.norms[client] for client, weight in weights.items()) / sum(weights.values())
             global_norm = float(norm(after[name] - before[name] for name in parameters))
             values["fed/update_norm"] = mean_norm
             values["fed/global_update_norm"] = global_norm
@@ -143,7 +142,17 @@ class RoundLog:
         self._last |= {name: float(value) for name, value in values.items()}  # plain floats for checkpoints
         self.show(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.log_metrics({**values, "epoch": round}, step=log_position(trainer))
+            shown = self._curves(values) if isinstance(logger, TensorBoardLogger) else values
+            logger.log_metrics({**shown, "epoch": round}, step=log_position(trainer))
+
+    def _curves(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Values for TensorBoard: counts from the first change on, and megabytes in place of bytes."""
+        curves = {}
+        for name, value in values.items():
+            if not isinstance(value, int) or value != self._first_counts.setdefault(name, value):
+                self._first_counts[name] = None  # unequal to all later counts
+                curves[name.replace("_bytes", "_MB")] = value * (1e-6 if name.endswith("_bytes") else 1)
+        return curves
 
     def _replace(self, trainer: L.Trainer, kind: str, names: Iterable[str]) -> None:
         new = list(names)
@@ -178,9 +187,8 @@ class RoundLog:
 
 def format_bytes(number: float) -> str:
     """Formats a number of bytes in decimal units, such as ``4.0 kB``."""
-    unit = 0
-    while number >= 1000 and unit < len(_UNITS) - 1:
-        number, unit = number / 1000, unit + 1
+    unit = min(len(_UNITS) - 1, int(math.log10(max(1, number)) / 3))
+    number /= 1000**unit
     return f"{number:.0f} bytes" if unit == 0 else f"{number:.1f} {_UNITS[unit]}"
 
 

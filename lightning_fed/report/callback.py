@@ -24,6 +24,7 @@ from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.evaluation.tables import row_name
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.console import round_number
+from lightning_fed.fit.round_log import last_checkpoint
 from lightning_fed.lightning.internals import find_callbacks
 from lightning_fed.report.page import ClientRow, FitResults, Picture, render_page
 
@@ -215,7 +216,7 @@ class Report(L.Callback):
         last = self._rounds[max(self._rounds)]
         seconds = [values["seconds"] for values in self._rounds.values() if "seconds" in values]
         privacy = {name: f"{value:.4g}" for name, value in last.items() if name.startswith("privacy/")}
-        checkpoint = _newest_checkpoint(trainer)
+        checkpoint = last_checkpoint(trainer) or ""
         facts = {
             "method": federation.method.name,
             "update steps": "; ".join(steps) or "none",
@@ -243,12 +244,6 @@ def _find(trainer: L.Trainer, kind: type[Any]) -> Any:
 
 def _megabytes(values: Mapping[str, float], name: str) -> str:
     return f"{values[name] / 1e6:.2f} MB" if name in values else ""
-
-
-def _newest_checkpoint(trainer: L.Trainer) -> str:
-    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
-    paths = [Path(path) for saver in savers for path in (saver.last_model_path, saver.best_model_path) if path]
-    return str(max((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime, default=""))
 
 
 def _read_pictures(segmentations: ClientSegmentations, trainer: L.Trainer) -> list[Picture]:

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.data import IID, LoaderDataModule
+from lightning_fed.errors import ClientFault
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests.models import Module, Quadratic, as_datasets, mlp, vectors
 from tests.recorders import MemoryLogger, StepCheckpoint
@@ -74,6 +75,41 @@ def test_every_round_is_one_row_with_the_round_as_its_epoch(tmp_path):
     assert {name: made.logged_metrics[name].item() for name in OWN} == last
     per_round = float(rows[0]["comm/up_bytes"])
     assert [float(row["comm/total_up_bytes"]) for row in rows] == [per_round, 2 * per_round, 3 * per_round]
+
+
+class FailsOnce(FederatedCallback):
+    def on_client_start(self, trainer, module, client, broadcast):
+        if trainer.current_epoch == 1 and client == "bob":
+            raise ClientFault("its disk is full")
+
+
+def test_tensorboard_gets_megabytes_and_counts_that_change(tmp_path, federated_trainer):
+    """A count appears from its first change on, also if the fit is resumed. All curves have the same x-axis."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board, plain = TensorBoardLogger(tmp_path, name="", version=""), MemoryLogger()
+    for rounds, resumed in ((3, None), (5, tmp_path / "last.ckpt")):
+        saver = ModelCheckpoint(tmp_path, save_last=True)
+        made = federated_trainer(
+            max_rounds=rounds,
+            logger=[board, plain],
+            callbacks=[FailsOnce(), saver],
+            enable_checkpointing=True,
+        )
+        made.fit(module(), datamodule=data(), ckpt_path=resumed)
+    board.experiment.flush()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    curves = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    rows = [(step, line) for step, line in plain.lines if "fed/clients" in line]
+    positions = [step for step, _ in rows]
+    assert [line["fed/failed"] for _, line in rows] == [0, 1, 0, 0, 0]
+    for name in ("fed/clients", "fed/failed", "fed/num_samples", "comm/up_MB"):
+        sent = [line[name.replace("_MB", "_bytes")] * (1e-6 if "MB" in name else 1) for _, line in rows]
+        assert curves[name] == pytest.approx(dict(zip(positions[1:], sent[1:], strict=True)))
+    assert list(curves["comm/total_up_MB"]) == positions[1:]
+    assert list(curves["fed/drift"]) == positions
+    assert not {"fed/stragglers", "fed/dropped", "comm/up_bytes", "comm/total_up_bytes"} & curves.keys()
+    assert {line["fed/stragglers"] for _, line in rows} == {line["fed/dropped"] for _, line in rows} == {0}
 
 
 class Chatty(Module):
