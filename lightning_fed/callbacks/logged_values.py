@@ -67,15 +67,18 @@ class LoggedValue:
         reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
         total: Sum (for a mean, the weighted sum of values), maximum or minimum; ``None`` without values.
         weight: Sum of the weights.
+        cases: Values with the weight 1, from batches of one example.
     """
 
     reduce_fx: str = "mean"
     total: Tensor | None = None
     weight: float = 0.0
+    cases: list[Tensor] = field(default_factory=list)
 
     def add(self, value: Tensor, weight: float) -> None:
         value = at_least_float32(value)
-        self.join(LoggedValue(self.reduce_fx, value * weight if self.reduce_fx == "mean" else value, weight))
+        total = value * weight if self.reduce_fx == "mean" else value
+        self.join(LoggedValue(self.reduce_fx, total, weight, [value.reshape(1)] if weight == 1 else []))
 
     def join(self, added: LoggedValue) -> None:
         """Adds values of ``added``, which were logged under the same name in other batches."""
@@ -86,6 +89,7 @@ class LoggedValue:
         else:
             self.total = self.total + added.total
         self.weight += added.weight
+        self.cases += added.cases
 
     def limited(self, weight: float) -> LoggedValue:
         """Returns a copy whose weight in a mean is at most ``weight``. Reductions without weights are unchanged."""
@@ -94,7 +98,8 @@ class LoggedValue:
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
 
     def on_cpu(self) -> LoggedValue:
-        return replace(self, total=None if self.total is None else self.total.cpu().double())
+        cases = [torch.cat(self.cases).cpu().double()] if self.cases else []
+        return replace(self, total=None if self.total is None else self.total.cpu().double(), cases=cases)
 
     @property
     def is_finite(self) -> bool:

@@ -216,6 +216,9 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
     rounds = f", {'-'.join(map(str, lengths))} {'round' if lengths == [1] else 'rounds'}" if lengths else ""
     over = "of the last round" if last == 1 else f"over the last {last} rounds"
     notes = [f"{seeds} {'seed' if seeds == 1 else 'seeds'}{rounds}; `{monitor}` {over}, mean ± standard deviation."]
+    errors = [run["rounds"][-1].get(f"{monitor}_se", 0.0) for run in results]
+    if any(errors):
+        notes.append(f"Standard error of a run's `{monitor}` over the clients' cases: at most {max(errors):.3f}.")
     if any(run["method"] == CENTRAL for run in results):
         notes.append(
             f"#R@{target:.0%}: first round that reaches {target:.0%} of the centralised score; mean over the seeds "

@@ -32,7 +32,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
         estimator: "biased" includes the kernel between a sample and itself, "unbiased" excludes this kernel.
         scales: Factors for the bandwidth; the kernels for all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
-        chunk_size: Number of samples per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
@@ -58,12 +57,11 @@ class MaximumMeanDiscrepancy(PooledSamples):
         estimator: Estimator = "biased",
         scales: Sequence[float] = (1.0,),
         squared: bool = False,
-        chunk_size: int = 1024,
         **kwargs: Any,
     ) -> None:
         super().__init__(("features", "reference"), ("labels", "reference_labels"), **kwargs)
         check_option("estimator", estimator, Estimator)
-        check_numbers(bandwidth, scales, chunk_size)
+        check_numbers(bandwidth, scales)
         if num_classes is not None:
             check_count("num_classes", num_classes)
         self.num_classes = num_classes
@@ -72,7 +70,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
             "estimator": estimator,
             "scales": tuple(scales),
             "squared": squared,
-            "chunk_size": chunk_size,
         }
 
     @torch.no_grad()

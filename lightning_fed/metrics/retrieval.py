@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_option
 from lightning_fed.metrics.functional.retrieval import RetrievalMetric, check_r, mean_average_precision_at_r
 from lightning_fed.metrics.pooled_samples import PooledSamples
 
@@ -25,7 +25,6 @@ class MeanAveragePrecisionAtR(PooledSamples):
     Args:
         r: Number R of neighbours, equal for all images; "relevant" for the number of other images in the same class.
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
-        chunk_size: Number of images per block in the distance computation.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
@@ -47,7 +46,6 @@ class MeanAveragePrecisionAtR(PooledSamples):
         r: int | Literal["relevant"] = 10,
         *,
         metric: RetrievalMetric = "cosine",
-        chunk_size: int = 1024,
         **kwargs: Any,
     ) -> None:
         super().__init__(("embeddings",), ("labels",), **kwargs)
@@ -55,7 +53,6 @@ class MeanAveragePrecisionAtR(PooledSamples):
         check_option("metric", metric, RetrievalMetric)
         self.r = r
         self.metric = metric
-        self.chunk_size = check_count("chunk_size", chunk_size)
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, labels: Tensor) -> None:
@@ -74,5 +71,5 @@ class MeanAveragePrecisionAtR(PooledSamples):
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)
         embeddings, labels = self.gathered("embeddings").view(-1, width), self.gathered("labels").long()
-        value = mean_average_precision_at_r(embeddings, labels, self.r, metric=self.metric, chunk_size=self.chunk_size)
+        value = mean_average_precision_at_r(embeddings, labels, self.r, metric=self.metric)
         return value.to(self.device, self.dtype)

@@ -12,6 +12,8 @@ from lightning_fed import FederatedCallback, FederatedDataModule, MemoryStore
 from lightning_fed.callbacks import ClientEvaluation, FeatureFusion, LocalEvaluation
 from lightning_fed.data import LazyClients
 from lightning_fed.modules import find_fusion
+from lightning_fed.privacy import CentralDP, SecureSum
+from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net
 from tests.recorders import Recorder, assert_same
@@ -129,6 +131,12 @@ def test_it_needs_the_clients_own_data(federated_trainer):
         federated_trainer(max_rounds=1, callbacks=[LocalEvaluation()]).fit(
             models.Module(Net()), models.as_datasets(models.images(TRAIN))
         )
+
+
+@pytest.mark.parametrize("steps", [[UniformWeights(), SecureSum(5.0)], [CentralDP(1.0, 1e-5, noise_multiplier=1.0)]])
+def test_no_score_leaves_under_a_secure_sum_or_central_privacy(steps, federated_trainer):
+    with pytest.raises(MisconfigurationException, match=r"`LocalEvaluation.on_client_end` may send more"):
+        fit(federated_trainer, [LocalEvaluation()], steps=steps)
 
 
 @pytest.mark.parametrize(

@@ -1018,6 +1018,14 @@ def test_the_table_of_one_seed():
     assert all(line.count("±") == 2 for line in markdown(both, 0.5).splitlines()[3:5])
     assert "±" not in markdown(one, 0.5).split("\n\n")[0]
     assert "over stragglers" not in markdown(one, 0.5)
+    assert "Standard error" not in markdown(one, 0.5)
+
+
+def test_the_standard_error_over_cases_stands_below_the_table():
+    one = [run for run in made_up(seeds=1) if run["stragglers"] != 0.5]
+    for place, run in enumerate(one):
+        run["rounds"][-1][f"{run['monitor']}_se"] = 0.01 * place
+    assert f"over the clients' cases: at most {0.01 * (len(one) - 1):.3f}." in markdown(one, 0.5)
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])

@@ -77,7 +77,7 @@ CASES = {  # name: (makes the metric, batches of the first process, batches of t
     ),
     "map": (MeanAveragePrecisionAtR, vectors([5, 8]), vectors([11], seed=1)),
     "map, relevant": (
-        lambda: MeanAveragePrecisionAtR("relevant", metric="euclidean", chunk_size=4),
+        lambda: MeanAveragePrecisionAtR("relevant", metric="euclidean"),
         vectors([5, 8]),
         vectors([1, 11], seed=1),
     ),

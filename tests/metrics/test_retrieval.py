@@ -4,17 +4,19 @@ import pytest
 import torch
 
 from lightning_fed.metrics import MeanAveragePrecisionAtR
+from lightning_fed.metrics.functional import distances
 from tests import references_retrieval as references
 from tests.metrics.cases import filled, vectors
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("r", [1, 5, 10, "relevant"])
-def test_map_of_all_batches(r, metric):
+def test_map_of_all_batches(r, metric, monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK", 7)
     batches = vectors([9, 14, 1])
     embeddings, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     expected = references.map_reference(embeddings, labels, r, metric)
-    result = filled(MeanAveragePrecisionAtR(r, metric=metric, chunk_size=7), batches).compute()
+    result = filled(MeanAveragePrecisionAtR(r, metric=metric), batches).compute()
     assert result.dtype == torch.float32
     assert result.item() == pytest.approx(expected, rel=1e-6)
 
@@ -54,8 +56,6 @@ def test_what_map_refuses():
         MeanAveragePrecisionAtR("all")
     with pytest.raises(ValueError, match=r"`metric` to be one of \['cosine', 'euclidean'\], but got 'dot'"):
         MeanAveragePrecisionAtR(metric="dot")
-    with pytest.raises(ValueError, match="`chunk_size` to be at least 1, but got 0"):
-        MeanAveragePrecisionAtR(chunk_size=0)
     ((embeddings, labels),) = vectors([5])
     metric = MeanAveragePrecisionAtR()
     with pytest.raises(ValueError, match=r"`embeddings` of shape \(n, 4\), but got \(2, 3, 4\)"):

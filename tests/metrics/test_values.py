@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanEntropy
+from lightning_fed.metrics.functional import distances
 from tests import references_margin as references
 from tests.metrics.cases import filled, maps, pairs, vectors
 
@@ -126,7 +127,8 @@ def test_what_entropy_refuses():
 
 @pytest.mark.parametrize("estimator", ["biased", "unbiased"])
 @pytest.mark.parametrize("bandwidth", ["median", "pooled", 1.5])
-def test_discrepancy_of_all_batches(bandwidth, estimator):
+def test_discrepancy_of_all_batches(bandwidth, estimator, monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK", 4)
     batches = pairs([5, 1, 9])
     x, y = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     sigma = {
@@ -134,7 +136,7 @@ def test_discrepancy_of_all_batches(bandwidth, estimator):
         "pooled": references.median_distance_reference(torch.cat([x, y])),
     }.get(bandwidth, bandwidth)
     expected = references.mmd_squared_reference(x, y, sigma, estimator, (1, 2))
-    options = {"bandwidth": bandwidth, "estimator": estimator, "scales": (1, 2), "chunk_size": 4}
+    options = {"bandwidth": bandwidth, "estimator": estimator, "scales": (1, 2)}
     result = filled(MaximumMeanDiscrepancy(squared=True, **options), batches).compute()
     assert result.item() == pytest.approx(expected, abs=1e-6)
     root = filled(MaximumMeanDiscrepancy(**options), batches).compute()

@@ -68,6 +68,8 @@ class ClientEvaluation(RevertingCallback, AskableCallback):
                                    from Lightning's own validation
     ``fed/<name>/pooled``          over all clients, each with the client's own model if any
     ``fed/<name>/mean``            mean over clients; ``std``, ``min`` and ``worst10``, the mean over the worst tenth
+    ``fed/<name>/mean_se``         standard error of the mean over the clients' cases, if every client's value is a mean
+                                   over single cases: logged for every case, or a ``torchmetrics`` accuracy
     ``client/<id>/<name>``         for each client, up to 20 clients
     ``evaluation/clients``         number of evaluated clients; ``failed``, ``num_samples``, ``up_bytes``,
                                    ``down_bytes``

@@ -34,6 +34,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
     counting_metrics,
     metric_of,
     named_metrics,
+    share_of_cases,
     state_key,
     support_of,
     tracing,
@@ -180,7 +181,27 @@ def evaluate_data(
         for name in _values_with_history(trainer, module, report, stage, keeps, lasting):
             report.values[name] = math.nan
             report.partial.add(name)
+        report.variances = _variances(module, report)
     return report
+
+
+def _variances(module: L.LightningModule, report: EvaluationReport) -> dict[str, float]:
+    """Sampling variances by name, for logged means over single cases: a value per case, or a count of correct cases."""
+    count, metrics = report.num_samples, named_metrics(module)
+    if count < 2:
+        return {}
+    found = {
+        name: (logged.value, float(torch.cat(logged.cases).var()) / count)
+        for name, logged in report.logged.items()
+        if logged.reduce_fx == "mean" and logged.weight == sum(map(len, logged.cases)) == count
+    }
+    paths = {id(metric): path for path, metric in metrics.items()}
+    keys = {name: paths.get(id(metric), "") for name, metric in _in_collections(module).items()} | report.metrics
+    for name, key in keys.items():
+        share = share_of_cases(metrics.get(metric_of(key)), report.states.get(key), count)
+        if share is not None:
+            found[name] = share, share * (1 - share) / (count - 1)
+    return {name: variance for name, (value, variance) in found.items() if is_close(value, report.values.get(name))}
 
 
 def _values_with_history(
@@ -439,10 +460,15 @@ def _monitored(trainer: L.Trainer) -> dict[str, bool]:
 
 
 def _collected(module: L.LightningModule) -> dict[str, bool]:
+    directions = {name: metric.higher_is_better for name, metric in _in_collections(module).items()}
+    return {name: direction for name, direction in directions.items() if direction is not None}
+
+
+def _in_collections(module: L.LightningModule) -> dict[str, Metric]:
     return {
-        name: metric.higher_is_better
+        name: metric
         for collection in find_metrics(module)
         if isinstance(collection, MetricCollection)
         for name, metric in collection.items(copy_state=False)
-        if isinstance(metric, Metric) and metric.higher_is_better is not None
+        if isinstance(metric, Metric)
     }

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
+    BinaryAccuracy,
     BinaryMatthewsCorrCoef,
     BinaryNegativePredictiveValue,
     BinaryPrecisionRecallCurve,
@@ -433,6 +434,20 @@ def check_state(metric: Metric, state: MetricState) -> None:
         if isinstance(default, Tensor) and reductions[name] is not dim_zero_cat and value.shape != default.shape:
             shapes = f"of shape {tuple(value.shape)} instead of {tuple(default.shape)}"
             raise BadUpdate(f"state {name!r} of a metric is {shapes}")
+
+
+def share_of_cases(metric: Metric | None, state: MetricState | None, cases: int) -> float | None:
+    """Share of correct cases, from the state of an accuracy; ``None`` if the state does not count every case once."""
+    if state is None:
+        return None
+    if isinstance(metric, BinaryAccuracy):
+        right, wrong = ("tp", "tn"), ("fp", "fn")
+    elif isinstance(metric, MulticlassAccuracy) and metric.average == "micro":
+        right, wrong = ("tp",), ("fn",)
+    else:
+        return None
+    hits, misses = (sum(int(state.values[name].sum()) for name in names) for names in (right, wrong))
+    return hits / cases if hits + misses == cases else None
 
 
 def support_of(metric: Metric) -> Tensor | None:

@@ -32,6 +32,7 @@ class EvaluationReport:
         partial: Names of values that cannot be computed from sums and states, and have no result over all clients.
         shown: Names shown in the progress bar.
         higher_is_better: Maps names to true if higher values are better, for metrics that declare the direction.
+        variances: Sampling variances of values that are means over single cases, by name.
         stays: Maps metrics whose state must stay on the client to the reason.
         support: Examples per class: float64, shape (classes,); ``None`` if no metric counts examples.
     """
@@ -44,6 +45,7 @@ class EvaluationReport:
     partial: set[str] = field(default_factory=set)
     shown: set[str] = field(default_factory=set)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
+    variances: dict[str, float] = field(default_factory=dict)
     stays: dict[str, str] = field(default_factory=dict)
     support: Tensor | None = None
 
@@ -56,7 +58,9 @@ class EvaluationReport:
             extras[f"updates|{key}"] = torch.tensor(state.updates)
             extras |= {f"state|{key}|{name}": value for name, value in state.values.items()}
         extras |= {f"metric|{key}|{name}": torch.zeros(0) for name, key in self.metrics.items()}
-        extras |= {f"value|{self._flags(name)}|{name}": _numbers(value) for name, value in self.values.items()}
+        for name, value in self.values.items():
+            numbers = [self.variances[name]] if name in self.variances else []
+            extras[f"value|{self._flags(name)}|{name}"] = _numbers(value, *numbers)
         extras |= {f"stays|{reason}|{name}": torch.zeros(0) for name, reason in self.stays.items()}
         if self.support is not None:
             extras["support"] = self.support
@@ -87,7 +91,7 @@ class EvaluationReport:
         return report
 
     def keep_names(self, names: set[str]) -> None:
-        for entries in (self.logged, self.metrics, self.values, self.higher_is_better):
+        for entries in (self.logged, self.metrics, self.values, self.variances, self.higher_is_better):
             for name in entries.keys() - names:
                 del entries[name]
         self.partial &= names
@@ -117,6 +121,10 @@ class EvaluationReport:
             self.stays[names_in_entry[0]] = detail
         elif kind == "value":
             self.values[names_in_entry[0]] = float(value[0])
+            if len(value) > 1:
+                if not 0 <= float(value[1]) < math.inf:
+                    raise BadUpdate(f"a value has the invalid variance {float(value[1])}")
+                self.variances[names_in_entry[0]] = float(value[1])
             for flag, names in (("m", self.partial), ("p", self.shown)):
                 if flag in detail:
                     names.add(names_in_entry[0])

@@ -24,9 +24,10 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Evaluation values by name and client, direction (higher is better) by name, and example counts by client."""
+    """Evaluation values with variances by name and client, direction (higher is better), and example counts."""
 
     values: dict[str, dict[Client, float]] = field(default_factory=dict)
+    variances: dict[str, dict[Client, float]] = field(default_factory=dict)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     num_samples: dict[Client, int] = field(default_factory=dict)
     support: dict[Client, Tensor] = field(default_factory=dict)
@@ -40,6 +41,8 @@ class ClientResults:
                 results.values.setdefault(name, {})[client] = value
                 known = results.higher_is_better.get(name, is_score(name))
                 results.higher_is_better[name] = report.higher_is_better.get(name, known)
+            for name, variance in report.variances.items():
+                results.variances.setdefault(name, {})[client] = variance
             if report.support is not None:
                 results.support[client] = report.support
         return results
@@ -47,7 +50,8 @@ class ClientResults:
     def summary(self) -> dict[str, float]:
         """Summarises over clients: ``<metric>/mean``, ``/worst10`` (mean over the worst tenth), ``/std`` and ``/min``.
 
-        NaN values are skipped.
+        NaN values are skipped. ``/mean_se`` is the standard error of ``/mean`` over the clients' cases. Every client's
+        value must be a mean over single cases, else this number is missing.
         """
         summary = {}
         for name, values in self.values.items():
@@ -58,6 +62,9 @@ class ClientResults:
             summary[f"{name}/worst10"] = float(worst.mean())
             summary[f"{name}/std"] = float(ordered.std(correction=0))
             summary[f"{name}/min"] = float(ordered.min())
+            variances = self.variances.get(name, {})
+            if variances.keys() == values.keys():
+                summary[f"{name}/mean_se"] = math.sqrt(sum(variances.values())) / len(values)
         return summary
 
 

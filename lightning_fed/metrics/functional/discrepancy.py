@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count, check_option, check_positive
-from lightning_fed.metrics.functional.distances import squared_distances
+from lightning_fed.argument_checks import check_option, check_positive
+from lightning_fed.metrics.functional import distances
 from lightning_fed.numerics.precision import float64_device
 
 Estimator = Literal["biased", "unbiased"]
@@ -33,7 +33,6 @@ def maximum_mean_discrepancy(
     estimator: Estimator = "biased",
     scales: Sequence[float] = (1.0,),
     squared: bool = False,
-    chunk_size: int = 1024,
 ) -> Tensor:
     r"""Computes the maximum mean discrepancy with a Gaussian kernel, a float64 scalar.
 
@@ -56,7 +55,6 @@ def maximum_mean_discrepancy(
             unbiased estimate can be negative.
         scales: Factors for the bandwidth, such as ``(0.25, 0.5, 1, 2, 4)``; the kernels for all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
-        chunk_size: Number of samples per block.
 
     Raises:
         ValueError: If shapes are inconsistent, samples are too few, an option is invalid, or the median distance is 0.
@@ -69,20 +67,20 @@ def maximum_mean_discrepancy(
     check_option("estimator", estimator, Estimator)
     least = 1 if estimator == "biased" else 2
     _check_samples(features, reference, least)
-    check_numbers(bandwidth, scales, chunk_size)
+    check_numbers(bandwidth, scales)
     features, reference = (samples.to(float64_device(samples.device)) for samples in (features, reference))
-    sigma = _sigma(features, reference, bandwidth, chunk_size)
+    sigma = _sigma(features, reference, bandwidth)
     factors = [-0.5 / (scale * sigma) ** 2 for scale in scales]
-    shift = _mean(reference, chunk_size)
+    shift = distances.center(reference)
     m, n = len(features), len(reference)
     within = 0.0
     for samples, count in ((features, m), (reference, n)):
-        pairs = 2 * _kernel_sum(_pair_distances(samples, shift, chunk_size), factors)
+        pairs = 2 * _kernel_sum(_pair_distances(samples, shift), factors)
         if estimator == "biased":  # each kernel of a sample with itself is 1
             within += (pairs + count * len(scales)) / count**2
         else:
             within += pairs / (count * (count - 1))
-    across = _kernel_sum(_cross_distances(features, reference, shift, chunk_size), factors) / (m * n)
+    across = _kernel_sum(_cross_distances(features, reference, shift), factors) / (m * n)
     value = torch.tensor(within - 2 * across, dtype=torch.float64, device=features.device)
     return value if squared else value.clamp(min=0).sqrt()
 
@@ -97,7 +95,6 @@ def classwise_maximum_mean_discrepancy(
     *,
     bandwidth: float | Bandwidth = "median",
     estimator: Estimator = "biased",
-    chunk_size: int = 1024,
     **options: Any,
 ) -> Tensor:
     """Computes the maximum mean discrepancy within every class, shape ``(C,)``, float64.
@@ -113,7 +110,6 @@ def classwise_maximum_mean_discrepancy(
         num_classes: Number of classes :math:`C`.
         bandwidth: See :func:`maximum_mean_discrepancy`.
         estimator: See :func:`maximum_mean_discrepancy`.
-        chunk_size: See :func:`maximum_mean_discrepancy`.
         **options: `scales` and `squared`, see :func:`maximum_mean_discrepancy`.
 
     Raises:
@@ -135,27 +131,26 @@ def classwise_maximum_mean_discrepancy(
     features, reference, labels, reference_labels = (
         values.to(device) for values in (features, reference, labels, reference_labels)
     )
-    sigma = _sigma(features, reference, bandwidth, chunk_size)
+    sigma = _sigma(features, reference, bandwidth)
     least = 1 if estimator == "biased" else 2
     result = torch.full((num_classes,), torch.nan, dtype=torch.float64, device=device)
     for index in range(num_classes):
         members, reference_members = features[labels == index], reference[reference_labels == index]
         if min(len(members), len(reference_members)) >= least:
             result[index] = maximum_mean_discrepancy(
-                members, reference_members, bandwidth=sigma, estimator=estimator, chunk_size=chunk_size, **options
+                members, reference_members, bandwidth=sigma, estimator=estimator, **options
             )
     return result
 
 
 @torch.no_grad()
-def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
+def median_distance(samples: Tensor) -> float:
     """Median Euclidean distance between two different samples, over all pairs.
 
     The result is exact up to float32 precision for any number of pairs.
 
     Args:
         samples: Samples, shape ``(n, d)``, at least two.
-        chunk_size: Number of samples per block.
 
     Raises:
         ValueError: If there are fewer than two samples, or a sample is not finite.
@@ -165,16 +160,15 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
         3.5
     """
     _check_samples(samples, samples, 2)
-    check_numbers(1.0, (1.0,), chunk_size)
     samples = samples.to(float64_device(samples.device))
     pairs = len(samples) * (len(samples) - 1) // 2
-    shift = _mean(samples, chunk_size)
+    shift = distances.center(samples)
     middle = [(pairs - 1) // 2, pairs // 2]
-    leading = _bit_counts(samples, shift, chunk_size, None).cumsum(0)
+    leading = _bit_counts(samples, shift, None).cumsum(0)
     heads = [int(torch.searchsorted(leading, rank, right=True)) for rank in middle]
     values = []
     for head in sorted(set(heads)):
-        trailing = _bit_counts(samples, shift, chunk_size, head).cumsum(0)
+        trailing = _bit_counts(samples, shift, head).cumsum(0)
         smaller = int(leading[head - 1]) if head else 0
         for rank, rank_head in zip(middle, heads, strict=True):
             if rank_head == head:
@@ -187,8 +181,8 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
     return median
 
 
-def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_size: int) -> None:
-    """Raises ``ValueError`` for an invalid bandwidth, scale or chunk size."""
+def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float]) -> None:
+    """Raises ``ValueError`` for an invalid bandwidth or scale."""
     if isinstance(bandwidth, str):
         if bandwidth not in get_args(Bandwidth):
             raise ValueError(
@@ -198,51 +192,43 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
         check_positive("bandwidth", bandwidth)
     if not scales or not all(0 < scale < math.inf for scale in scales):
         raise ValueError(f"Expected `scales` to contain at least one number, all greater than 0, but got {scales}.")
-    check_count("chunk_size", chunk_size)
 
 
-def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
+def _bit_counts(samples: Tensor, shift: Tensor, head: int | None) -> Tensor:
     # For non-negative floats, the bit patterns read as integers have the same order as the floats.
     counts = torch.zeros(1 << _BITS, dtype=torch.int64, device=samples.device)
-    for distances in _pair_distances(samples, shift, chunk_size):
-        bits = distances.float().abs().view(torch.int32)  # a NaN, which may be negative, is sorted last
+    for block in _pair_distances(samples, shift):
+        bits = block.float().abs().view(torch.int32)  # a NaN, which may be negative, is sorted last
         leading = bits >> _BITS
         bits = leading if head is None else bits[leading == head] & ((1 << _BITS) - 1)
         counts += torch.bincount(bits, minlength=1 << _BITS)
     return counts
 
 
-def _kernel_sum(distances: Iterator[Tensor], factors: Sequence[float]) -> float:
+def _kernel_sum(blocks: Iterator[Tensor], factors: Sequence[float]) -> float:
     # Python numbers, because small tensors between large tensors would prevent memory reuse.
-    return sum((block * factor).exp_().sum().item() for block in distances for factor in factors)
+    return sum((block * factor).exp_().sum().item() for block in blocks for factor in factors)
 
 
-def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    chunks = torch.split(samples, chunk_size)
+def _pair_distances(samples: Tensor, shift: Tensor) -> Iterator[Tensor]:
+    chunks = torch.split(samples, distances.CHUNK)
     for index, chunk in enumerate(chunks):
-        block = squared_distances(chunk, chunk, shift)
+        block = distances.squared_distances(chunk, chunk, shift)
         yield block[torch.ones_like(block, dtype=torch.bool).triu(1)]
         for later_chunk in chunks[index + 1 :]:
-            yield squared_distances(chunk, later_chunk, shift).flatten()
+            yield distances.squared_distances(chunk, later_chunk, shift).flatten()
 
 
-def _cross_distances(samples: Tensor, reference: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    for chunk in torch.split(samples, chunk_size):
-        for reference_chunk in torch.split(reference, chunk_size):
-            yield squared_distances(chunk, reference_chunk, shift)
+def _cross_distances(samples: Tensor, reference: Tensor, shift: Tensor) -> Iterator[Tensor]:
+    for chunk in torch.split(samples, distances.CHUNK):
+        for reference_chunk in torch.split(reference, distances.CHUNK):
+            yield distances.squared_distances(chunk, reference_chunk, shift)
 
 
-def _mean(samples: Tensor, chunk_size: int) -> Tensor:
-    total = torch.zeros(samples.shape[1], dtype=torch.float64, device=samples.device)
-    for chunk in torch.split(samples, chunk_size):
-        total += chunk.double().sum(0)
-    return total / len(samples)
-
-
-def _sigma(features: Tensor, reference: Tensor, bandwidth: float | Bandwidth, chunk_size: int) -> float:
+def _sigma(features: Tensor, reference: Tensor, bandwidth: float | Bandwidth) -> float:
     if isinstance(bandwidth, str):
         samples = reference if bandwidth == "median" else torch.cat([features, reference])
-        sigma = median_distance(samples, chunk_size=chunk_size)
+        sigma = median_distance(samples)
         if sigma > 0:
             return sigma
         raise ValueError(

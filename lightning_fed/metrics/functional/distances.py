@@ -1,9 +1,19 @@
-"""Pairwise Euclidean distances by matrix multiplication."""
+"""Pairwise Euclidean distances by matrix multiplication, in blocks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from lightning_fed.numerics.precision import to_float64
+
+CHUNK = 1024
+"""Number of samples per block of distances."""
+
+
+def center(samples: Tensor) -> Tensor:
+    """Mean of samples, shape ``(n, d)``, in float64."""
+    return torch.stack([to_float64(chunk).sum(0) for chunk in torch.split(samples, CHUNK)]).sum(0) / len(samples)
 
 
 def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.metrics.functional.distances import squared_distances
+from lightning_fed.metrics.functional import distances
 from lightning_fed.numerics.precision import to_float64
 
 RetrievalMetric = Literal["cosine", "euclidean"]
@@ -32,7 +32,6 @@ def mean_average_precision_at_r(
     metric: RetrievalMetric = "cosine",
     gallery: Tensor | None = None,
     gallery_labels: Tensor | None = None,
-    chunk_size: int = 1024,
 ) -> Tensor:
     r"""MAP@R: mean fraction of images with the query's class among the R nearest images; near images weigh more.
 
@@ -54,7 +53,6 @@ def mean_average_precision_at_r(
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
         gallery: Embeddings of the images to search, shape ``(m, d)``; if ``None``, all other queries.
         gallery_labels: Classes of the images to search, shape ``(m,)``.
-        chunk_size: Number of queries, and of images, per block.
 
     Raises:
         ValueError: If shapes are inconsistent, no query is given, labels are not integers, or an option is invalid.
@@ -65,7 +63,7 @@ def mean_average_precision_at_r(
         1.0
     """
     check_r(r)
-    search = _Search(embeddings, labels, metric, gallery, gallery_labels, chunk_size)
+    search = _Search(embeddings, labels, metric, gallery, gallery_labels)
     relevant = search.relevant()
     largest = int(relevant.max()) if r == "relevant" else r
     if not search.is_finite or largest == 0:
@@ -73,7 +71,7 @@ def mean_average_precision_at_r(
     depths = relevant if r == "relevant" else torch.full_like(relevant, r)
     ranks = torch.arange(1, largest + 1, device=relevant.device)
     total = torch.zeros((), dtype=torch.float64, device=relevant.device)
-    for hits, depth in zip(search.hits(largest), torch.split(depths, chunk_size), strict=True):
+    for hits, depth in zip(search.hits(largest), torch.split(depths, distances.CHUNK), strict=True):
         hits = hits & (ranks <= depth.unsqueeze(1))
         precisions = hits.cumsum(1).double() / ranks
         total += ((hits * precisions).sum(1) / depth.clamp_min(1)).sum()
@@ -90,7 +88,7 @@ def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: An
         embeddings: Query embeddings, as in :func:`mean_average_precision_at_r`, with the same rule for equal distances.
         labels: Classes, as in :func:`mean_average_precision_at_r`.
         k: Number of neighbours, at least 1; missing neighbours are irrelevant.
-        **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`.
+        **options: `metric`, `gallery` and `gallery_labels`.
 
     Raises:
         ValueError: As in :func:`mean_average_precision_at_r`, or if an embedding is not finite.
@@ -127,10 +125,8 @@ class _Search:
         metric: RetrievalMetric = "cosine",
         gallery: Tensor | None = None,
         gallery_labels: Tensor | None = None,
-        chunk_size: int = 1024,
     ) -> None:
         check_option("metric", metric, RetrievalMetric)
-        self.chunk_size = check_count("chunk_size", chunk_size)
         if (gallery is None) != (gallery_labels is None):
             raise ValueError("Expected `gallery` and `gallery_labels` together, but got one of them.")
         _check("embeddings", embeddings, "labels", labels)
@@ -148,10 +144,8 @@ class _Search:
         device = to_float64(embeddings[:0]).device
         self.labels, self.image_labels = (part.to(device, torch.int64) for part in (labels, gallery_labels))
         self.is_finite = all(bool(part.isfinite().all()) for part in (embeddings, gallery))
-        self._shift = torch.zeros(gallery.shape[1], dtype=torch.float64, device=device)
-        if metric == "euclidean":  # removes a common offset, which would reduce precision
-            for chunk in torch.split(gallery, self.chunk_size):
-                self._shift += to_float64(chunk).sum(0) / len(gallery)
+        # removes a common offset, which would reduce precision
+        self._shift = distances.center(gallery if metric == "euclidean" else torch.zeros_like(gallery[:1]))
 
     def relevant(self) -> Tensor:
         classes, counts = torch.unique(self.image_labels, return_counts=True)
@@ -161,23 +155,23 @@ class _Search:
 
     def hits(self, k: int) -> Iterator[Tensor]:
         """Yields, for blocks of queries, masks of the k nearest images with the query's class."""
-        for first in range(0, len(self.queries), self.chunk_size):
+        for first in range(0, len(self.queries), distances.CHUNK):
             queries = self._comparable(self.queries, first)
-            labels = self.labels[first : first + self.chunk_size, None]
+            labels = self.labels[first : first + distances.CHUNK, None]
             nearest = labels.new_full((len(queries), k), _LAST, dtype=torch.int32)
-            for start in range(0, len(self.images), self.chunk_size):
-                distances = squared_distances(queries, self._comparable(self.images, start), self._shift)
+            for start in range(0, len(self.images), distances.CHUNK):
+                block = distances.squared_distances(queries, self._comparable(self.images, start), self._shift)
                 # Non-negative floats have the same order as their bit patterns. The last bit marks relevant images, so
                 # that irrelevant images come first among equally distant images.
-                keys = distances.float().view(torch.int32)
-                keys = (keys & ~1) | (labels == self.image_labels[start : start + self.chunk_size])
+                keys = block.float().view(torch.int32)
+                keys = (keys & ~1) | (labels == self.image_labels[start : start + distances.CHUNK])
                 if self.is_among_queries and start == first:  # equal blocks
                     keys.fill_diagonal_(_LAST)
                 nearest = torch.cat([nearest, keys], 1).topk(k, largest=False).values
             yield (nearest & 1).bool()
 
     def _comparable(self, embeddings: Tensor, start: int) -> Tensor:
-        chunk = to_float64(embeddings[start : start + self.chunk_size])
+        chunk = to_float64(embeddings[start : start + distances.CHUNK])
         return F.normalize(chunk, dim=1) if self.metric == "cosine" else chunk
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_fed.metrics.functional import distances
 from lightning_fed.metrics.functional.discrepancy import (
     classwise_maximum_mean_discrepancy,
     maximum_mean_discrepancy,
@@ -62,7 +63,7 @@ ESTIMATORS, SCALES = ["biased", "unbiased"], [(1.0,), (0.25, 0.5, 1, 2, 4)]
         ],
     ),
 )
-def test_against_the_reference(size, bandwidth, estimator, scales):
+def test_against_the_reference(size, bandwidth, estimator, scales, monkeypatch):
     x, y = samples(*size)
     sigma = {
         "median": references.median_distance_reference(y),
@@ -71,26 +72,29 @@ def test_against_the_reference(size, bandwidth, estimator, scales):
     expected = references.mmd_squared_reference(x, y, sigma, estimator, scales)
     options = {"bandwidth": bandwidth, "estimator": estimator, "scales": scales}
     for chunk_size in (1, 4, 1000):
-        result = maximum_mean_discrepancy(x, y, squared=True, chunk_size=chunk_size, **options)
+        monkeypatch.setattr(distances, "CHUNK", chunk_size)
+        result = maximum_mean_discrepancy(x, y, squared=True, **options)
         assert result.item() == pytest.approx(expected, abs=1e-6)  # the median is exact to float32
         assert result.dtype == torch.float64
-        root = maximum_mean_discrepancy(x, y, chunk_size=chunk_size, **options)
+        root = maximum_mean_discrepancy(x, y, **options)
         assert root.item() == pytest.approx(math.sqrt(max(result.item(), 0)), abs=1e-7)
 
 
 @pytest.mark.parametrize("estimator", ["biased", "unbiased"])
 @pytest.mark.parametrize("chunk_size", [7, 17, 64, 250])
-def test_pieces_do_not_matter(chunk_size, estimator):
+def test_pieces_do_not_matter(chunk_size, estimator, monkeypatch):
     x, y = samples(90, 130, 16)
     options = {"estimator": estimator, "squared": True}
-    whole = maximum_mean_discrepancy(x, y, chunk_size=1000, **options)
-    pieces = maximum_mean_discrepancy(x, y, chunk_size=chunk_size, **options)
+    whole = maximum_mean_discrepancy(x, y, **options)
+    monkeypatch.setattr(distances, "CHUNK", chunk_size)
+    pieces = maximum_mean_discrepancy(x, y, **options)
     torch.testing.assert_close(pieces, whole, atol=1e-12, rtol=0)
 
 
-def test_equal_samples_have_no_discrepancy():
+def test_equal_samples_have_no_discrepancy(monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK", 64)
     x, _ = samples(200, 1, 32)
-    assert maximum_mean_discrepancy(x, x[torch.randperm(200)], chunk_size=64).item() < 1e-7
+    assert maximum_mean_discrepancy(x, x[torch.randperm(200)]).item() < 1e-7
     assert maximum_mean_discrepancy(x, x, estimator="unbiased").item() == 0  # negative before the clamp
 
 
@@ -172,11 +176,12 @@ NUMBERS = [2, 3, 4, 5, 31, 40]
         [(place % 2, n, size) for size in (1, 5, 100) for place, n in enumerate(NUMBERS) if size == 5 or n in (4, 31)],
     ),
 )
-def test_median_against_the_reference(seed, n, chunk_size):
+def test_median_against_the_reference(seed, n, chunk_size, monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK", chunk_size)
     for scale in (1e-4, 1.0, 1e5):
         x, _ = samples(n, 1, seed=seed)
         expected = references.median_distance_reference(scale * x)
-        assert median_distance(scale * x, chunk_size=chunk_size) == pytest.approx(expected, rel=1e-6)
+        assert median_distance(scale * x) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +221,7 @@ def test_classes_against_the_reference(bandwidth, estimator):
         "pooled": references.median_distance_reference(torch.cat([x, y])),
     }.get(bandwidth, bandwidth)
     result = classwise_maximum_mean_discrepancy(
-        x, y, x_labels, y_labels, 5, bandwidth=bandwidth, estimator=estimator, squared=True, chunk_size=4
+        x, y, x_labels, y_labels, 5, bandwidth=bandwidth, estimator=estimator, squared=True
     )
     for c in range(5):
         members, reference_members = x[x_labels == c], y[y_labels == c]
@@ -248,7 +253,6 @@ BAD = [
     ({"bandwidth": float("nan")}, "`bandwidth` to be greater than 0 and finite, but got nan"),
     ({"scales": ()}, r"`scales` to contain at least one number, all greater than 0, but got \(\)"),
     ({"scales": (1.0, 0.0)}, r"but got \(1.0, 0.0\)"),
-    ({"chunk_size": 0}, "`chunk_size` to be at least 1, but got 0"),
 ]
 
 
@@ -269,8 +273,6 @@ def test_bad_labels():
         classwise_maximum_mean_discrepancy(X, Y, labels, labels[:, None], 2)
     with pytest.raises(ValueError, match="`estimator` to be one of"):
         classwise_maximum_mean_discrepancy(X, Y, labels, labels, 2, estimator="linear")
-    with pytest.raises(ValueError, match="`chunk_size` to be at least 1"):
-        classwise_maximum_mean_discrepancy(X, Y, labels, labels, 2, bandwidth=1.0, chunk_size=0)
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_fed.metrics.functional import distances
 from lightning_fed.metrics.functional.distances import squared_distances
 from lightning_fed.metrics.functional.retrieval import mean_average_precision_at_r, relevant_neighbors
 from tests import references_retrieval as references
@@ -75,20 +76,15 @@ METRICS, DEPTHS = ("cosine", "euclidean"), (1, 3, 10, 60, "relevant")
         ],
     ),
 )
-def test_against_the_reference(is_apart, r, metric):
+def test_against_the_reference(is_apart, r, metric, monkeypatch):
     embeddings, labels = images(37)
     gallery, gallery_labels = images(23, seed=1) if is_apart else (None, None)
     expected = references.map_reference(embeddings, labels, r, metric, gallery, gallery_labels)
     assert 0.01 < expected < 0.95
     for chunk_size in (1, 5, 16, 37, 1000):
+        monkeypatch.setattr(distances, "CHUNK", chunk_size)
         result = mean_average_precision_at_r(
-            embeddings,
-            labels,
-            r,
-            metric=metric,
-            gallery=gallery,
-            gallery_labels=gallery_labels,
-            chunk_size=chunk_size,
+            embeddings, labels, r, metric=metric, gallery=gallery, gallery_labels=gallery_labels
         )
         assert result.dtype == torch.float64
         assert result.item() == pytest.approx(expected, abs=1e-12)
@@ -118,18 +114,20 @@ def test_a_perfect_model():
     assert mean_average_precision_at_r(embeddings, torch.arange(30), "relevant").isnan()  # no class has two images
 
 
-def test_an_image_is_not_its_own_neighbour():
+def test_an_image_is_not_its_own_neighbour(monkeypatch):
     """Copies are other images, and do count."""
+    monkeypatch.setattr(distances, "CHUNK", 3)
     embeddings, labels = torch.eye(4).repeat(2, 1), torch.arange(4).repeat(2)
-    assert relevant_neighbors(embeddings, labels, 2, chunk_size=3).tolist() == [[True, False]] * 8
-    assert mean_average_precision_at_r(embeddings, labels, "relevant", chunk_size=3).item() == 1
+    assert relevant_neighbors(embeddings, labels, 2).tolist() == [[True, False]] * 8
+    assert mean_average_precision_at_r(embeddings, labels, "relevant").item() == 1
     apart = relevant_neighbors(embeddings, labels, 3, gallery=embeddings, gallery_labels=labels)
     assert apart.tolist() == [[True, True, False]] * 8  # a separate gallery is searched completely
 
 
 @pytest.mark.parametrize("chunk_size", [2, 7, 100])
-def test_equally_near_images(chunk_size):
+def test_equally_near_images(chunk_size, monkeypatch):
     """Irrelevant images come first for any order: on a grid most distances are ties."""
+    monkeypatch.setattr(distances, "CHUNK", chunk_size)
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randint(3, (60, 2), generator=generator).float()
     labels = torch.randint(3, (60,), generator=generator)
@@ -138,17 +136,16 @@ def test_equally_near_images(chunk_size):
             expected = references.map_reference(embeddings, labels, r, metric)
             assert expected > 0.01
             for order in (torch.arange(60), torch.randperm(60, generator=generator), labels.argsort()):
-                result = mean_average_precision_at_r(
-                    embeddings[order], labels[order], r, metric=metric, chunk_size=chunk_size
-                )
+                result = mean_average_precision_at_r(embeddings[order], labels[order], r, metric=metric)
                 assert result.item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("point", [torch.zeros(3), torch.tensor([0.3, -0.7, 1.1])])
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_one_point_for_all_images_gets_no_credit(point, metric):
+def test_one_point_for_all_images_gets_no_credit(point, metric, monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK", 16)
     labels = torch.arange(40) // 2
-    assert mean_average_precision_at_r(point.repeat(40, 1), labels, 10, metric=metric, chunk_size=16).item() == 0
+    assert mean_average_precision_at_r(point.repeat(40, 1), labels, 10, metric=metric).item() == 0
     assert mean_average_precision_at_r(point.repeat(40, 1), labels, "relevant", metric=metric).item() == 0
 
 
@@ -160,7 +157,8 @@ def test_types(dtype):
     assert result.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
-def test_precision_and_recall():
+def test_precision_and_recall(monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK", 10)
     embeddings, labels = images(31)
     expected = [
         references.ranking_reference(
@@ -168,7 +166,7 @@ def test_precision_and_recall():
         )[:4]
         for i, (query, label) in enumerate(zip(embeddings.double(), labels, strict=True))
     ]
-    hits = relevant_neighbors(embeddings, labels, 4, chunk_size=10)
+    hits = relevant_neighbors(embeddings, labels, 4)
     assert hits.dtype == torch.bool
     assert hits.int().tolist() == expected
 
@@ -202,7 +200,6 @@ def test_what_is_not_finite(value):
         ({"r": 2.5}, "`r` to be a whole number, but got 2.5"),
         ({"r": "all"}, "`r` to be an integer or 'relevant', but got 'all'"),
         ({"metric": "dot"}, r"`metric` to be one of \['cosine', 'euclidean'\], but got 'dot'"),
-        ({"chunk_size": 0}, "`chunk_size` to be at least 1, but got 0"),
         ({"embeddings": torch.zeros(9)}, r"`embeddings` of shape \(n, d\) with n at least 1, but got \(9,\)"),
         ({"embeddings": torch.zeros(0, 4), "labels": torch.zeros(0).long()}, r"n at least 1, but got \(0, 4\)"),
         ({"labels": torch.zeros(8).long()}, r"`labels` of shape \(9,\), but got \(8,\)"),
