@@ -38,7 +38,7 @@ class Attack:
 
     @property
     def needs_population(self) -> str:
-        """Text for an error message if the attack requires the list of all clients, otherwise an empty string."""
+        """Text for an error message if the attack needs the list of all clients; empty in all other cases."""
         is_drawn = isinstance(self.clients, int)
         return "it draws the malicious clients from all clients: name the malicious clients instead" if is_drawn else ""
 
@@ -87,7 +87,7 @@ class AttackCheck(FederatedCallback):
 
 
 def attacked_entries(state: State) -> list[str]:
-    """Names of entries to attack: floating-point entries except BatchNorm statistics (false values are refused)."""
+    """Names of the entries changed by attacks: floating-point entries, except BatchNorm's running statistics."""
     return [
         name
         for name, value in state.items()

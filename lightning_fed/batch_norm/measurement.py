@@ -65,7 +65,7 @@ Different image appearance changes the first layer. Different labels change late
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Warns once per fit if ``batch_norm`` has no effect, or is unsuitable for the module or the visits."""
+    """Warns once per fit if the option ``batch_norm`` has no effect, or does not suit the module or the visits."""
     if "batch_norm" in fit.warned:
         return
     option, rounds = fit.batch_norm.treatment, fit.trainer.max_epochs
@@ -95,7 +95,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
 
 
 def warn_of_monitors(fit: FederatedFit) -> None:
-    """Warns once if callbacks monitor a value of the global model, but clients have separate BatchNorm statistics."""
+    """Warns once if a callback monitors the global model's metrics, but clients have separate BatchNorm statistics."""
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
     if names and fit.record_warning("monitor"):
         _log.warning(
@@ -108,13 +108,14 @@ def warn_of_monitors(fit: FederatedFit) -> None:
 
 
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
-    """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
+    """Measures BatchNorm statistics with the new global model on the clients after a round, and pools the reports.
 
     Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
     statistics, as in training. The server counts the bytes of the broadcast and of the report. With
-    ``batch_norm="auto"`` the first reports determine pooled or own statistics (:func:`decide_statistics`). A report
-    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model. With
-    averages of weights, the clients measure a second time, with the averaged model.
+    ``batch_norm="auto"`` the first reports determine whether evaluation uses pooled statistics or each client's
+    statistics (:func:`decide_statistics`). A report is also stored as the client's statistics. If clients form
+    clusters, each client measures with the cluster's model. With averages of weights, the clients measure a second
+    time, with the averaged model.
 
     Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the averaged statistics
     remain. A robust rule also excludes outlying reports
@@ -178,7 +179,7 @@ def _collect_reports(
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> tuple[dict[str, float], str | None]:
-    """Pools clients' reports on BatchNorm ``layers`` into the global model or the clusters' models."""
+    """Pools the clients' statistics for BatchNorm ``layers`` into the global model, or into the clusters' models."""
     fault = _write_reports(fit, local, measured, layers)
     return ({}, fault) if fault is not None else (_record_shift(fit, measured, layers), None)
 
@@ -263,7 +264,7 @@ def _find_first_shift(
 
 
 def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]], shifts: Mapping[str, float]) -> None:
-    """Decides once per fit between own and pooled BatchNorm statistics, from the clients' ``shifts`` by layer.
+    """Decides once per fit between separate and pooled BatchNorm statistics for clients, from ``shifts`` by layer.
 
     The reports from the first round are used, or from the second round if less than half of the first round's cohort
     reported. At least two clients, and at least ``min_clients`` clients, must report. If rounds have only one report,
@@ -299,7 +300,7 @@ def decide_statistics(fit: FederatedFit, measured: Sequence[tuple[Client, State]
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
-    """Computes a client's running statistics from a report: maps entry names to mean and unbiased variance, float64."""
+    """Returns running means and unbiased variances from a client's report by state dict entry name, float64."""
     statistics: State = {}
     for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
         pooled = pool_statistics([report], name)
@@ -312,11 +313,11 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Loads a client's model for evaluation. Returns newly measured BatchNorm statistics (not yet stored), or ``None``.
+    """Loads a client's model for evaluation. Returns BatchNorm statistics if newly measured, to be stored, or ``None``.
 
-    ``measure_round`` is the round of the global model in ``state``. A client whose statistics are from another round
-    measures again; if ``measure_round`` is ``None``, no client measures. The result is empty, with one warning in the
-    log, if the client has no statistics because the training data are in another process.
+    ``measure_round`` is the round of the global model in ``state``. If the client's statistics are from another round,
+    the client measures again. If ``measure_round`` is ``None``, no client measures. The result is empty, with one
+    warning in the log, if the client has no statistics because the training data are in another process.
     """
     measured: State | None = None
     stored = local.recall(client)
@@ -417,7 +418,7 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
 def store_statistics(
     local: LocalModel, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Stores a client's BatchNorm statistics, measured with the model in ``state``."""
+    """Stores BatchNorm statistics on a client, measured in ``round`` with the model ``state``."""
     client_state = {name: value for name, value in local.recall(client).items() if not name.startswith(STATISTICS)}
     client_state[STATISTICS] = _model_key(local, state)
     client_state |= {f"{STATISTICS}{name}": value.to(local.entries[name].dtype) for name, value in statistics.items()}
@@ -457,7 +458,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
 
 
 def warn_of_report(client: Client, fault: object) -> None:
-    """Warns that the BatchNorm statistics of a client are excluded because of ``fault``."""
+    """Warns that a client's BatchNorm statistics are excluded because of ``fault``."""
     _log.warning("The BatchNorm statistics of client %r are excluded: %s.", client, fault)
 
 
@@ -466,7 +467,7 @@ def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:
 
 
 def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """Returns the BatchNorm layers in training mode, by name."""
+    """Returns the BatchNorm layers in training mode by name."""
     return {name: layer for name, layer in batch_norm_layers(module).items() if layer.training}
 
 
@@ -489,9 +490,9 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's data, normalised with batch statistics.
+    """Measures the inputs of BatchNorm ``layers`` in one pass over a client's data, with normalisation by batch.
 
-    Changes the module's buffers, which must be loaded again. Returns :meth:`InputStatistics.as_extras`.
+    Changes the module's buffers, which the caller must load again. Returns :meth:`InputStatistics.as_extras`.
     """
     statistics = InputStatistics(layers)
     with isolated_pass(module, is_reloaded=True), statistics.watching():
@@ -512,7 +513,7 @@ def measure_statistics(
     load: Callable[[Visit], None],
     limit_visit: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[tuple[Client, State]]:
-    """Measures BatchNorm inputs in one pass over each client's data, in the context ``limit_visit()``, for pooling.
+    """Measures the inputs of BatchNorm ``layers`` in one pass over each client's data, within ``limit_visit()``.
 
     Clients that cannot measure are excluded, with a log line. Afterwards the module contains the last client's model.
     """

@@ -26,7 +26,7 @@ _TAILS = 149.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values;
 
 
 class InputStatistics:
-    """Counts, means and variances per channel for the inputs of BatchNorm layers, over all batches, summed in float64.
+    """Means and variances per channel for the inputs of BatchNorm layers over all batches, computed in float64.
 
     The layers must be in training mode. Running statistics are overwritten, because with momentum 1 they equal the
     batch statistics.
@@ -52,7 +52,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Returns each used layer's mean and biased variance, ``(channels,)``, and number of positions, by name."""
+        """Returns by name each layer's mean and biased variance, shape ``(channels,)``, and the number of positions."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -73,7 +73,7 @@ class InputStatistics:
 
 
 def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | None:
-    """Describes a fault (names, shapes, NaN, size) in a client's BatchNorm statistics, or returns ``None``."""
+    """Describes the fault in a client's BatchNorm statistics (names, shapes, NaN or size); ``None`` if valid."""
     fault = find_non_finite(extras)
     if fault is not None:
         return fault
@@ -103,7 +103,7 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Limits the numbers of positions in client reports, in proportion to the clients' (limited) numbers of examples.
+    """Limits the numbers of positions in the clients' BatchNorm reports, if their numbers of examples are limited.
 
     The limit is the median number of positions per example. The client with the largest ratio of limited to reported
     examples keeps the original number.

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises BatchNorm inputs with the statistics in ``report``, or with batch statistics if ``report`` is empty.
+    """Makes BatchNorm layers normalise with the statistics in ``report``, or if empty with batch statistics.
 
     ``report`` contains mean and variance by layer, from :meth:`InputStatistics.as_extras`.
     """
@@ -42,7 +42,7 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(RevertingCallback, FederatedCallback):
-    """Normalises data that belong to no client with batch statistics, or with statistics measured on these data.
+    """Sets the BatchNorm statistics for data from no client: batch statistics, or statistics measured on these data.
 
     The callback is active from the start of a validation, test or prediction until the next round, while the module
     contains the global model, or the model of a client without statistics. Untrained layers (as in a frozen encoder)
@@ -89,7 +89,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """If ``unseen="data"``, measures BatchNorm statistics on unlabelled data that belong to no client."""
+        """Measures BatchNorm statistics on unlabelled data from no client, if the option ``unseen`` is "data"."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().batch_norm.unseen != "data":
             return
@@ -124,7 +124,7 @@ class UnseenData(RevertingCallback, FederatedCallback):
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-    """Measures BatchNorm statistics on ``batches`` before an evaluation, if ``unseen="data"``."""
+    """Measures BatchNorm statistics on ``batches`` before an evaluation, if the option ``unseen`` is "data"."""
     for callback in federated_callbacks(trainer):
         if isinstance(callback, UnseenData):
             callback.measure(trainer, module, batches, step)

@@ -65,7 +65,7 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes through which one visit affects later visits. Each is reported as an error or a warning.
+    """Finds attributes through which one client's visit affects later visits. Reports each as an error or a warning.
 
     An attribute is reported if one visit changes it and a later visit reads it before writing. The search covers the
     module, submodules, the user's callbacks, the Trainer's optimizers, and per-step schedulers: numbers, strings,
@@ -109,7 +109,7 @@ class CarriedAttributes:
         self._read_metrics: set[str] = set()
 
     def start_round(self) -> None:
-        """Reads all attribute values before a round's first visit."""
+        """Reads the values of all attributes before the first visit of a round."""
         if self._is_reset:
             self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
         self._before = self._fingerprints()
@@ -123,7 +123,7 @@ class CarriedAttributes:
         self._watch()
 
     def start_visit(self) -> None:
-        """Begins a visit, and clears the state of optimizers stored in the module's attributes."""
+        """Starts a visit, and clears the state of optimizers stored in attributes of the module."""
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
@@ -220,7 +220,7 @@ class CarriedAttributes:
         return "; ".join(dict.fromkeys(advice))
 
     def stop(self) -> None:
-        """Stops the search: removes descriptors from classes, and method overrides from metrics and callbacks."""
+        """Stops the search: removes the descriptors and method overrides for recording the access to attributes."""
         for method in reversed(self._methods):
             method.restore()
         self._methods.clear()
@@ -346,7 +346,7 @@ class CarriedAttributes:
 
 
 class _Watched:
-    """Data descriptor that calls ``note`` with the attribute's full name, and ``True`` for a read access."""
+    """Data descriptor that calls ``note`` for each access with the attribute's name, and ``True`` for a read access."""
 
     def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:
         self.names: dict[int, str] = {}  # by the identity of the owner

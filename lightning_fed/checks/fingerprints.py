@@ -28,10 +28,11 @@ _DEPTH = 5
 def fingerprint(
     value: Any, memory: Collection[int] = (), skipped: frozenset[int] = frozenset(), depth: int = _DEPTH
 ) -> Any:
-    """Returns a fingerprint of a value, down to ``depth`` nested levels. Equal values have equal fingerprints.
+    """Returns a value to compare instead of an attribute's value: equal attribute values have equal fingerprints.
 
-    An unreadable attribute is treated as unchanged, an iterator as changed. ``memory`` contains the addresses of
-    parameters and buffers, ``skipped`` the ids of excluded objects.
+    Objects are compared down to ``depth`` nested levels. An attribute that cannot be read is treated as unchanged, and
+    an iterator as changed. ``memory`` contains the storage addresses of parameters and buffers, and ``skipped`` the ids
+    of excluded objects.
     """
     try:
         if isinstance(value, np.generic):  # NumPy's numbers compare with lists like arrays

@@ -71,7 +71,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split's data set, limited to the samples selected by `subset` and `held_out`."""
+        """Reads the data set for one split. Use `subset` and `held_out` to select the samples."""
 
     @property
     def num_classes(self) -> int:
@@ -106,7 +106,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """Selects `train_size`, `val_size` or `test_size` random sample indices from `candidates`, in their order."""
+        """Draws `train_size`, `val_size` or `test_size` random indices from `candidates`, without changing the order."""
         size = self._sizes[split]
         if size is None:
             return candidates
@@ -116,7 +116,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """Selects increasing training or validation indices from ``num_train`` training samples.
+        """Divides ``num_train`` samples into training and validation. Returns the indices for ``split``, increasing.
 
         `val_size` random samples are held out for validation; all other samples are for training.
         """
@@ -164,7 +164,7 @@ class FileDataModule(ArrayDataModule):
     def make_dataset(
         self, split: Split, inputs: Tensor, targets: Tensor, groups: np.ndarray | None = None
     ) -> ArrayDataset:
-        """Builds a split's data set with the requested normalisation and, for training, augmentation.
+        """Builds a split's data set with normalisation, if requested, and for training with augmentation.
 
         Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups are natural clients (N,).
         """

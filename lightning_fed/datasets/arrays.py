@@ -81,7 +81,7 @@ class ArrayDataset(BatchedDataset):
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:
-        """Returns the collated batch in one operation, equal to `default_collate([dataset[i] for i in indices])`."""
+        """Returns the batch `default_collate([dataset[i] for i in indices])`, computed by one indexing operation."""
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         images = self._to_float(self.inputs.index_select(0, chosen))
         targets = self._to_target(self.targets.index_select(0, chosen))

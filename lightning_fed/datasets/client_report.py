@@ -39,7 +39,7 @@ class ClientSummary:
         brightness: Mean over images and channels; NaN if inputs are not images.
         contrast: Standard deviation over pixels, averaged over images and channels.
         sharpness: Mean absolute difference between neighbouring pixels, divided by ``contrast``.
-        distance: Total variation distance between the client's classes and all clients' classes, from 0 to 1.
+        distance: Total variation distance between the class shares of the client and of all clients, from 0 to 1.
         images: The client's first images, each with shape ``(C, H, W)``.
     """
 
@@ -226,7 +226,10 @@ def _summarize(population: Population, client: Client, ignore_index: int | None)
 
 
 def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
-    """Counts a batch's pixels or examples by class and without class. No counts if targets are not classes."""
+    """Counts a batch's pixels or examples for each class, and without class.
+
+    Counts nothing if targets are not classes.
+    """
     try:
         labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1

@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """Returns the file ``data_dir``, or the first candidate in this folder. Error messages contain ``instructions``."""
+    """Returns ``data_dir`` if this is a file, or the first existing candidate in this folder.
+
+    If none exists, the error message contains ``instructions``.
+    """
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
         return root

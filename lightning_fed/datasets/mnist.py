@@ -18,7 +18,7 @@ from lightning_fed.datasets.torchvision_images import TorchvisionImages
 
 
 class _IdxImages(TorchvisionImages):
-    """Base class: images and labels in idx files in `<data_dir>/<name of the data set>/raw/`, gzipped or unpacked."""
+    """Base class for images and labels in idx files in the folder ``<data set's name>/raw``, gzipped or unpacked."""
 
     def find_files(self, split: Split) -> list[Path]:
         prefix = "t10k" if split == "test" else "train"

@@ -88,7 +88,7 @@ def _paint(image: np.ndarray, colour: np.ndarray, distance: np.ndarray) -> None:
 
 
 def _outline(shape: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Approximate distance to the outline of a shape with scale 1 around the origin, negative inside."""
+    """Signed distance from points to the outline of a shape with size 1 around the origin; negative inside."""
     distance: np.ndarray
     if shape == 0:
         distance = np.hypot(x, y) - 1

@@ -24,7 +24,7 @@ _MARKS = ",.;!?"
 
 
 def encode_text(text: str, vocabulary: str) -> Tensor:
-    """Encodes a text as positions in a vocabulary, int64. Characters outside the vocabulary become spaces."""
+    """Encodes a text as the characters' positions in a vocabulary, int64. Unknown characters become spaces."""
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
     if -1 in codes:
@@ -38,7 +38,7 @@ def decode_text(codes: Tensor, vocabulary: str) -> str:
 
 
 def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
-    """Cuts a text into windows with the next characters, without copying.
+    """Cuts a text into windows, each with the next character as target, without copying the text.
 
     Windows start at positions from ``first`` to ``end`` (exclusive, at most ``T - length``). Inputs have shape ``(N,
     length)``, targets ``(N,)`` or, with ``every_step``, ``(N, length)``.

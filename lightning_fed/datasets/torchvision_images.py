@@ -46,11 +46,11 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """Finds the files of a split, or the folder with the files."""
+        """Returns the paths of a split's files, or of the folder that contains the files."""
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Returns the classes, shape (N,), and a function from positions to images, shape (n, C, H, W)."""
+        """Returns the classes, shape (N,), and a function from n image indices to images, shape (n, C, H, W)."""
 
     def prepare_data(self) -> None:
         if not self.download:

@@ -16,19 +16,19 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Finds a batch's inputs: by index, key or function, else the first element, a common key, or the whole batch."""
+    """Returns a batch's inputs by index, key or function; by default the first element, a common key or the batch."""
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
 
 def find_target(batch: Any, target: BatchKey = None) -> Tensor:
-    """Finds a batch's labels by index, key or function; by default the second element or a common key."""
+    """Returns a batch's labels by index, key or function; by default the second element or a common key."""
     second = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
     return _find(batch, target, TARGET_KEYS, second, "target")
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Converts labels to integers. Refuses non-integers. Drops a channel axis of size 1 if the features have none."""
+    """Converts labels to integers. Removes a channel axis of size 1 if the features have no such axis."""
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
             raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")

@@ -42,7 +42,7 @@ def isolated_pass(
     is_muted: bool = True,
     is_training: bool = False,
 ) -> Iterator[None]:
-    """Context manager: sets evaluation mode, and hides logged values and metric updates from the Trainer.
+    """Context manager that runs a module in evaluation mode, hiding logged values and metric updates from the Trainer.
 
     Inside, ``log`` replaces ``self.log``, and metrics are reset (``torchmetrics`` objects among submodules, or in a
     list or dictionary of a submodule). Afterwards the context restores metrics, parameters, buffers, modes, and
@@ -53,9 +53,9 @@ def isolated_pass(
         module: The user's module.
         log: Function to call instead of ``module.log``; by default values are ignored.
         gradients: Whether to enable gradients.
-        is_reloaded: Whether parameters and buffers are overwritten after the context, so copies are not needed.
-        is_alone: Whether metrics are computed without synchronisation, because other processes may run other code.
-        is_muted: Whether to mute the loggers, because the Trainer's pass already writes pictures to the loggers.
+        is_reloaded: Whether the caller overwrites parameters and buffers after the context, so copies are not needed.
+        is_alone: Whether metrics are computed without synchronisation between processes.
+        is_muted: Whether to disable the loggers, because the Trainer's pass has already logged the same pictures.
         is_training: Whether each layer keeps the current mode (training or evaluation).
     """
     metrics = find_metrics(module)
@@ -88,7 +88,7 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which ``metrics`` compute values from only this process, uncached. Skips ``MetricCollection``."""
+    """Context manager in which ``metrics`` are computed only from this process, and without cached results."""
     before = []
     for metric in metrics:
         if isinstance(metric, Metric):
@@ -102,7 +102,7 @@ def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTracker]:
-    """Finds the ``torchmetrics`` objects among a module's submodules, and in containers stored as attributes."""
+    """Finds the ``torchmetrics`` objects in a module: submodules, and objects in containers stored as attributes."""
     metrics: dict[int, Any] = {}
     waiting: list[Any] = [module]
     seen: set[int] = set()
@@ -124,7 +124,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies all attributes (of module, submodules and metrics) restored by :func:`isolated_pass`, by name."""
+    """Copies all attributes restored by :func:`isolated_pass`, by name: from the module, submodules and metrics."""
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
@@ -148,7 +148,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Converts a batch to the Trainer's precision and device, using the transfer hooks of datamodule or module."""
+    """Moves a batch to the Trainer's device and precision, with the transfer hooks of the datamodule or the module."""
     owner: Any = datamodule_of(trainer)
     if not is_overridden("on_before_batch_transfer", owner):  # works also without a datamodule
         owner = module
@@ -159,7 +159,7 @@ def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dat
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
     """Calls ``module.<name>`` with a batch from :func:`prepare_batch`, in the Trainer's precision.
 
-    ``indices`` are the batch index (optional for a step) and, for several loaders, the loader index.
+    ``indices`` contains the batch index and, if the stage has several loaders, the loader's index.
     """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
@@ -168,7 +168,7 @@ def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch
 
 
 def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
-    """Calls ``module.<name>(batch[, batch_idx])`` with a batch from a loader, on the Trainer's device and precision."""
+    """Calls ``module.<name>`` with a batch from a loader and the batch index, on the Trainer's device and precision."""
     with trainer.precision_plugin.forward_context():
         batch = prepare_batch(trainer, module, batch)
     return run_prepared(trainer, module, name, batch, batch_idx)
@@ -180,14 +180,14 @@ def loss_in(output: Any) -> Any:
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """Name of a Python method (``training_step``, ...) that runs the module without an optimizer step, or ``None``."""
+    """Name of a module's method for a pass without optimizer step, such as ``training_step``; ``None`` without one."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None
 
 
 def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:
-    """Yields batches up to the first error in the data; appends the error to ``faults``."""
+    """Yields batches until loading fails; the error is appended to ``faults``."""
     try:
         yield from batches
     except Exception as error:
@@ -288,7 +288,7 @@ def _never() -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
-    """Context manager: sets evaluation mode without gradients. Yields the layers' earlier modes, restored at exit."""
+    """Context manager for evaluation mode without gradients. Yields the layers with their earlier modes."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

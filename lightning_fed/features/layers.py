@@ -14,13 +14,16 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class for custom classifier layers, with output logits for ``num_classes`` classes along the last axis."""
+    """Base class for custom classifier layers.
+
+    The output has logits for ``num_classes`` classes along the last axis.
+    """
 
     num_classes: int
 
 
 class FeatureLayer(NamedTuple):
-    """Location of a model's features: input or output (``side``) of a layer; ``path`` as in ``named_modules``."""
+    """Location of a model's features: the input or output (``side``) of the layer ``path``, as in ``named_modules``."""
 
     path: str
     side: Literal["input", "output"] = "output"
@@ -49,7 +52,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Name of the child module that extracts features in a segmentation model; ``None`` in other models."""
+    """Path to the submodule that extracts features in a segmentation model; ``None`` for other models."""
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
         if encoder in parts and any(follower in parts for follower in followers):
@@ -58,7 +61,10 @@ def encoder_of(layer: nn.Module) -> str | None:
 
 
 def require_classifier(module: nn.Module) -> str:
-    """Returns the classifier's name from :func:`find_classifier`, or raises ``ValueError``."""
+    """Returns the name of a model's classifier.
+
+    Raises ``ValueError`` if :func:`find_classifier` finds no classifier.
+    """
     classifier = find_classifier(module)
     if classifier is None:
         raise ValueError(
@@ -97,7 +103,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
 
 def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
-    """Number of classes: the number of logits, or 2 if this is 1; ``None`` if no classifier is found."""
+    """Number of classes: the classifier's number of logits, or 2 for one logit; ``None`` if no classifier is found."""
     name = find_classifier(module, optimized)
     if name is None:
         return None
@@ -113,7 +119,7 @@ def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | N
 
 
 def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Replaces the layer ``name`` in a module. Returns the module, or for an empty ``name`` the new layer."""
+    """Replaces the layer ``name`` in a module. Returns the module, or ``layer`` if ``name`` is empty."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")
@@ -122,9 +128,10 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 class FeatureTap:
-    """Forward hook that stores a layer's features from the last pass, detached, ``(N, d)`` or ``(N, d, *size)``.
+    """Forward hook that stores a layer's detached features from the last pass, ``(N, d)`` or ``(N, d, *size)``.
 
-    Later in-place layers can change ``features``. ``on_features`` receives the features before later layers run.
+    Later layers may change ``features`` in place. The function ``on_features`` receives the features before later
+    layers run.
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
@@ -149,8 +156,7 @@ class FeatureTap:
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
     """Context manager that yields a :class:`FeatureTap`, to read a layer's features in forward passes.
 
-    A model compiled before does not call the hook: add :func:`without_compiled_code`. In a model compiled inside the
-    context, the hook runs outside the compiled graphs.
+    A model that was compiled before the context does not call the hook, unless :func:`without_compiled_code` is active.
 
     Args:
         module: Model, or a module with the model inside.
@@ -189,12 +195,12 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
 
 def has_channels_last(layer: nn.Module) -> bool:
-    """True if a layer has channels last in input and output, as linear layers have."""
+    """True if a layer's input and output have channels on the last axis, as with linear layers."""
     return isinstance(layer, nn.Linear | LogitsLayer)
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """Context in which compiled models run eagerly, because compiled code does not call new hooks."""
+    """Context manager to run compiled models without compiled code, because compiled code does not call new hooks."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     return nullcontext() if set_stance is None else set_stance("force_eager")
 

@@ -11,10 +11,10 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PooledSamples(Metric):
-    """Stores all vectors (of equal length) and labels for a metric, in the metric's dtype, gathered over processes.
+    """Base class for metrics with storage for all vectors and labels, gathered over processes, in the metric's dtype.
 
-    Metric states are one-dimensional, and labels are floats, because a process without data must have metric states
-    with the same number of axes and the same dtype.
+    Each metric state is one-dimensional, and labels are floats: a process without data must have metric states with the
+    same number of axes and the same dtype.
     """
 
     is_differentiable = False
@@ -33,7 +33,7 @@ class PooledSamples(Metric):
             raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
 
     def append(self, **values: Tensor) -> None:
-        """Adds vectors, shape ``(n, d)``, or labels, shape ``(n,)``, to the metric states named by the keywords."""
+        """Adds vectors, shape ``(n, d)``, or labels, shape ``(n,)``, to the metric state with the keyword's name."""
         for name, value in values.items():
             getattr(self, name).append(value.detach().to(self.dtype).flatten())
             if value.ndim == 2:

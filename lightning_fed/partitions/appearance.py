@@ -34,7 +34,7 @@ class Look(PartitionOfPartition):
     Args:
         partition: Partition of the data set.
         contrast: Strength :math:`s`; contrasts are log-uniform from :math:`1 / (1 + s)` to :math:`1 + s`.
-        colour: Strength :math:`s` of the gains for red, green and blue, drawn like the contrast.
+        colour: Strength :math:`s` of the factors for red, green and blue, drawn like the contrast.
         blur: Largest standard deviation of a Gaussian blur in pixels.
         noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1.
         polarity: Share of clients with inverted images, in [0, 1].
@@ -102,7 +102,7 @@ class Look(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class ImageLook:
-    """Transform that changes a sample's image: gains, contrast, polarity, blur and noise, in this order.
+    """Transform that changes a sample's image: channel gains, contrast, inversion, blur and noise, in this order.
 
     The image is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
     sample itself: a tensor with shape ``(C, H, W)`` or ``(H, W)``. Values are floats from 0 to 1 (after undoing ``std``
@@ -111,7 +111,7 @@ class ImageLook:
 
     Args:
         contrast: Factor for the distance from 0.5.
-        gains: Factors for the channels, repeated if an image has more channels.
+        gains: Factors for the channels; the factors are repeated if an image has more channels than factors.
         blur: Standard deviation of the blur in pixels.
         noise: Standard deviation of the noise.
         is_negative: Whether to invert the image.

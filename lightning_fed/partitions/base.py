@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class PartitionOfPartition(Partition):
-    """Base class for transforming another partition's samples. Subclasses implement :meth:`change`."""
+    """Base class for partitions with changed samples from another partition. Subclasses implement :meth:`change`."""
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
@@ -30,7 +30,7 @@ class PartitionOfPartition(Partition):
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """Returns a picklable function from a sample of the client to the transformed sample."""
+        """Returns a picklable function from a sample of ``client`` to the changed sample."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         return self.partition.split(dataset, seed)
@@ -45,7 +45,7 @@ def _change_twice(first: Callable[[Any], Any], second: Callable[[Any], Any], sam
 
 
 def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Applies ``change`` to a sample's input: first element, entry ``"image"`` (or first), or the sample itself."""
+    """Applies ``change`` to a sample's input: a tuple's first element, the entry ``"image"``, or the sample itself."""
 
     def changed(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or image.ndim == 0:

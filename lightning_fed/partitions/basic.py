@@ -75,8 +75,8 @@ class QuantitySkew(NumberedPartition):
         distribution: Distribution of sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"`` (as
             in the FedProx data).
         sigma: Standard deviation of the log-sizes for ``"lognormal"``, at least 0.
-        min_size: Minimum number of samples per client, reached by repeated draws; if ``None``, the first reachable size
-            among 10, 5, 2 and 1.
+        min_size: Minimum number of samples per client: the sizes are drawn again until all clients reach this number.
+            If ``None``, the first reachable number among 10, 5, 2 and 1.
         seed: Seed for the split; if ``None``, the federation's seed.
 
     Example:
@@ -207,7 +207,7 @@ class ByGroup(Partition):
 @final
 @dataclass(frozen=True)
 class PixelPermutation:
-    """Transform that permutes the pixels of a sample's input, with one permutation of H x W for all channels.
+    """Transform that permutes the pixels in a sample's image, with the same permutation for all channels.
 
     The input is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
     sample itself, with shape ``(..., H, W)``, or ``(P,)`` for flattened images.

@@ -86,15 +86,16 @@ class Dirichlet(LabelPartition):
         alpha: Concentration, greater than 0: small values give a strong skew, ``inf`` gives none. ``"per_client"`` also
             allows 0, which gives every client one class (if possible, a class with enough samples).
         definition: ``"per_class"`` or ``"per_client"``.
-        min_size: Per class: minimum number of samples per client, reached by repeated draws; if ``None``, the first
-            reachable size among 10, 5, 2 and 1.
-        balance: Per class: whether a client with :math:`N / K` samples receives no further classes, as in NIID-Bench's
-            code.
+        min_size: For ``"per_class"``: minimum number of samples per client. The proportions are drawn again until all
+            clients reach this number. If ``None``, the first reachable number among 10, 5, 2 and 1.
+        balance: For ``"per_class"``: whether a client with :math:`N / K` samples receives no further classes, as in
+            NIID-Bench's code.
         label_fn: Function from a sample to a label, used instead of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` if no pixel is void.
         background: Background class in masks; ``None`` if no class is background.
         seed: Seed for the split; if ``None``, the federation's seed.
-        prior: Per client: :math:`\pi`, the class shares in the data (``"empirical"``) or equal shares (``"uniform"``).
+        prior: For ``"per_client"``: :math:`\pi`, the class shares in the data (``"empirical"``) or equal shares
+            (``"uniform"``).
 
     Example:
         >>> import torch
@@ -239,7 +240,7 @@ class Shards(LabelPartition):
 
 @final
 class LabelsPerClient(LabelPartition):
-    r"""Gives every client the same number of labels. The clients with a label share the label's samples.
+    r"""Gives every client the same number of labels. All clients with a label share the samples with this label.
 
     Equal shares differ by at most one sample. If a label has more clients than samples, the last clients get no samples
     of this label. With ``sigma`` each client with a label gets ``min_per_label`` samples, and a share of the remaining

@@ -18,7 +18,10 @@ LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """Returns sampler, batch size and ``drop_last``; if the batch sampler is custom (batch sampler, None, False)."""
+    """Returns a loader's sampler, batch size and ``drop_last``.
+
+    For a custom batch sampler returns this batch sampler, ``None`` and false.
+    """
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(batches) is BatchSampler:
         return batches.sampler, batches.batch_size, batches.drop_last
@@ -26,14 +29,14 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def is_whole(sampler: Any, dataset: Any) -> bool:
-    """True if a torch sampler draws every example in ``dataset`` exactly once per pass."""
+    """True if a sampler from torch draws every example of ``dataset`` exactly once per pass."""
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
         return False
     return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)
 
 
 def changed_methods(loader: DataLoader[Any]) -> set[str]:
-    """Returns the methods and attributes of ``DataLoader`` that a subclass or the object overrides."""
+    """Names of the methods and attributes of ``DataLoader`` that a loader's class or the loader itself replaces."""
     methods = {name for name, value in vars(DataLoader).items() if callable(value) or isinstance(value, property)}
     # Lightning wraps every `__init__` during `train_dataloader`, and saves the original under the second name.
     methods = (methods | {"__getattribute__"}) - {"__init__", "__old__init__"}
@@ -45,7 +48,10 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a loader whose class overrides methods of ``DataLoader``. `purpose` is a phrase for the error."""
+    """Refuses a loader whose class overrides methods of ``DataLoader``.
+
+    ``purpose`` is a phrase for the error message.
+    """
     changed = changed_methods(loader)
     if changed:
         raise OptionError(

@@ -161,7 +161,7 @@ def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
 
 
 class _Batches(BatchSampler):
-    """Batch sampler that joins a last batch with only one example to the previous batch."""
+    """Batch sampler that adds the last example to the previous batch, if the last batch would have a single example."""
 
     def __len__(self) -> int:
         return count_batches(len(self.sampler), self.batch_size, self.drop_last)  # type: ignore[arg-type]

@@ -41,7 +41,8 @@ class PartitionedData(FederatedDataModule):
         partition: Partition of the training data.
         val_fraction: Fraction of every client's examples for validation, in (0, 1).
         test_fraction: Fraction for testing, in [0, 1). With 0, the test data come from `source`.
-        seed: Seed for the split. With None, the first `setup` uses the seed of `lightning.seed_everything`, or 0.
+        seed: Seed for the split. If None, the first `setup` uses the seed from `lightning.seed_everything`, or 0
+            without such a seed.
 
     Raises:
         ValueError: If a fraction is outside the allowed range, or no example remains for training; in `setup`, if the

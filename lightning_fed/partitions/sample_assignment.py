@@ -27,7 +27,7 @@ class PartitionError(OptionError):
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
-    """Creates a random generator, seeded by the text ``purpose``, the seed, and the integers ``keys``."""
+    """Creates a random generator seeded by the text ``purpose``, the seed, and further integers ``keys``."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()), *keys)))
 
 
@@ -45,7 +45,10 @@ def draw_dirichlet(
 
 
 def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Cuts ``totals[r]`` samples into parts with the fractions ``shares[r]``. Returns the parts' sizes."""
+    """Divides ``totals[r]`` samples in proportion to the shares ``shares[r]``, for each r.
+
+    Returns the integer part sizes.
+    """
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
@@ -88,7 +91,10 @@ def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
 
 
 def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Renumbers labels from 0 in increasing order. Returns the new labels, and the sample count per label."""
+    """Replaces labels by class numbers 0, 1, ...
+
+    in increasing order. Returns the numbers and the sample count per class.
+    """
     _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return classes.astype(np.int64), class_sizes.astype(np.int64)
 
@@ -101,7 +107,7 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Repeats ``draw``, a function that draws sample counts, until each client has ``min_size`` samples.
+    """Calls ``draw``, which draws random sample counts, until each client has at least ``min_size`` samples.
 
     Counts have shape ``(clients,)`` or ``(clients, classes)``. ``min_size=None`` stands for the first reachable size
     among 10, 5, 2 and 1.
@@ -128,5 +134,8 @@ def draw_until_large(
 
 
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
-    """Draws a client's pixel permutation. Pixel ``i`` after the permutation is pixel ``permutation[i]`` before."""
+    """Draws a client's permutation of pixels.
+
+    Pixel ``i`` of the new image is pixel ``permutation[i]`` of the old image.
+    """
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

@@ -62,7 +62,7 @@ class SamplerStream:
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a client's part of a pass: indices among the client's examples, and each example's batch index.
+        """Returns a client's part of a pass: example indices within the client's data, and each example's batch index.
 
         The pass has index `number` in the round, and index `epoch` in the fit (for samplers with ``set_epoch``).
         """
@@ -117,7 +117,7 @@ class SamplerStream:
 
 
 class SampledClients(DatasetClients):
-    """Clients with parts of one data set, whose examples are drawn by a custom sampler (``draws``)."""
+    """Clients of one data set whose examples are drawn by a custom sampler. ``draws`` divides the sampler's passes."""
 
     def __init__(self, draws: SamplerStream, *arguments: Any) -> None:
         super().__init__(*arguments)

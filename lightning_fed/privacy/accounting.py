@@ -31,11 +31,11 @@ Accountant = Literal["rdp", "pld"]
 class Budget:
     r"""Privacy budget for rounds (protecting clients) or DP-SGD steps (protecting examples).
 
-    For :class:`DPSGD`, read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
+    For :class:`DPSGD` examples, batches and steps take the place of clients, cohorts and rounds. With ``"poisson"``
     sampling each client is drawn independently, and neighboring populations differ by the presence of one client. A sum
     over updates with norm at most C then gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling one
-    client is replaced in neighboring populations, the sum changes by up to 2 C, and the standard deviation is
-    :math:`2 z C`.
+    client is replaced in neighboring populations, the sum changes by up to 2 C, and the standard deviation is :math:`2
+    z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.
@@ -73,7 +73,7 @@ class Budget:
             )
 
     def epsilon(self, rounds: int) -> float:
-        r"""Computes the bound :math:`\epsilon` after a number of rounds."""
+        """Computes the epsilon bound after a number of rounds."""
         if check_count("rounds", rounds, 0) == 0:
             return 0.0
         return _epsilon(self, rounds)
@@ -145,7 +145,7 @@ def plan_budget(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """Creates a :class:`Budget` from a noise multiplier or an epsilon after all rounds (:func:`calibrate`)."""
+    """Creates a :class:`Budget` from a noise multiplier, or from the epsilon after all rounds (:func:`calibrate`)."""
     if noise_multiplier is not None:
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
     if epsilon is None or rounds is None or rounds < 1:
@@ -216,5 +216,5 @@ def _dp_accounting() -> Any:
 
 
 def budget_of(state: Mapping[str, Any]) -> Budget:
-    """Creates a :class:`Budget` from a mapping returned by :meth:`Budget.state_dict`."""
+    """Creates a :class:`Budget` from the mapping returned by :meth:`Budget.state_dict`."""
     return Budget(**state)

@@ -55,8 +55,7 @@ def audit_mean(
     Each canary is included with probability 1/2, and sends an update with the clipping norm in a separate direction
     whenever sampled. Afterwards the audit guesses that the canaries with the largest component in the model were
     included, and that the canaries with the smallest component were excluded. Sampling, update checks, sums and noise
-    are the same as in a fit, but no client trains. The lower bound cannot exceed about the logarithm of
-    ``num_guesses``.
+    are the same as in a fit, but no client trains. The maximum lower bound is about ``log(num_guesses)``.
 
     Args:
         budget: Privacy budget, with at least ``num_canaries`` clients.

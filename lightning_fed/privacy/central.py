@@ -59,8 +59,8 @@ class CentralDP(UpdateStep):
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
     The denominator is the expected cohort size, and all clients have equal weight. The norm is computed over all shared
-    floating-point entries. Updates with norm above C (beyond rounding errors) are excluded. Integer entries do not
-    change.
+    floating-point entries. The server excludes updates whose norm exceeds C by more than rounding errors. Integer
+    entries do not change.
 
     With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
@@ -152,7 +152,7 @@ class CentralDP(UpdateStep):
         self._last: dict[str, float] = {}
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round, and finds the entries to clip and noise, which are the trained floating-point entries."""
+        """Starts a round. Clipping and noise apply to the trained floating-point entries."""
         super().start(info, state)
         self.names = [name for name, value in state.items() if value.is_floating_point() and name not in info.untrained]
         vectors = [to_float64(state[name]).reshape(-1) for name in self.names]
@@ -162,7 +162,10 @@ class CentralDP(UpdateStep):
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """Returns the privacy budget for a fit; ``cohort`` is the expected number of clients per round."""
+        """Returns the privacy budget for a fit.
+
+        ``population`` is the number of clients, ``cohort`` their expected number per round.
+        """
         resumed = None if self.budget is None else self.budget.noise_multiplier  # budget of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else resumed,
@@ -176,7 +179,10 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Sets budget and secret noise key before a fit. Raises ``ValueError`` if a resumed fit has another budget."""
+        """Sets the privacy budget and the secret noise key before a fit.
+
+        Raises ``ValueError`` if the fit resumes with another budget.
+        """
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
@@ -184,13 +190,17 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest effect of one client on a sum of updates with norm 1: 2 with ``"fixed"`` sampling, else 1."""
+        """Largest change in a sum of updates with norm at most 1, between two neighboring sets of clients.
+
+        The value is 2 with ``"fixed"`` sampling (one client is replaced), and 1 with ``"poisson"`` sampling (one client
+        is added).
+        """
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` for the sum of updates, larger than z with ``adaptive``."""
+        r"""Noise multiplier :math:`z_\Delta` for the sum; with ``adaptive`` larger than ``noise_multiplier``."""
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
@@ -206,17 +216,17 @@ class CentralDP(UpdateStep):
 
     @property
     def cohort(self) -> int:
-        """Expected number of clients per round: the denominator in the noised mean."""
+        """Expected number of clients per round, by which the noised sum is divided."""
         assert self.budget is not None
         return self.budget.cohort
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the sum, per coordinate, in this round."""
+        """Standard deviation of this round's noise, for each coordinate in the sum of updates."""
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules other than averages, a second `CentralDP`, and steps that mix the clients' updates."""
+        """Refuses rules other than averages, a second :class:`CentralDP`, and steps that mix clients' updates."""
         if type(rule) is not FedAvg:
             raise OptionError(
                 "Expected an averaging method for differential privacy ('fedavg', 'fedprox', or a server optimizer),"
@@ -239,7 +249,10 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips a client's update, and removes the number of examples, metrics, and changes to untrained parameters."""
+        """Clips a client's update.
+
+        Removes the number of examples, the metrics, and changes of entries without training.
+        """
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"its federation has clip={self.clip:g}, but the server has clip={clip:g}")
@@ -259,9 +272,10 @@ class CentralDP(UpdateStep):
         return PrivateSum(self)
 
     def release(self, total: State, short_count: float) -> State:
-        """Computes the noised mean from the float64 sum of clipped updates. Without clients the result is only noise.
+        """Computes the new model's entries from ``total``, the float64 sum of the clipped updates, by adding noise.
 
-        ``short_count`` is the sum of 1/2 for each unclipped update and -1/2 for each clipped update.
+        Without clients the result is the old model with noise. ``short_count`` is the sum over all updates, with 1/2
+        for an unclipped update and -1/2 for a clipped update.
         """
         if self.budget is None or self.key is None:
             raise RuntimeError(
@@ -302,14 +316,17 @@ class CentralDP(UpdateStep):
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Returns noise, float64, from secret key, round and entry name (``""``: count of unclipped updates)."""
+        """Returns float64 noise, a function of secret key, round and entry name (``""`` for the clipped count)."""
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         stream = NormalStream([self.key, self.info.round, entry], shape.numel(), torch.float64)
         return stream.draw(shape).mul_(std)
 
     def measure(self, new: State, old: State) -> float:
-        """Writes an update (new minus old, all clipped entries) into ``vector``, float64, and returns the norm."""
+        """Writes the difference ``new - old`` for all clipped entries to ``vector``, float64.
+
+        Returns the vector's norm.
+        """
         squares = [
             step.copy_(new[name]).sub_(old[name].to(step.device)).square().sum()
             for name, step in self.by_entry(self.vector).items()
@@ -317,14 +334,14 @@ class CentralDP(UpdateStep):
         return math.sqrt(sum(float(square) for square in squares))
 
     def by_entry(self, vector: Tensor) -> State:
-        """Splits a vector over all clipped entries into views by entry name, with the entries' shapes."""
+        """Splits a vector with all clipped entries into one view per entry name, with the entry's shape."""
         shapes = [self.state[name].shape for name in self.names]
         parts = torch.split(vector, [shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}
 
 
 class PrivateSum(Held):
-    """Running sum of a round's clipped updates. Needs memory for one model."""
+    """Running sum over the clipped updates of a round. Needs memory for one model."""
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)
@@ -335,7 +352,10 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped update; a mean over n clients counts n times. Clips again, because of rounding errors."""
+        """Adds a clipped update, after clipping again because of rounding errors.
+
+        The mean over n clients is added n times.
+        """
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(
@@ -352,7 +372,7 @@ class PrivateSum(Held):
 
     @property
     def total(self) -> State:
-        """Returns the summed clipped updates by entry name; empty without updates."""
+        """Returns the sum over the clipped updates by entry name; empty without updates."""
         return {} if self.vector is None else self._step.by_entry(self.vector)
 
     def merge(self, other: PrivateSum) -> None:
@@ -362,7 +382,7 @@ class PrivateSum(Held):
         self.members += other.members
 
     def release(self) -> Sequence[Arrived]:
-        """Returns the noised mean of the round as one update, even without clients."""
+        """Returns one update with the round's noised mean, even if no client sent an update."""
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 
@@ -371,7 +391,7 @@ class PrivateSum(Held):
 
 
 class PrivacyBudget(FederatedCallback):
-    """Sets the noise in :class:`CentralDP` before the first round, and stops the fit before the budget is exceeded.
+    """Sets the noise of :class:`CentralDP` before the first round, and stops the fit before epsilon exceeds the limit.
 
     Args:
         step: Update step that adds the noise.
@@ -384,7 +404,6 @@ class PrivacyBudget(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses callbacks and settings that send values without noise, draws the noise key, and sets the noise."""
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
         _refuse_other_releases(trainer, pl_module, federation)
@@ -449,7 +468,7 @@ def _names(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def refuse_other_messages(trainer: L.Trainer) -> None:
-    """Refuses callbacks that may send client values other than the update."""
+    """Refuses callbacks that may send further client values to the server, in addition to the update."""
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
@@ -480,7 +499,10 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses BatchNorm statistics shared with the server; the error contains ``how`` (``"without noise"``)."""
+    """Refuses BatchNorm statistics shared with the server.
+
+    ``how`` is a phrase for the error, such as "without noise".
+    """
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:
@@ -491,17 +513,17 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
 
 def step_length(steps: State) -> float:
-    """Euclidean norm of an update (differences by entry name) over all entries."""
+    """Euclidean norm of the vector with the differences of all entries."""
     return math.sqrt(sum(float(to_float64(step).square().sum()) for step in steps.values()))
 
 
 def clip_factor(length: float, clip: float) -> float:
-    """Factor to reduce an update's norm ``length`` to ``clip``; 1 for norms up to ``clip``."""
+    """Factor in (0, 1] that reduces an update with norm ``length`` to at most norm ``clip``."""
     return clip / length if length > clip else 1.0
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Largest increase of an update's norm ``length`` when the new model is rounded to the entries' dtypes."""
+    """Largest possible increase in an update's norm ``length`` by rounding the new model to the entries' dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

@@ -56,7 +56,7 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """Privacy account of a client: examples, expected batch size, noised steps, and steps in the last visit."""
+    """A client's data for the privacy accountant: examples, batch size, noised steps, and steps in the last visit."""
 
     num_samples: int
     batch_size: int
@@ -75,7 +75,7 @@ class _Account:
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """Returns the account after a further visit ``other``, with the larger sampling probability for all steps."""
+        """Returns the account after a further visit. The larger sampling probability then applies to all steps."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -102,8 +102,8 @@ class DPSGD(RevertingCallback, FederatedCallback):
     steps, so other methods are refused. **The number of examples is not protected**, nor are values logged in
     ``training_step``.
 
-    On Flower, each client draws its noise and batches, and keeps its account. Each visit draws a new key and discards
-    the key afterwards, so a repeated visit counts again. The account is a file in the client's ``store`` and
+    On Flower, each client draws the noise and batches, and stores its privacy account. Each visit draws a new key and
+    discards the key afterwards, so a repeated visit counts again. The account is a file in the client's ``store`` and
     includes all fits. A client whose epsilon has reached ``max_epsilon`` reports a failure. Epsilon appears in the
     client's log.
 
@@ -114,7 +114,8 @@ class DPSGD(RevertingCallback, FederatedCallback):
         delta: Probability :math:`\delta` that the privacy loss exceeds epsilon, less than one over a client's number of
             examples.
         max_epsilon: The fit stops before a client's visit (without a federation: a step) in which epsilon could exceed
-            this value; by default ``epsilon``. A client whose first visit would exceed this value is excluded.
+            this value; by default ``epsilon``. If a client's first visit would exceed this value, the client is
+            excluded.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: Known key, only for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
         epsilon: Epsilon after all epochs, instead of ``noise_multiplier``. Computes the smallest noise for clients that
@@ -196,19 +197,18 @@ class DPSGD(RevertingCallback, FederatedCallback):
         self._safe_steps: dict[float, int] = {}  # number of steps within the budget, by sampling probability
 
     def epsilon(self, client: Client | None = None) -> float:
-        r"""Returns the :math:`\epsilon` spent by a client so far, or the largest over all clients."""
+        """Returns the epsilon spent by ``client`` so far; if ``None``, the largest epsilon over all clients."""
         if client is not None:
             return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Describes clipping norm and delta in checkpoints. The noise multiplier is stored in ``state_dict``."""
+        """Returns a text about clipping norm and delta, stored in checkpoints to detect changes."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Starts a fit. Without a federation, replaces the training loader by a Poisson-sampled loader."""
         if stage != "fit":
             return
         if self._trainer is not trainer or trainer.current_epoch == 0:  # false if the fit continues
@@ -219,7 +219,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses unsupported settings, draws a secret key, and in a federation computes the noise for ``epsilon``."""
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
@@ -255,7 +254,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Excludes clients whose visit would exceed the privacy budget."""
         visit = self._planned(trainer)
         self._read_account(trainer, client)
         earlier = self._accounts.get(client)
@@ -278,7 +276,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
             self._visit.check_untrained()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Removes the gradient hooks and records the visit's steps, even after a failed visit."""
+        """Removes the gradient hooks, and adds the visit's steps to the privacy account, even after a failed visit."""
         visit = self._visit
         if visit is not None and visit.number >= 0:
             self._round_accounts[client] = visit.planned.with_steps(visit.number + 1)
@@ -293,7 +291,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
         self._round_accounts = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Adds the round's noised steps to the privacy accounts. Logs epsilon. Stops the fit if no budget is left."""
         self._add_round()
         federation = federation_of(trainer)
         assert federation is not None
@@ -309,7 +306,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Adds a noised step to the privacy account. Checks the loss on the first batch with several examples."""
         visit = self._visit
         if visit is None:
             return
@@ -364,7 +360,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks that the optimizer has stepped. Without a federation, stops the fit if the budget is exhausted."""
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
@@ -396,7 +391,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the clients' privacy accounts. Raises ``ValueError`` if earlier steps had different noise."""
+        """Restores the clients' privacy accounts. Raises ``ValueError`` if the noise of earlier steps was different."""
         saved = state_dict["noise_multiplier"]
         if self.planned_epsilon is not None:
             self.noise_multiplier = saved
@@ -410,7 +405,6 @@ class DPSGD(RevertingCallback, FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Computes the noise for ``epsilon`` before the first optimizer step, for ``times`` visits of each client."""
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
             return
@@ -531,7 +525,7 @@ class DPSGD(RevertingCallback, FederatedCallback):
         return _DrawnBatches(loader, self)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yields the batches of an epoch in a fit without a federation, drawn from key and step number."""
+        """Yields one epoch of Poisson-sampled batches, in a fit without a federation."""
         assert self._key is not None
         account, sampling = self._accounts[None], PoissonSampling(self._key)
         start = account.steps
@@ -580,9 +574,9 @@ class DPSGD(RevertingCallback, FederatedCallback):
 
 
 class _Visit:
-    """Counts noised steps in one client visit, or in a fit without a federation.
+    """Counts the noised steps of a client visit. In a fit without a federation, the whole fit is one visit.
 
-    ``planned`` is the client's privacy account if all steps of the visit run.
+    ``planned`` is the client's privacy account after the visit, if all steps run.
     """
 
     def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
@@ -591,7 +585,10 @@ class _Visit:
         self.was_checked = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
-        """Starts recording per-example gradients, and copies all entries that training must not change."""
+        """Starts recording per-example gradients.
+
+        Copies all entries that training must not change, to detect changes.
+        """
         self.trained = {
             path: value
             for path, value in tensors_by_path(module).items()

@@ -30,7 +30,7 @@ HANDED_LOADER = (
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
-    """Refuses Trainers and modules unsuitable for DP-SGD. ``ends_early`` is true if the budget may stop the fit."""
+    """Refuses Trainers and modules without support in DP-SGD. ``ends_early``: the privacy budget may stop the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
     parameters = set(map(id, module.parameters()))
@@ -73,7 +73,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses vectorised clients, and callbacks other than ``own`` (DPSGD) with values sent without noise."""
+    """Refuses vectorised clients, and callbacks with values sent without noise, except ``own`` (the DPSGD callback)."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."

@@ -36,10 +36,11 @@ _Rows: TypeAlias = slice | Tensor
 
 
 class Gradients(NamedTuple):
-    """Gradients of one parameter: a gradient for each example.
+    """Gradients of one parameter, separate for each example of a batch.
 
-    ``norms`` has shape ``(examples,)``. ``weigh(rows, factors)`` returns the sum over the examples in ``rows``, each
-    multiplied by a factor. ``samples`` are the gradients, shape ``(examples, ...)``, or ``None`` if not computed.
+    ``norms`` contains the gradient norms, shape ``(examples,)``. ``weigh(rows, factors)`` returns the sum of the
+    gradients of the examples ``rows``, each multiplied by a factor. ``samples`` are the gradients, shape ``(examples,
+    ...)``, or ``None`` if not computed.
     """
 
     norms: Tensor
@@ -75,7 +76,7 @@ class ExampleGradients:
         self._handles += [layer.register_forward_hook(self._watch, always_call=True) for layer in self._layers]
 
     def clear(self) -> None:
-        """Discards the recorded gradients."""
+        """Discards all recorded values."""
         self.values = {}
         self._calls.clear()
 
@@ -162,7 +163,7 @@ class ExampleGradients:
 
 
 def of_samples(samples: Tensor) -> Gradients:
-    """Converts per-example gradients, shape ``(examples, ...)``, to :class:`Gradients`."""
+    """Converts a tensor of per-example gradients, shape ``(examples, ...)``, to :class:`Gradients`."""
 
     def weigh(rows: _Rows, factors: Tensor) -> Tensor:
         return (factors @ samples[rows].flatten(1)).view(samples.shape[1:])
@@ -171,7 +172,7 @@ def of_samples(samples: Tensor) -> Gradients:
 
 
 def _rule(layer: nn.Module, inputs: Tensor, signal: Tensor, is_only: bool) -> dict[nn.Parameter, Gradients] | None:
-    """Computes parameter gradients from a layer's inputs and output gradients; ``None`` if no formula is known."""
+    """Computes per-example parameter gradients from a layer's inputs and output gradients; ``None`` if unsupported."""
     kind, weight, bias = type(layer), cast(Any, getattr(layer, "weight", None)), getattr(layer, "bias", None)
     is_convolution = kind in _CONVOLUTIONS and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if not is_convolution and kind not in (nn.Embedding, nn.Linear):
@@ -261,7 +262,7 @@ def clipped_sum(
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
-    """Compares the gradients of two examples in a batch with the gradients of each single example.
+    """Compares the per-example gradients in a batch with gradients from batches with one example.
 
     Up to eight examples of the batch are used. Gradients differ if the loss is not a mean over examples (Dice over a
     batch, contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. If
@@ -328,7 +329,7 @@ def _norm(tensors: Iterable[Tensor]) -> Any:
 
 
 def find_unsupported(module: nn.Module) -> list[str]:
-    """Names and types of layers that Opacus refuses, because a layer mixes examples or has no gradient rule."""
+    """Names and types of layers without support in Opacus: layers that mix examples, or without a gradient rule."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
     return [
         f"{name!r} ({type(layer).__name__})"

@@ -24,7 +24,10 @@ _LARGEST = 2.0**130  # a sum of 2^25 such numbers stays below 2^255
 
 
 class MaskedSum(Protocol):
-    """Running sum on a server over masked vectors, until the masks are subtracted. ``least``: minimum vector count."""
+    """Running sum over masked vectors on a server, until the masks are subtracted.
+
+    ``least`` is the minimum number of vectors.
+    """
 
     @property
     def least(self) -> int: ...
@@ -39,7 +42,7 @@ class MaskedSum(Protocol):
 
 
 def encode(values: Sequence[float]) -> Tensor:
-    """Encodes finite numbers as words: int32, shape (count, 8). Word sums are exact to a step of 2^-100.
+    """Encodes numbers as 256-bit integers, each as eight int32 words, shape (count, 8). The resolution is 2^-100.
 
     Raises:
         ValueError: If a number is NaN, infinite, or above 2^130.
@@ -55,18 +58,18 @@ def encode(values: Sequence[float]) -> Tensor:
 
 
 def decode(words: Tensor) -> list[float]:
-    """Decodes summed words from :func:`encode`."""
+    """Decodes the sum of several results of :func:`encode` to numbers."""
     return [number / 2**100 for number in to_numbers(words)]
 
 
 def to_numbers(words: Tensor | bytes) -> Numbers:
-    """Reads words, or random bytes, as integers from -2^255 to 2^255 - 1."""
+    """Reads eight int32 words, or 32 bytes, per number as integers from -2^255 to 2^255 - 1."""
     data = words if isinstance(words, bytes) else words.contiguous().numpy().astype("<i4").tobytes()
     parts = [data[start : start + BYTES] for start in range(0, len(data), BYTES)]
     return np.array([int.from_bytes(part, "little", signed=True) for part in parts], dtype=object)
 
 
 def to_words(numbers: Numbers) -> Tensor:
-    """Writes integers modulo 2^256 as words."""
+    """Writes integers modulo 2^256 as eight int32 words each, shape (count, 8)."""
     data = b"".join((int(number) % 2 ** (8 * BYTES)).to_bytes(BYTES, "little") for number in numbers)
     return torch.from_numpy(np.frombuffer(data, "<i4").astype(np.int32)).reshape(-1, WORDS)

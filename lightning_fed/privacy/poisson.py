@@ -51,12 +51,12 @@ class PoissonSampling:
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Returns the drawn indices, or index 0 for an empty batch; the training then ignores the gradient."""
+        """Returns the indices from :meth:`draw`, or index 0 for an empty batch, whose gradient the training ignores."""
         positions = self.draw(client, round, number, num_samples, batch_size)
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
     def load(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
-        """Yields the batches of a visit from the data set of a client's loader."""
+        """Yields the batches of a visit, loaded from the data set of the client's loader."""
         visit, (loader, batch_size) = planned.visit, check_poisson_loader(loader)
         batches = (
             self.served(visit.client, visit.round, number, planned.num_samples, batch_size)
@@ -66,7 +66,7 @@ class PoissonSampling:
 
 
 def examples_per_batch(population: Population, client: Client) -> int:
-    """Expected number of examples per batch; refuses clients whose examples cannot be drawn independently."""
+    """Expected number of examples per batch. Raises an error if the client's examples cannot be drawn independently."""
     if isinstance(population, DatasetClients) and population.split_loader is None:
         return population.batch_size
     loader: Any = population.split_loader or population
@@ -97,7 +97,7 @@ def check_poisson_loader(loader: Any) -> tuple[DataLoader[Any], int]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """Copies a loader (data set, collation, workers) to load ``batches``, given as index tensors (examples,)."""
+    """Copies a loader to load ``batches``, given as index tensors, with the same data set and collation."""
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Any = map(np.ndarray.tolist, batches)  # lists of positions

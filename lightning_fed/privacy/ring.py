@@ -29,7 +29,7 @@ _LEAST_LEVELS = 2**10  # minimum resolution: levels between 0 and the longest up
 
 @dataclass(frozen=True)
 class Ring:
-    r"""Represents weighted updates as fixed-point numbers: integers modulo :math:`2^{32}`.
+    r"""Encodes weighted client updates as fixed-point numbers: integers modulo :math:`2^{32}`.
 
     A client's vector is :math:`a u` with weight :math:`a \le A` and update :math:`\lVert u \rVert \le C`, multiplied by
     a scale and rounded stochastically without bias. For :math:`N` clients the scale :math:`s` satisfies
@@ -68,7 +68,7 @@ class Ring:
 
     @property
     def scale(self) -> float:
-        """Integer that represents the value 1.0 (the inverse of the resolution)."""
+        """Integer that represents the value 1.0: the number of steps per unit."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
@@ -79,7 +79,7 @@ class Ring:
         }
 
     def longest(self, size: int) -> float:
-        """Largest norm of an update with ``size`` numbers, such that the rounded update has at most norm ``clip``."""
+        """Largest norm of an update with ``size`` numbers whose norm after rounding to integers is at most ``clip``."""
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(
@@ -90,7 +90,7 @@ class Ring:
 
     @torch.no_grad()
     def encode(self, value: Tensor, generator: np.random.Generator) -> Tensor:
-        """Encodes a weighted update with norm up to ``max_weight * clip`` as int32, rounded stochastically."""
+        """Encodes a weighted update with norm at most ``max_weight * clip`` as int32, with stochastic rounding."""
         scaled = to_float64(value) * self.scale
         noise = torch.from_numpy(np.asarray(generator.random(tuple(value.shape)))).to(scaled.device)
         return in_ring((scaled + noise).floor().long())
@@ -103,7 +103,7 @@ class Ring:
 
 
 def ring_form(state: State) -> State:
-    """Shapes and dtypes of an encoded update, as meta tensors; floating-point entries become int32."""
+    """Shapes and dtypes of an encoded update, as tensors on the ``meta`` device; floating-point dtypes become int32."""
     return {
         name: torch.empty(value.shape, dtype=torch.int32, device="meta") if value.is_floating_point() else value
         for name, value in state.items()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Context to remove the root logger's added handlers at the end, because only programs should add handlers."""
+    """Context manager to remove all handlers added to the root logger inside the context, for imports of libraries."""
     old_handlers = [*logging.root.handlers]
     try:
         yield

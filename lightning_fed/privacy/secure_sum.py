@@ -120,7 +120,7 @@ class SecureSum(UpdateStep):
         return self._private.clip if self._private is not None else float(self.clip or 0.0)
 
     def least_clients(self, count: int) -> int:
-        """Minimum number of clients in the sum for a given cohort size, at least 2."""
+        """Minimum number of clients in the sum, if the round has ``count`` clients; at least 2."""
         return max(2, math.ceil(self.threshold * count - 1e-9))
 
     def callbacks(self) -> Sequence[Any]:
@@ -135,7 +135,7 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces the model by the encoded, weighted update. NaN or infinite values raise ``ClientFault``."""
+        """Replaces the client's model by the encoded weighted update. NaN or infinite values raise ``ClientFault``."""
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
@@ -166,7 +166,10 @@ class SecureSum(UpdateStep):
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """Returns an update's tensors to be summed, including the weight. Raises ``BadUpdate`` for other tensors."""
+        """Returns the tensors of an update that are summed, with the weight.
+
+        Raises ``BadUpdate`` for unexpected tensors.
+        """
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
@@ -179,7 +182,10 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """Decodes summed updates to a mean, as one update. Raises ``BadUpdates`` for an impossible total weight."""
+        """Decodes the sum of updates to their mean, as one update.
+
+        Raises ``BadUpdates`` for an impossible total weight.
+        """
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])
@@ -198,7 +204,7 @@ class SecureSum(UpdateStep):
 
 
 class RingSum(Held):
-    """Running sum of clients' encoded updates, int32, with the list of clients."""
+    """Running sum over the clients' encoded updates, int32, with the list of clients."""
 
     def __init__(self, step: SecureSum) -> None:
         super().__init__(step)
@@ -212,7 +218,10 @@ class RingSum(Held):
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a client's update. Raises :class:`BadUpdate` for a malformed or surplus update."""
+        """Adds a client's update.
+
+        Raises ``BadUpdate`` for a malformed update, or a second update from the same client.
+        """
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
             raise BadUpdate(f"the secure sum accepts at most {self._step.ring.clients} clients")
@@ -227,7 +236,7 @@ class RingSum(Held):
         return np.zeros(sum(value.numel() for value in self.total.values()), np.uint32)
 
     def subtract(self, masks: np.ndarray[Any, Any]) -> None:
-        """Subtracts masks for all tensors, in the order of their names."""
+        """Subtracts the sum of the masks, given for all tensors in the order of their names."""
         names = sorted(self.total)
         parts = torch.split(torch.from_numpy(masks.view(np.int32)), [self.total[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
@@ -235,11 +244,11 @@ class RingSum(Held):
             self.total[name] = in_ring(total.long() - part.reshape(total.shape).to(total.device).long())
 
     def discard(self, reason: str) -> None:
-        """Marks the round's sum as failed; ``reason`` is reported unless an earlier reason exists."""
+        """Marks the round's sum as failed for ``reason``, unless another reason is stored already."""
         self._fault = self._fault or reason
 
     def release(self) -> Sequence[Arrived]:
-        """Returns the mean as one update, or an empty list without clients."""
+        """Returns one update with the mean over the clients, or an empty list if no client sent an update."""
         if not self._fault and 0 < len(self.clients) < self.least:
             self._fault = f"the secure sum requires at least {self.least} clients, but got {len(self.clients)}"
         clients, total, fault = self.clients, self.total, self._fault

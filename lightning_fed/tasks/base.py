@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Task(L.LightningModule, ABC):
-    """Ordinary LightningModule around ``self.model``, with abstract methods for task-specific parts.
+    """Base class for LightningModules that train one network, ``self.model``, on a task such as classification.
 
     Logged values are ``train_loss`` and, for ``val`` and ``test``, the loss and every metric in `configure_metrics`
     (``val_loss``, ``val_acc``, ...). If there are several validation loaders, each has separate metrics, with
@@ -84,7 +84,7 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_network(self, name: str) -> nn.Module:
-        """Creates the network called ``name``, if the task's argument ``model`` is a name instead of a module."""
+        """Creates the network with the name ``name``, if the user passes a name instead of a module."""
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
@@ -105,7 +105,7 @@ class Task(L.LightningModule, ABC):
         class_weights: list[float] | None,
         num_classes: int,
     ) -> None:
-        """Creates the network, the metrics and the class weights, at the end of a task's ``__init__``."""
+        """Creates the network, the metrics and the class weights. Subclasses call this at the end of ``__init__``."""
         check_option("norm", norm, ("batch", "group"))
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(

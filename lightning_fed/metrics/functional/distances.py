@@ -20,7 +20,7 @@ def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Ten
     """Squared Euclidean distances, float64, shape ``(m, n)``, between rows of matrices ``(m, d)`` and ``(n, d)``.
 
     Distances below the rounding error are set to 0, so duplicates have distance 0. ``shift``, such as the mean, is
-    subtracted from all samples, because rounding errors are smallest near 0.
+    subtracted from all samples and references, because rounding errors are smallest near 0.
 
     Example:
         >>> squared_distances(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]), torch.zeros(2).double())

@@ -116,7 +116,7 @@ def check_r(r: int | Literal["relevant"]) -> None:
 
 
 class _Search:
-    """Validated arguments of a retrieval metric: query embeddings, the images to search, and labels."""
+    """Checked arguments for a retrieval metric: query embeddings, embeddings to search, and labels."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Search:
         return same_class - int(self.is_among_queries)
 
     def hits(self, k: int) -> Iterator[Tensor]:
-        """Yields, for blocks of queries, masks of the k nearest images with the query's class."""
+        """Yields for each block of queries a mask over the k nearest images: true for images in the query's class."""
         for first in range(0, len(self.queries), distances.CHUNK):
             queries = self._comparable(self.queries, first)
             labels = self.labels[first : first + distances.CHUNK, None]
