@@ -203,9 +203,7 @@ class Schedule:
         for client in always:
             if client not in chosen:
                 if client not in clients:
-                    raise OptionError(
-                        f"Expected the clients to include {client!r}, needed in every round, but got no such client."
-                    )
+                    raise OptionError(f"Expected {client!r} among the clients, needed in every round, but got none.")
                 visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 
