@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 Client: TypeAlias = str | int
-"""A client's key."""
+"""A client's name (str) or number (int)."""
 
 State: TypeAlias = dict[str, Tensor]
 """Flat model state: tensor by entry name."""

@@ -64,7 +64,7 @@ class BatchLoop:
     def train_rest(self, loader: RoundLoader, end_batch: Callable[[Any, Any, int], None]) -> None:
         """Trains the round's remaining batches, up to a batch after which Lightning validates or ends the fit.
 
-        ``end_batch`` ends each batch, given :meth:`train`'s results.
+        After each batch, ``end_batch`` is called with the results of :meth:`train`.
         """
         if self._is_over:
             return
@@ -256,9 +256,9 @@ class BatchLoop:
 
 
 def build_batch_loop(fit: FederatedFit) -> BatchLoop | None:
-    """Returns the loop for fused visits, until the end of the fit. If fused visits are not possible, logs the reason.
+    """Returns the loop for the fused visits of a fit, or ``None`` if fused visits are not possible.
 
-    With ``visits="fused"``, an obstacle to fused visits is an error.
+    The log states the reason. With ``visits="fused"`` the reason is an error.
     """
     trainer = fit.trainer
     obstacle = find_obstacle(trainer, fit.module, fit.has_one_client)

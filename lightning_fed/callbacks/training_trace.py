@@ -40,7 +40,7 @@ from lightning_fed.lightning.internals import datamodule_of, is_overridden
 from lightning_fed.numerics.trees import map_leaves, tree_leaves
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named arguments."""
+"""Positional and keyword arguments of a call."""
 
 
 _MOST_CLIENTS = 5  # number of clients tried one after another

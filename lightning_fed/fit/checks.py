@@ -148,8 +148,9 @@ def validate_after_rounds(
 ) -> tuple[int, int]:
     """Replaces ``val_check_interval`` by ``check_val_every_n_epoch``: validation follows complete rounds.
 
-    Returns the interval in batches and in rounds. ``known`` is the result of an earlier call, also before a resume.
-    ``revert`` receives a function and arguments, to restore the Trainer's attributes after the fit.
+    Returns the interval in batches and in rounds. ``known`` is the result of an earlier call, for example from a
+    checkpoint. ``revert`` is called with a function and arguments, for restoring the Trainer's attributes after the
+    fit.
     """
     interval: Any = getattr(trainer, "val_check_interval", None)
     every = trainer.check_val_every_n_epoch

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _GRACE = 1.0  # seconds until a killed process is known, after another process has lost the connection
 
 Serve = Callable[[Any], Callable[[Any, Callable[[Sequence[str]], None]], Any]]
-"""Function from the arguments of a client to the function that answers an order."""
+"""Function that receives a client's arguments, and returns the function to run for each task."""
 
 
 def as_bytes(value: Any) -> bytes:

@@ -23,7 +23,7 @@ from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED, SECR
 from lightning_fed.messages import Client
 
 SUM = "query.sum"
-"""Message type."""
+"""Message type of a secure sum."""
 
 Stage = Literal["keys", "shares", "open", "unmask"]
 

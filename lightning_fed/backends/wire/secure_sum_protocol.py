@@ -50,7 +50,7 @@ PUBLIC = 3 * KEY
 """Bytes of a client's published row: two public keys, and the digest of the seed."""
 
 NO_SHARE = bytes(SECRET)
-"""A client's answer instead of an unreadable share."""
+"""Bytes sent by a client in place of an unreadable share."""
 
 _MOST_TRIES = 500
 """Maximum number of tried subsets of shares, in the search for wrong shares."""
