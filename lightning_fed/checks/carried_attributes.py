@@ -6,7 +6,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Set
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -101,9 +101,10 @@ class CarriedAttributes:
         self._num_visits = 0
         self._is_seen: set[str] = set()  # attributes read or written in the current visit
         self._read_first: set[str] = set()
-        self._watched: dict[tuple[type, str], _Watched] = {}
-        self._watched_names: set[str] = set()
-        self._methods: list[OverriddenMethod] = []
+        self._watched: dict[tuple[int, str], str] = {}  # names by the owner's id and the attribute
+        self._watched_types: set[type] = set()
+        self._changes = ExitStack()
+        self._metric_owners: list[Metric] = []
         self._num_forwards = 0  # depth of nested metric calls
         self._updated: set[int] = set()  # metrics with updates from an earlier visit
         self._read_metrics: set[str] = set()
@@ -114,6 +115,7 @@ class CarriedAttributes:
             self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
         self._before = self._fingerprints()
         for name, metric in () if is_compiled(self._module) else self._metrics():
+            self._metric_owners.append(metric)
             for attribute in ("forward", "compute", "reset"):
                 self._override(metric, attribute, partial(self._call_metric, name))
         for callback in self._callbacks():
@@ -127,8 +129,7 @@ class CarriedAttributes:
         self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
-        owners = (method.owner for method in self._methods)  # a search in each visit would be slow
-        self._updated = {id(owner) for owner in owners if isinstance(owner, Metric) and owner.update_count}
+        self._updated = {id(metric) for metric in self._metric_owners if metric.update_count}
         # A list is empty only before the first round. Later changes are detected at the end of a round.
         if self._num_visits == 2 and self._known.num_looks < 2:
             self._known.num_looks += 1
@@ -157,7 +158,7 @@ class CarriedAttributes:
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
         suspects = self._suspects()
-        blind = {name for name in suspects.intersection(changed) if name not in self._watched_names}
+        blind = suspects.intersection(changed).difference(self._watched.values())
         self.stop()
         self._suspect(changed)
         found = self._suspects() & self._read_first
@@ -220,32 +221,42 @@ class CarriedAttributes:
         return "; ".join(dict.fromkeys(advice))
 
     def stop(self) -> None:
-        """Stops the search: removes the descriptors and method overrides for recording the access to attributes."""
-        for method in reversed(self._methods):
-            method.restore()
-        self._methods.clear()
-        for watched in self._watched.values():
-            watched.remove()
+        """Stops the search: restores the methods of classes, metrics and callbacks."""
+        self._changes.close()
         self._watched.clear()
-        self._watched_names.clear()
+        self._watched_types.clear()
+        self._metric_owners.clear()
 
     def _watch(self) -> None:
         is_fixed = is_compiled(self._module)
-        for name in self._suspects() - self._watched_names:
+        for name in self._suspects().difference(self._watched.values()):
             owner, attribute = self._places[name]
-            key = type(owner), attribute
-            # A compiled module reads attributes at compile time. A write to a class attribute replaces a descriptor.
+            # A compiled module reads attributes at compile time. A write to a class attribute calls no method.
             is_closed = isinstance(owner, nn.Module) and (is_fixed or name in self._known.named)
-            is_possible = key in self._watched or _Watched.is_possible(*key)
-            if is_closed or not is_possible or attribute not in getattr(owner, "__dict__", ()):
+            is_immutable = not type(owner).__flags__ & 1 << 9  # a class in C
+            if is_closed or is_immutable or attribute not in getattr(owner, "__dict__", ()):
                 continue
-            if key not in self._watched:
-                self._watched[key] = _Watched(*key, self._note)
-            self._watched[key].names[id(owner)] = name
-            self._watched_names.add(name)
+            if type(owner) not in self._watched_types:
+                self._watched_types.add(type(owner))
+                self._watch_type(type(owner))
+            self._watched[id(owner), attribute] = name
 
-    def _note(self, name: str, is_read: bool) -> None:
-        if self._num_visits and name not in self._is_seen:
+    def _watch_type(self, owner_type: type) -> None:
+        for method, is_read in (("__getattribute__", True), ("__setattr__", False)):
+            original, own = getattr(owner_type, method), vars(owner_type).get(method)
+
+            # Arguments instead of a closure, because the search includes closures of methods.
+            def access(*args: Any, original: Any = original, is_read: bool = is_read, note: Any = self._note) -> Any:
+                note(*args[:2], is_read)
+                return original(*args)
+
+            setattr(owner_type, method, access)
+            restore = partial(delattr, owner_type, method) if own is None else partial(setattr, owner_type, method, own)
+            self._changes.callback(restore)
+
+    def _note(self, owner: Any, attribute: str, is_read: bool) -> None:
+        name = self._watched.get((id(owner), attribute))
+        if name is not None and self._num_visits and name not in self._is_seen:
             self._is_seen.add(name)
             if is_read:
                 self._read_first.add(name)
@@ -253,7 +264,7 @@ class CarriedAttributes:
     def _override(self, owner: Any, attribute: str, call: Callable[..., Any]) -> None:
         method = OverriddenMethod(owner, attribute, call)
         method.replacement = partial(call, method)
-        self._methods.append(method)
+        self._changes.callback(method.restore)
 
     def _call_metric(self, name: str, method: OverriddenMethod, *args: Any, **kwargs: Any) -> Any:
         is_forward = method.name == "forward"
@@ -343,50 +354,6 @@ class CarriedAttributes:
                     self._places[prefix + name] = owner, name
                     found[prefix + name] = fingerprint(value, memory, skipped)
         return found
-
-
-class _Watched:
-    """Data descriptor that calls ``note`` for each access with the attribute's name, and ``True`` for a read access."""
-
-    def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:
-        self.names: dict[int, str] = {}  # by the identity of the owner
-        self._type, self._attribute, self._note = owner_type, attribute, note
-        self._own = vars(owner_type).get(attribute, _MISSING)
-        self._default = getattr(owner_type, attribute, _MISSING)
-        setattr(owner_type, attribute, self)
-
-    @staticmethod
-    def is_possible(owner_type: type, attribute: str) -> bool:
-        is_of_python = bool(owner_type.__flags__ & 1 << 9)
-        return (
-            is_of_python
-            and not callable(getattr(owner_type, attribute, None))
-            and not any(hasattr(type(vars(base).get(attribute)), "__set__") for base in owner_type.__mro__)
-        )
-
-    def remove(self) -> None:
-        if self._own is _MISSING:
-            delattr(self._type, self._attribute)
-        else:
-            setattr(self._type, self._attribute, self._own)
-
-    def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
-        value = self._default if owner is None else vars(owner).get(self._attribute, self._default)
-        if value is _MISSING:
-            raise AttributeError(f"{self._type.__name__!r} object has no attribute {self._attribute!r}")
-        if id(owner) in self.names:
-            self._note(self.names[id(owner)], True)
-        return value
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        vars(owner)[self._attribute] = value
-        if id(owner) in self.names:
-            self._note(self.names[id(owner)], False)
-
-    def __delete__(self, owner: Any) -> None:
-        if self._attribute not in vars(owner):
-            raise AttributeError(self._attribute)
-        del vars(owner)[self._attribute]
 
 
 def _listed(names: list[str]) -> str:
