@@ -144,29 +144,22 @@ def _check_shares(trainer: L.Trainer, *names: str) -> None:
 
 
 def validate_after_rounds(
-    trainer: L.Trainer, visits: Sequence[PlannedVisit], known: tuple[int, int], revert: Callable[..., object]
-) -> tuple[int, int]:
-    """Replaces ``val_check_interval`` by ``check_val_every_n_epoch``: validation follows complete rounds.
-
-    Returns the interval in batches and in rounds. ``known`` is the result of an earlier call, for example from a
-    checkpoint. ``revert`` is called with a function and arguments, for restoring the Trainer's attributes after the
-    fit.
-    """
-    interval: Any = getattr(trainer, "val_check_interval", None)
-    every = trainer.check_val_every_n_epoch
+    trainer: L.Trainer, visits: Sequence[PlannedVisit], known: dict[float, int], revert: Callable[..., object]
+) -> None:
+    """Replaces ``val_check_interval`` by a number of rounds, stored in ``known`` by interval for a resumed fit."""
+    interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
     if interval is None:
         raise MisconfigurationException(
             "Expected `val_check_interval` to be a number of batches or a share of a round, because validation follows "
             "complete rounds, but got a duration: use `check_val_every_n_epoch` to validate every n rounds."
         )
     if interval == 1.0 and not isinstance(interval, int):
-        return known
+        return
     num_batches = sum(process_group_of(trainer).gather(sum(planned.num_batches for planned in visits)))
     if not num_batches or (every is not None and interval > num_batches):  # Lightning raises an error
-        return known
-    if known[0] != interval:
-        known = interval, every or max(1, interval // num_batches)
-    for name, value in (("val_check_interval", 1.0), ("check_val_every_n_epoch", known[1])):
+        return
+    rounds = known.setdefault(interval, every or max(1, interval // num_batches))
+    for name, value in {"val_check_interval": 1.0, "check_val_every_n_epoch": rounds}.items():
         revert(setattr, trainer, name, getattr(trainer, name))
         setattr(trainer, name, value)
     if trainer.is_global_zero:
@@ -174,10 +167,9 @@ def validate_after_rounds(
             "val_check_interval=%r: validation follows every %d. round, because inside a round (%d batches) the module "
             "contains the model of one client.",
             interval,
-            known[1],
+            rounds,
             num_batches,
         )
-    return known
 
 
 def check_trainer(trainer: L.Trainer, is_plain: bool, keeps_optimizers: bool) -> None:

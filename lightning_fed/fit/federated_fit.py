@@ -211,7 +211,7 @@ class FederatedFit:
         batch_norm: Treatment of BatchNorm's running statistics.
         fastest: Choice for ``visits="fastest"``: number of simultaneous clients (0 before the choice), and the measured
             speed-up.
-        validation: Interval between validations, in batches (the user's) and in rounds.
+        validation: Number of rounds between validations, by the user's ``val_check_interval``.
         averages: Lightning's weight averaging in this fit; ``None`` without such a callback, and in a plain fit.
     """
 
@@ -245,7 +245,8 @@ class FederatedFit:
         self.changes = ExitStack()
         self.warned: set[str] = set()
         self.batch_norm = BatchNormState(options.batch_norm, options.batch_norm, decision)
-        self.fastest, self.validation = (0, 1.0), (0, 0)
+        self.fastest = 0, 1.0
+        self.validation: dict[float, int] = {}
 
     @property
     def module(self) -> L.LightningModule:

@@ -50,29 +50,16 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
     return note
 
 
-def no_loss(planned: PlannedVisit) -> str:
-    """Returns the reason to exclude a client without a training loss, if the module has an optimizer."""
-    return (
-        f"its training step returned no loss in {planned.num_batches} batches (if training only changes buffers, "
-        "return `None` from `configure_optimizers`)"
-    )
-
-
 def check_changes(
     module: L.LightningModule, planned: PlannedVisit, received: State, state: State, may_be_equal: bool
 ) -> None:
-    """Refuses a module without an optimizer if a visit changes no shared entry, or the shape of an entry.
-
-    ``received`` and ``state`` are the shared entries before and after the visit. Equal entries are accepted if
-    ``may_be_equal`` is ``True``.
-    """
-    resized = [name for name in received.keys() & state.keys() if received[name].shape != state[name].shape]
-    if resized:
-        change = f"changes the shape of {min(resized)!r}, but the server averages entries of equal shapes"
-    elif not may_be_equal and len(identical_entries(received, state)) == len(state):
-        change = "changes no parameter or buffer"
-    else:
+    """Refuses a module without an optimizer if a visit changes no shared entry, or the shape of an entry."""
+    resized = [name for name, value in state.items() if name in received and value.shape != received[name].shape]
+    if not resized and (may_be_equal or len(identical_entries(received, state)) < len(state)):
         return
+    change = "changes no parameter or buffer"
+    if resized:
+        change = f"changes the shape of {resized[0]!r}, but the server averages entries of equal shapes"
     raise MisconfigurationException(
         f"{type(module).__name__} has no optimizer, and the visit of client {planned.visit.client!r} {change}: collect "
         "values in a buffer with a fixed shape, not in a list (`register_buffer` before `fit`, then for example a "

@@ -355,7 +355,7 @@ class RoundLoop:
         if remote is None:
             check_round(fit.trainer, loader.visits, len(fit.population.clients))
         if remote is None and len(fit.population.clients) > 1:
-            fit.validation = validate_after_rounds(fit.trainer, loader.visits, fit.validation, fit.changes.callback)
+            validate_after_rounds(fit.trainer, loader.visits, fit.validation, fit.changes.callback)
         if loader.is_endless:
             loader.on_end = partial(end_with_batch, fit.trainer)
         loader.on_start = partial(self._start_round, loader, cohort)

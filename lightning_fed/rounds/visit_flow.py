@@ -24,7 +24,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
-from lightning_fed.rounds.client_errors import check_changes, no_loss
+from lightning_fed.rounds.client_errors import check_changes
 
 _FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer state
 
@@ -195,7 +195,10 @@ class ClientVisit:
         if not any(optimizer.param_groups for optimizer in self._trainer.optimizers):  # Lightning's has no groups
             check_changes(self._module, self.planned, received, state, self._is_alone or bool(self.local.personal))
         elif not num_losses and self._module.automatic_optimization and not self._is_alone:
-            self.planned.fault = no_loss(self.planned)
+            self.planned.fault = (
+                f"its training step returned no loss in {self.planned.num_batches} batches (if training only changes "
+                "buffers, return `None` from `configure_optimizers`)"
+            )
             raise ClientFault(self.planned.fault)
         fault = self.local.find_personal_fault(self.planned.visit.client)
         if fault is not None:
