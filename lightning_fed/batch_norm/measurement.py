@@ -112,10 +112,9 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 
     Each client passes the local data once through the model in evaluation mode, but BatchNorm normalises with batch
     statistics, as in training. The server counts the bytes of the broadcast and of the report. With
-    ``batch_norm="auto"`` the first reports determine whether evaluation uses pooled statistics or each client's
-    statistics (:func:`decide_statistics`). A report is also stored as the client's statistics. If clients form
-    clusters, each client measures with the cluster's model. With averages of weights, the clients measure a second
-    time, with the averaged model.
+    ``batch_norm="auto"`` the first reports determine pooled or own statistics (:func:`decide_statistics`). A report
+    also sets the client's own statistics. If clients form clusters, each client measures with the cluster's model. With
+    averages of weights, the clients also measure with the averaged model.
 
     Layers in evaluation mode (as in a frozen backbone) do not change. If no client reports, the averaged statistics
     remain. A robust rule also excludes outlying reports
@@ -130,9 +129,18 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     server, layers = fit.server, measured_layers(fit)
     if not fit.batch_norm.is_reported or not layers or forward_step(fit.module) is None:
         return {}, None
+    names = list(layers)
+    if fit.averages is not None and fit.averages.has_steps:  # first, because a fault must leave no decision
+        with fit.averages_in_place():
+            fault = _write_reports(fit, local, _collect_reports(fit, local, layers), names)
+        if fault is not None:
+            return {}, fault
     measured = _collect_reports(fit, local, layers)
-    shift, fault = pool_reports(fit, local, measured, list(layers))
-    if fault is None and fit.batch_norm.is_measured and not fit.is_remote:
+    fault = _write_reports(fit, local, measured, names)
+    if fault is not None:
+        return {}, fault
+    shift = _record_shift(fit, measured, names)
+    if fit.batch_norm.is_measured and not fit.is_remote:
         state, reports = local.global_state(), dict(measured)
         for client in server.report.received:
             served_state = server.rule.model_of(client)
@@ -140,10 +148,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
             store_statistics(
                 local, client, server.report.round, statistics, state if served_state is None else served_state
             )
-    if fault is None and fit.averages is not None and fit.averages.has_steps and fit.batch_norm.is_reported:
-        with fit.averages_in_place():
-            fault = _write_reports(fit, local, _collect_reports(fit, local, layers), list(layers))
-    return shift, fault
+    return shift, None
 
 
 def _collect_reports(
@@ -174,14 +179,6 @@ def _collect_reports(
     local.load_global(state)
     notify_model_loaded(fit.trainer, module, None)
     return measured
-
-
-def pool_reports(
-    fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
-) -> tuple[dict[str, float], str | None]:
-    """Pools the clients' statistics for BatchNorm ``layers`` into the global model, or into the clusters' models."""
-    fault = _write_reports(fit, local, measured, layers)
-    return ({}, fault) if fault is not None else (_record_shift(fit, measured, layers), None)
 
 
 def _write_reports(

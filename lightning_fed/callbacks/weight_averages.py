@@ -43,7 +43,10 @@ _HOOKS = (
     "on_train_end",
 )
 
-_TRIED_STEPS = 100_000
+_TRIED_STEPS = (
+    range(100_000),
+    *(range(2**power, 2**power + 1_000) for power in range(17, 40)),  # for averages with a late start
+)
 _MOST_STEPS = 1_000_000  # in a visit
 
 _AFTER_ROUNDS = (
@@ -79,7 +82,8 @@ class WeightAverages(FederatedCallback):
         tensors = self._find_tensors()
         self._fixed: State = {}
         first = self._average.state_dict()["latest_update_step"]
-        self.has_steps = any(map(self._average.should_update, range(first, first + _TRIED_STEPS)))
+        tried = (first + step for steps in _TRIED_STEPS for step in steps)
+        self.has_steps = any(map(self._average.should_update, tried))
         if self.has_steps:
             self._check_steps()
             shared = {name for name, policy in fit.policies.items() if policy == "shared"}
@@ -129,7 +133,7 @@ class WeightAverages(FederatedCallback):
 
     def _add_entries(self, tensors: State, first: int) -> None:
         root = self._root = nn.Module()
-        root.register_buffer("steps", torch.tensor(first))
+        root.register_buffer("steps", torch.tensor(first, device=self._count.device))
         root.register_buffer("n_averaged", self._count)
         root.model = nn.Module()
         for name, value in tensors.items():
@@ -161,9 +165,9 @@ class WeightAverages(FederatedCallback):
         if not self.has_steps:
             if self._methods[0].original(step_idx=step_idx):
                 raise MisconfigurationException(
-                    f"Expected {self._name}.should_update to be true for a `step_idx` below {_TRIED_STEPS} or for none,"
-                    f" because clients send the average from the first round, but it is true for {step_idx}:"
-                    f" {_AFTER_ROUNDS}."
+                    f"Expected {self._name}.should_update to be true for a `step_idx` below {len(_TRIED_STEPS[0])} or "
+                    "for none, because clients send the average from the first round, but the method is true for "
+                    f"{step_idx}: {_AFTER_ROUNDS}."
                 )
             return False
         steps = self._base + trainer.global_step - self._first_step

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation, Vectorized
 from lightning_fed.algorithms import FedFusion, Median
+from lightning_fed.batch_norm import measurement
 from lightning_fed.bounds import MaxNorm
 from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
 from lightning_fed.compression import TopK
@@ -198,6 +199,24 @@ def test_the_average_has_pooled_statistics_of_its_own(federated_trainer):
     assert not torch.equal(state_of(own)["net.1.running_var"], seen.states[-1]["net.1.running_var"])
 
 
+def test_a_failed_measurement_of_the_average_leaves_no_decision(federated_trainer, monkeypatch):
+    write = measurement._write_reports  # noqa: SLF001 - only an overflow in the average fails here
+
+    def fails(fit, *arguments):
+        is_average = not hasattr(fit.module, "weight_average")
+        return write(fit, *arguments) or ("a test says so" if is_average else None)
+
+    monkeypatch.setattr(measurement, "_write_reports", fails)
+    own = module()
+    before = state_of(own)
+    trainer = federated_trainer(max_rounds=1, callbacks=[ema()])
+    with pytest.raises(RuntimeError, match="no new model after 1 failed round"):
+        trainer.fit(own, datamodule=data())
+    state = trainer.federation.state_dict()
+    assert (state["decision"], state["num_measured"], state["reports"]) == ("", 0, {})
+    assert_same(state_of(own), before)
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize(("average", "batch_norm"), [(ema, "recalibrate"), (StepMean, "auto")])
 def test_on_flower_as_in_one_process(average, batch_norm, federated_trainer, tmp_path):
@@ -354,6 +373,12 @@ def test_what_cannot_be_averaged(options, reason, federated_trainer):
     federated_trainer(max_rounds=2, callbacks=[seen, after_rounds], **options).fit(own, datamodule=data())
     first, second = seen.states
     assert_close(state_of(own), {name: DECAY * first[name] + (1 - DECAY) * second[name] for name in first})
+
+
+def test_averages_with_a_late_start_are_found_before_training(federated_trainer):
+    late = ema(update_starting_at_step=3_000_001, update_every_n_steps=50)
+    with pytest.raises(MisconfigurationException, match="`MaxNorm` would treat the average as a second model"):
+        federated_trainer(max_rounds=1, callbacks=[late], steps=[MaxNorm(1.0)]).fit(module(), datamodule=data())
 
 
 def test_two_averages(federated_trainer):
