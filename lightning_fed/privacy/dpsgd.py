@@ -312,10 +312,10 @@ class DPSGD(RevertingCallback, FederatedCallback):
         visit.number = self._accounts[None].steps if visit.client is None else visit.number + 1
         visit.count = len(self._draw(visit, visit.number))
         visit.has_step = False
+        visit.gradients.clear()
         if not visit.was_checked and visit.count > 1:
             check_examples(trainer, pl_module, batch, visit.gradients)
             visit.was_checked = True
-        visit.gradients.clear()
 
     @torch.no_grad()
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

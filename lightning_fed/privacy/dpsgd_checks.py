@@ -36,11 +36,8 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     parameters = set(map(id, module.parameters()))
     refused = {
         "automatic optimization, because manual steps would have no noise": not module.automatic_optimization,
-        f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: use a larger batch size": (
-            trainer.accumulate_grad_batches != 1
-        ),
-        "no `GradientAccumulationScheduler`: use a larger batch size": (
-            bool(find_callbacks(trainer, GradientAccumulationScheduler))
+        f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches} or a schedule: use larger batches": (
+            trainer.accumulate_grad_batches != 1 or bool(find_callbacks(trainer, GradientAccumulationScheduler))
         ),
         f"no `gradient_clip_val`, but got {trainer.gradient_clip_val}: `max_grad_norm` clips gradients per example": (
             bool(trainer.gradient_clip_val)

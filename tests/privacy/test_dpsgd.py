@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -719,6 +720,10 @@ class LooksIn(FederatedCallback):
     [
         ({"gradient_clip_val": 1.0}, "no `gradient_clip_val`, but got 1.0: `max_grad_norm` clips"),
         ({"accumulate_grad_batches": 2, "local_steps": 2}, "accumulate_grad_batches=1, but got 2"),
+        (
+            {"callbacks": [GradientAccumulationScheduler({1: 1})], "local_steps": 2},
+            "accumulate_grad_batches=1, but got 1 or a schedule",
+        ),
         ({"precision": "bf16-true"}, r"a precision from \['32-true', '64-true', 'bf16-mixed'\], but got 'bf16-true'"),
         ({"visits": Vectorized(2)}, "clients to train one after another, but got visits=Vectorized\\(clients=2\\)"),
         ({"steps": [CentralDP(1.0, 1e-3, noise_multiplier=1.0)]}, "Expected only one of `DPSGD` and `CentralDP`"),

@@ -356,6 +356,24 @@ def test_a_network_that_mixes_examples_is_refused():
         tried(nn.Sequential(nn.Linear(6, 6), MixesRows(), nn.Linear(6, 4)), F.cross_entropy)
 
 
+class Edge(nn.Module):
+    """A ReLU at 0; as with another summation order, the last bit depends on the number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        with torch.no_grad():
+            self.layer.weight.fill_(1e-3), self.layer.bias.fill_(1.0)
+
+    def forward(self, inputs):
+        hidden = self.layer(torch.ones_like(inputs))
+        return F.relu(hidden - 1.006 + 1e-6 * (len(inputs) - 2))
+
+
+def test_a_rounding_error_that_flips_a_unit_is_not_refused():
+    tried(nn.Sequential(Edge(), nn.Linear(6, 4)), F.cross_entropy)
+
+
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
