@@ -29,10 +29,11 @@ def run(args: Sequence[str]) -> None:
     )
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe these methods (default: list all)")
     options = parser.parse_args(args)
+    known = list(read_methods())
     try:
         for name in options.methods:
             if "." not in name:
-                check_option("method", name.lower().replace("_", ""), list(read_methods()))
+                check_option("method", name.lower().replace("_", ""), known)
         text = "\n".join(map(describe_method, options.methods)) if options.methods else table_of_methods()
     except ValueError as error:
         parser.error(str(error))
@@ -42,18 +43,11 @@ def run(args: Sequence[str]) -> None:
 def read_methods() -> dict[str, str]:
     """Maps the names of all registered methods to the docstrings of their classes, sorted by name."""
     # Parses the sources, because importing the methods takes seconds.
-    trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]
-    statements = [statement for tree in trees for statement in tree.body]
-    classes = {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
-    registered = set()
-    for name, body in classes.items():
-        if any(ast.unparse(decorator).startswith("register") for decorator in body.decorator_list):
-            registered.add(name)
-    for statement in statements:
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "register":
-            registered.add(ast.unparse(call.args[0]))
-    return {name.lower(): ast.get_docstring(classes[name]) or "" for name in sorted(registered, key=str.lower)}
+    text = "\n".join(path.read_text() for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py"))
+    names = re.findall(r"^(?:@register[^#]*?^class |register\(\s*)(\w+)", text, re.MULTILINE)
+    classes = [statement for statement in ast.parse(text).body if isinstance(statement, ast.ClassDef)]
+    texts = {statement.name: ast.get_docstring(statement) or "" for statement in classes}
+    return {name.lower(): texts[name] for name in sorted(names, key=str.lower)}
 
 
 def table_of_methods() -> str:
