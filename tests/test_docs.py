@@ -4,13 +4,17 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedTrainer
+from lightning_fed.data import Dirichlet
 from lightning_fed.fit.round_log import RoundLog
 from tests import models
 
@@ -69,6 +73,7 @@ def documented():
     pages = sorted((DOCS / "api").glob("*.md"))
     paths = [path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
     assert len(paths) == len(set(paths))
+    paths = [path for path in paths if path.rpartition(".")[0] not in paths]  # without members of classes
     objects = {}
     if not find_spec("flwr"):  # an extra
         paths = [path for path in paths if not path.startswith("lightning_fed.backends.flower.")]
@@ -175,6 +180,16 @@ def test_logged_names_are_the_codes(federated_trainer):
 
 
 # --- Site -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_slider_shows_splits_by_the_package():
+    splits = json.loads((DOCS / "assets" / "dirichlet.json").read_text())
+    labels = torch.arange(1000) % 5
+    for split in splits:
+        parts = Dirichlet(10, alpha=split["alpha"]).split(TensorDataset(labels, labels), seed=0)
+        counts = [[int((labels[part] == label).sum()) for label in range(5)] for part in parts.values()]
+        assert split["counts"] == counts
+    assert len({split["alpha"] for split in splits}) == len(splits) > 5
 
 
 def test_docstrings_become_markdown():
