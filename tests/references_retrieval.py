@@ -32,15 +32,12 @@ def ranking_reference(query, label, gallery, labels, metric):
     return [relevant for _, relevant in sorted(order)]
 
 
-def map_reference(embeddings, labels, r, metric, gallery=None, gallery_labels=None):
+def map_reference(embeddings, labels, r, metric):
     """The mean over queries; with "relevant" over queries with another image of their class."""
     embeddings, labels = np.asarray(embeddings, np.float64), np.asarray(labels)
     values = []
     for number, (query, label) in enumerate(zip(embeddings, labels, strict=True)):
-        if gallery is None:
-            images, classes = np.delete(embeddings, number, 0), np.delete(labels, number)
-        else:
-            images, classes = np.asarray(gallery, np.float64), np.asarray(gallery_labels)
+        images, classes = np.delete(embeddings, number, 0), np.delete(labels, number)
         relevant = ranking_reference(query, label, images, classes, metric)
         depth = sum(relevant) if r == "relevant" else r
         if depth:

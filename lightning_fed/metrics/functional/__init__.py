@@ -9,7 +9,6 @@ from lightning_fed.metrics.functional.entropy import feature_entropy as feature_
 from lightning_fed.metrics.functional.entropy import shannon_entropy as shannon_entropy
 from lightning_fed.metrics.functional.entropy import softmax_entropy as softmax_entropy
 from lightning_fed.metrics.functional.retrieval import mean_average_precision_at_r as mean_average_precision_at_r
-from lightning_fed.metrics.functional.retrieval import relevant_neighbors as relevant_neighbors
 
 __all__ = [
     "classwise_maximum_mean_discrepancy",
@@ -17,7 +16,6 @@ __all__ = [
     "maximum_mean_discrepancy",
     "mean_average_precision_at_r",
     "median_distance",
-    "relevant_neighbors",
     "shannon_entropy",
     "softmax_entropy",
 ]

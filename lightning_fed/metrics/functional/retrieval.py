@@ -8,7 +8,7 @@ Learning Reality Check", ECCV 2020, section 3.2. Neighbours are searched in bloc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ def mean_average_precision_at_r(
     r: int | Literal["relevant"] = 10,
     *,
     metric: RetrievalMetric = "cosine",
-    gallery: Tensor | None = None,
-    gallery_labels: Tensor | None = None,
 ) -> Tensor:
     r"""MAP@R: mean fraction of images with the query's class among the R nearest images; near images weigh more.
 
@@ -51,8 +49,6 @@ def mean_average_precision_at_r(
         r: Number R, at least 1, equal for all queries as in FedSS (missing neighbours are irrelevant), or "relevant"
             for the number of other images in the query's class (a query without such images is skipped).
         metric: Distance for the nearest neighbours: angle, or Euclidean distance.
-        gallery: Embeddings of the images to search, shape ``(m, d)``; if ``None``, all other queries.
-        gallery_labels: Classes of the images to search, shape ``(m,)``.
 
     Raises:
         ValueError: If shapes are inconsistent, no query is given, labels are not integers, or an option is invalid.
@@ -63,47 +59,28 @@ def mean_average_precision_at_r(
         1.0
     """
     check_r(r)
-    search = _Search(embeddings, labels, metric, gallery, gallery_labels)
-    relevant = search.relevant()
+    check_option("metric", metric, RetrievalMetric)
+    if embeddings.ndim != 2 or not len(embeddings):
+        raise ValueError(f"Expected `embeddings` of shape (n, d) with n at least 1, but got {tuple(embeddings.shape)}.")
+    if labels.shape != embeddings.shape[:1]:
+        raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
+    if labels.is_floating_point():
+        raise ValueError(f"Expected `labels` to be integers, but got {labels.dtype}.")
+    labels = labels.to(to_float64(embeddings[:0]).device, torch.int64)
+    _, classes, counts = torch.unique(labels, return_inverse=True, return_counts=True)
+    relevant = counts[classes] - 1
     largest = int(relevant.max()) if r == "relevant" else r
-    if not search.is_finite or largest == 0:
+    if not bool(embeddings.isfinite().all()) or largest == 0:
         return torch.tensor(torch.nan, dtype=torch.float64, device=relevant.device)
     depths = relevant if r == "relevant" else torch.full_like(relevant, r)
     ranks = torch.arange(1, largest + 1, device=relevant.device)
     total = torch.zeros((), dtype=torch.float64, device=relevant.device)
-    for hits, depth in zip(search.hits(largest), torch.split(depths, distances.CHUNK), strict=True):
+    blocks = _find_hits(embeddings, labels, metric, largest)
+    for hits, depth in zip(blocks, torch.split(depths, distances.CHUNK), strict=True):
         hits = hits & (ranks <= depth.unsqueeze(1))
         precisions = hits.cumsum(1).double() / ranks
         total += ((hits * precisions).sum(1) / depth.clamp_min(1)).sum()
     return total / (depths > 0).sum()
-
-
-@torch.no_grad()
-def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: Any) -> Tensor:
-    """Marks which of the k nearest neighbours have the query's class: bool, shape ``(n, k)``, nearest first.
-
-    The mean of the first column is the precision at 1; the mean of ``any(1)`` is the recall at k.
-
-    Args:
-        embeddings: Query embeddings, as in :func:`mean_average_precision_at_r`, with the same rule for equal distances.
-        labels: Classes, as in :func:`mean_average_precision_at_r`.
-        k: Number of neighbours, at least 1; missing neighbours are irrelevant.
-        **options: `metric`, `gallery` and `gallery_labels`.
-
-    Raises:
-        ValueError: As in :func:`mean_average_precision_at_r`, or if an embedding is not finite.
-
-    Example:
-        >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.5], [0.1, 1.0]])
-        >>> hits = relevant_neighbors(embeddings, torch.tensor([0, 0, 1, 1]), k=2)
-        >>> hits[:, 0].double().mean().item(), hits.any(1).double().mean().item()
-        (0.75, 0.75)
-    """
-    check_count("k", k)
-    search = _Search(embeddings, labels, **options)
-    if not search.is_finite:
-        raise ValueError("Expected finite embeddings, but got NaN or infinite values.")
-    return torch.cat(list(search.hits(k)))
 
 
 def check_r(r: int | Literal["relevant"]) -> None:
@@ -115,70 +92,23 @@ def check_r(r: int | Literal["relevant"]) -> None:
         check_count("r", r)
 
 
-class _Search:
-    """Checked arguments for a retrieval metric: query embeddings, embeddings to search, and labels."""
+def _find_hits(embeddings: Tensor, labels: Tensor, metric: RetrievalMetric, k: int) -> Iterator[Tensor]:
+    """Yields, for blocks of images, masks of the k nearest other images: true for an image of the same class."""
+    # The mean removes a common offset, which would reduce precision.
+    shift = distances.center(embeddings if metric == "euclidean" else torch.zeros_like(embeddings[:1]))
 
-    def __init__(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        metric: RetrievalMetric = "cosine",
-        gallery: Tensor | None = None,
-        gallery_labels: Tensor | None = None,
-    ) -> None:
-        check_option("metric", metric, RetrievalMetric)
-        if (gallery is None) != (gallery_labels is None):
-            raise ValueError("Expected `gallery` and `gallery_labels` together, but got one of them.")
-        _check("embeddings", embeddings, "labels", labels)
-        self.is_among_queries = gallery is None
-        if gallery is None or gallery_labels is None:
-            gallery, gallery_labels = embeddings, labels
-        else:
-            _check("gallery", gallery, "gallery_labels", gallery_labels)
-            if gallery.shape[1] != embeddings.shape[1]:
-                raise ValueError(
-                    f"Expected `gallery` of shape (m, {embeddings.shape[1]}), but got {tuple(gallery.shape)}."
-                )
-        self.queries, self.images = embeddings, gallery
-        self.metric = metric
-        device = to_float64(embeddings[:0]).device
-        self.labels, self.image_labels = (part.to(device, torch.int64) for part in (labels, gallery_labels))
-        self.is_finite = all(bool(part.isfinite().all()) for part in (embeddings, gallery))
-        # removes a common offset, which would reduce precision
-        self._shift = distances.center(gallery if metric == "euclidean" else torch.zeros_like(gallery[:1]))
+    def comparable(block: Tensor) -> Tensor:
+        return F.normalize(to_float64(block), dim=1) if metric == "cosine" else to_float64(block)
 
-    def relevant(self) -> Tensor:
-        classes, counts = torch.unique(self.image_labels, return_counts=True)
-        indices = torch.searchsorted(classes, self.labels).clamp_max(len(classes) - 1)
-        same_class: Tensor = counts[indices] * (classes[indices] == self.labels)
-        return same_class - int(self.is_among_queries)
-
-    def hits(self, k: int) -> Iterator[Tensor]:
-        """Yields for each block of queries a mask over the k nearest images: true for images in the query's class."""
-        for first in range(0, len(self.queries), distances.CHUNK):
-            queries = self._comparable(self.queries, first)
-            labels = self.labels[first : first + distances.CHUNK, None]
-            nearest = labels.new_full((len(queries), k), _LAST, dtype=torch.int32)
-            for start in range(0, len(self.images), distances.CHUNK):
-                block = distances.squared_distances(queries, self._comparable(self.images, start), self._shift)
-                # Non-negative floats have the same order as their bit patterns. The last bit marks relevant images, so
-                # that irrelevant images come first among equally distant images.
-                keys = block.float().view(torch.int32)
-                keys = (keys & ~1) | (labels == self.image_labels[start : start + distances.CHUNK])
-                if self.is_among_queries and start == first:  # equal blocks
-                    keys.fill_diagonal_(_LAST)
-                nearest = torch.cat([nearest, keys], 1).topk(k, largest=False).values
-            yield (nearest & 1).bool()
-
-    def _comparable(self, embeddings: Tensor, start: int) -> Tensor:
-        chunk = to_float64(embeddings[start : start + distances.CHUNK])
-        return F.normalize(chunk, dim=1) if self.metric == "cosine" else chunk
-
-
-def _check(name: str, embeddings: Tensor, label_name: str, labels: Tensor) -> None:
-    if embeddings.ndim != 2 or not len(embeddings):
-        raise ValueError(f"Expected `{name}` of shape (n, d) with n at least 1, but got {tuple(embeddings.shape)}.")
-    if labels.shape != embeddings.shape[:1]:
-        raise ValueError(f"Expected `{label_name}` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
-    if labels.is_floating_point():
-        raise ValueError(f"Expected `{label_name}` to be integers, but got {labels.dtype}.")
+    blocks = [torch.split(part, distances.CHUNK) for part in (embeddings, labels)]
+    for first, (queries, classes) in enumerate(zip(*blocks, strict=True)):
+        nearest = classes.new_full((len(queries), k), _LAST, dtype=torch.int32)
+        for place, (images, image_classes) in enumerate(zip(*blocks, strict=True)):
+            block = distances.squared_distances(comparable(queries), comparable(images), shift)
+            # Non-negative floats have the same order as their bit patterns. The last bit marks relevant images, so
+            # that irrelevant images come first among equally distant images.
+            keys = (block.float().view(torch.int32) & ~1) | (classes[:, None] == image_classes)
+            if place == first:
+                keys.fill_diagonal_(_LAST)
+            nearest = torch.cat([nearest, keys], 1).topk(k, largest=False).values
+        yield (nearest & 1).bool()
