@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.metrics.functional.discrepancy import (
     Bandwidth,
     Estimator,
-    check_numbers,
+    check_bandwidth,
     classwise_maximum_mean_discrepancy,
     maximum_mean_discrepancy,
 )
@@ -30,7 +29,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
         num_classes: Number of classes, to average discrepancies within each class; ``None`` to ignore classes.
         bandwidth: :math:`\sigma`: "median" (between reference samples), "pooled" (over all samples), or a number.
         estimator: "biased" includes the kernel between a sample and itself, "unbiased" excludes this kernel.
-        scales: Factors for the bandwidth; the kernels for all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
         **kwargs: Arguments for ``torchmetrics.Metric``.
 
@@ -55,20 +53,18 @@ class MaximumMeanDiscrepancy(PooledSamples):
         num_classes: int | None = None,
         bandwidth: float | Bandwidth = "median",
         estimator: Estimator = "biased",
-        scales: Sequence[float] = (1.0,),
         squared: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(("features", "reference"), ("labels", "reference_labels"), **kwargs)
         check_option("estimator", estimator, Estimator)
-        check_numbers(bandwidth, scales)
+        check_bandwidth(bandwidth)
         if num_classes is not None:
             check_count("num_classes", num_classes)
         self.num_classes = num_classes
         self._options: dict[str, Any] = {
             "bandwidth": bandwidth,
             "estimator": estimator,
-            "scales": tuple(scales),
             "squared": squared,
         }
 

@@ -8,7 +8,7 @@ features. Distances are computed in float64, in blocks, so memory is not quadrat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,12 +31,11 @@ def maximum_mean_discrepancy(
     *,
     bandwidth: float | Bandwidth = "median",
     estimator: Estimator = "biased",
-    scales: Sequence[float] = (1.0,),
     squared: bool = False,
 ) -> Tensor:
     r"""Computes the maximum mean discrepancy with a Gaussian kernel, a float64 scalar.
 
-    .. math:: k(a, b) = \sum_s e^{-\lVert a - b \rVert^2 / (2 (s \sigma)^2)}
+    .. math:: k(a, b) = e^{-\lVert a - b \rVert^2 / (2 \sigma^2)}
 
     .. math:: \text{biased: } \mathrm{MMD}^2 = \frac{1}{m^2} \sum_{i,j} k(x_i, x_j)
         + \frac{1}{n^2} \sum_{i,j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
@@ -53,7 +52,6 @@ def maximum_mean_discrepancy(
             for all compared models), or "pooled" for the median over all samples. See :func:`median_distance`.
         estimator: "biased" includes the kernel between a sample and itself, "unbiased" excludes this kernel. The
             unbiased estimate can be negative.
-        scales: Factors for the bandwidth, such as ``(0.25, 0.5, 1, 2, 4)``; the kernels for all factors are added.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
 
     Raises:
@@ -67,20 +65,20 @@ def maximum_mean_discrepancy(
     check_option("estimator", estimator, Estimator)
     least = 1 if estimator == "biased" else 2
     _check_samples(features, reference, least)
-    check_numbers(bandwidth, scales)
+    check_bandwidth(bandwidth)
     features, reference = (samples.to(float64_device(samples.device)) for samples in (features, reference))
     sigma = _sigma(features, reference, bandwidth)
-    factors = [-0.5 / (scale * sigma) ** 2 for scale in scales]
+    factor = -0.5 / sigma**2
     shift = distances.center(reference)
     m, n = len(features), len(reference)
     within = 0.0
     for samples, count in ((features, m), (reference, n)):
-        pairs = 2 * _kernel_sum(_pair_distances(samples, shift), factors)
+        pairs = 2 * _kernel_sum(_pair_distances(samples, shift), factor)
         if estimator == "biased":  # each kernel of a sample with itself is 1
-            within += (pairs + count * len(scales)) / count**2
+            within += (pairs + count) / count**2
         else:
             within += pairs / (count * (count - 1))
-    across = _kernel_sum(_cross_distances(features, reference, shift), factors) / (m * n)
+    across = _kernel_sum(_cross_distances(features, reference, shift), factor) / (m * n)
     value = torch.tensor(within - 2 * across, dtype=torch.float64, device=features.device)
     return value if squared else value.clamp(min=0).sqrt()
 
@@ -110,7 +108,7 @@ def classwise_maximum_mean_discrepancy(
         num_classes: Number of classes :math:`C`.
         bandwidth: See :func:`maximum_mean_discrepancy`.
         estimator: See :func:`maximum_mean_discrepancy`.
-        **options: `scales` and `squared`, see :func:`maximum_mean_discrepancy`.
+        **options: `squared`, see :func:`maximum_mean_discrepancy`.
 
     Raises:
         ValueError: As in :func:`maximum_mean_discrepancy`, and if the numbers of labels and samples differ.
@@ -181,8 +179,8 @@ def median_distance(samples: Tensor) -> float:
     return median
 
 
-def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float]) -> None:
-    """Raises ``ValueError`` for an invalid bandwidth or scale."""
+def check_bandwidth(bandwidth: float | Bandwidth) -> None:
+    """Raises ``ValueError`` for an unknown name, or a number that is not positive."""
     if isinstance(bandwidth, str):
         if bandwidth not in get_args(Bandwidth):
             raise ValueError(
@@ -190,8 +188,6 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float]) -> None
             )
     else:
         check_positive("bandwidth", bandwidth)
-    if not scales or not all(0 < scale < math.inf for scale in scales):
-        raise ValueError(f"Expected `scales` to contain at least one number, all greater than 0, but got {scales}.")
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, head: int | None) -> Tensor:
@@ -205,9 +201,9 @@ def _bit_counts(samples: Tensor, shift: Tensor, head: int | None) -> Tensor:
     return counts
 
 
-def _kernel_sum(blocks: Iterator[Tensor], factors: Sequence[float]) -> float:
+def _kernel_sum(blocks: Iterator[Tensor], factor: float) -> float:
     # Python numbers, because small tensors between large tensors would prevent memory reuse.
-    return sum((block * factor).exp_().sum().item() for block in blocks for factor in factors)
+    return sum((block * factor).exp_().sum().item() for block in blocks)
 
 
 def _pair_distances(samples: Tensor, shift: Tensor) -> Iterator[Tensor]:

@@ -48,29 +48,17 @@ def test_the_examples_of_the_spec(options, expected):
     assert maximum_mean_discrepancy(X, Y, **options).item() == pytest.approx(expected**0.5, abs=1e-5)
 
 
-SIZES, BANDWIDTHS = [(7, 7), (12, 5), (2, 9)], ["median", "pooled", 0.7]
-ESTIMATORS, SCALES = ["biased", "unbiased"], [(1.0,), (0.25, 0.5, 1, 2, 4)]
-
-
-@pytest.mark.parametrize(
-    ("size", "bandwidth", "estimator", "scales"),
-    quick(
-        itertools.product(SIZES, BANDWIDTHS, ESTIMATORS, SCALES),
-        [  # all pairs
-            (SIZES[i], BANDWIDTHS[j], ESTIMATORS[k], SCALES[m])
-            for i, j, k, m in itertools.product(range(3), range(3), range(2), range(2))
-            if (i + j + k + 2 * m) % 3 == 0
-        ],
-    ),
-)
-def test_against_the_reference(size, bandwidth, estimator, scales, monkeypatch):
+@pytest.mark.parametrize("size", [(7, 7), (12, 5), (2, 9)])
+@pytest.mark.parametrize("bandwidth", ["median", "pooled", 0.7])
+@pytest.mark.parametrize("estimator", ["biased", "unbiased"])
+def test_against_the_reference(size, bandwidth, estimator, monkeypatch):
     x, y = samples(*size)
     sigma = {
         "median": references.median_distance_reference(y),
         "pooled": references.median_distance_reference(torch.cat([x, y])),
     }.get(bandwidth, bandwidth)
-    expected = references.mmd_squared_reference(x, y, sigma, estimator, scales)
-    options = {"bandwidth": bandwidth, "estimator": estimator, "scales": scales}
+    expected = references.mmd_squared_reference(x, y, sigma, estimator)
+    options = {"bandwidth": bandwidth, "estimator": estimator}
     for chunk_size in (1, 4, 1000):
         monkeypatch.setattr(distances, "CHUNK", chunk_size)
         result = maximum_mean_discrepancy(x, y, squared=True, **options)
@@ -251,8 +239,6 @@ BAD = [
     ({"bandwidth": "mean"}, r"`bandwidth` to be one of \['median', 'pooled'\] or a number, but got 'mean'"),
     ({"bandwidth": 0.0}, "`bandwidth` to be greater than 0 and finite, but got 0.0"),
     ({"bandwidth": float("nan")}, "`bandwidth` to be greater than 0 and finite, but got nan"),
-    ({"scales": ()}, r"`scales` to contain at least one number, all greater than 0, but got \(\)"),
-    ({"scales": (1.0, 0.0)}, r"but got \(1.0, 0.0\)"),
 ]
 
 
